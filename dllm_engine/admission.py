@@ -1,0 +1,123 @@
+"""Checks of a request before it enters the engine, offline and over HTTP.
+
+vLLM validates requests in ``InputProcessor.process_inputs``, which every front end calls with the prompt and the
+parameters; ``install`` puts our checks there. What fails is answered with 400 and loses nothing.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.families import ModelFamily, family_of
+from dllm_engine.params import DEFAULT_GEN_LENGTH, InvalidRequestError, resolve_decoding
+
+# SamplingParams fields that have no meaning here (yet), with the value that means "not used".
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "logprobs": (None, "log-probabilities (beam search needs them too) are"),
+    "prompt_logprobs": (None, "log-probabilities of the prompt are"),
+    "logprob_token_ids": (None, "log-probabilities are"),
+    "presence_penalty": (0.0, "penalties are"),
+    "frequency_penalty": (0.0, "penalties are"),
+    "repetition_penalty": (1.0, "penalties are"),
+    "min_p": (0.0, "min_p sampling is"),
+    "min_tokens": (0, "a minimum length is"),
+    "structured_outputs": (None, "structured output is"),
+    "logit_bias": (None, "logit bias is"),
+    "allowed_token_ids": (None, "restricting the tokens is"),
+    "bad_words": ([], "forbidding words is"),
+    "repetition_detection": (None, "repetition detection is"),
+    "thinking_token_budget": (None, "a thinking budget is"),
+    "trace_decode_token_ids": (None, "trace replay is"),
+}
+
+
+def check_request(
+    params: SamplingParams, prompt_token_ids: list[int], family: ModelFamily, mask_token_id: int, max_model_len: int
+) -> None:
+    """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if the request cannot be served."""
+    for name, (unused, what) in _UNSUPPORTED.items():
+        value = getattr(params, name)
+        if value is not None and value != unused:
+            raise InvalidRequestError(f"{name}={value!r}: {what} not supported for diffusion models; leave it unset")
+    for option in params.extra_args or {}:
+        if option == "cfg_scale":
+            raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it unset")
+    if not prompt_token_ids:
+        raise InvalidRequestError("the prompt is empty; give at least one token")
+    if mask_token_id in prompt_token_ids:
+        raise InvalidRequestError(
+            f"the prompt contains the mask token (id {mask_token_id}) at position "
+            f"{prompt_token_ids.index(mask_token_id)}; masks mark the response's positions and cannot be prompted"
+        )
+    spec = resolve_decoding(params, len(prompt_token_ids), family)
+    if spec.canvas_length > max_model_len:
+        raise InvalidRequestError(
+            f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
+            f"{spec.canvas_length}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
+        )
+
+
+def default_gen_length(prompt_length: int, max_model_len: int) -> int:
+    """Response length of a request that names none: 256, or what fits (at least 1, so that the check explains)."""
+    return max(min(DEFAULT_GEN_LENGTH, max_model_len - prompt_length), 1)
+
+
+def install() -> None:
+    """Put the checks into vLLM's input processor and its HTTP server. Idempotent; other models are untouched."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if getattr(InputProcessor, "_dllm_admission", False):
+        return
+    process_inputs = InputProcessor.process_inputs
+
+    def checked(
+        self: Any, request_id: str, prompt: Any, params: Any, supported_tasks: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        config = self.model_config.hf_config
+        if getattr(self.model_config, "is_dllm_engine", False) and isinstance(params, SamplingParams):
+            if not isinstance(prompt, dict) or prompt.get("type", "token") != "token":
+                raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
+            prompt_token_ids = prompt.get("prompt_token_ids") or []
+            max_model_len = self.model_config.max_model_len
+            if params.max_tokens is None:
+                params = params.clone()
+                params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
+            check_request(params, prompt_token_ids, family_of(config), config.mask_token_id, max_model_len)
+        return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+
+    InputProcessor.process_inputs = checked
+    InputProcessor._dllm_admission = True
+    _refuse_clipping()
+
+
+_serves_diffusion = False
+
+
+def serve_diffusion() -> None:
+    """Note that this process serves one of our models: its server refuses what stock vLLM would clip."""
+    global _serves_diffusion
+    _serves_diffusion = True
+
+
+def _refuse_clipping() -> None:
+    """vLLM's server silently shortens ``max_tokens`` to what is left of the context; refuse such a request instead.
+
+    The function is imported by name, so it is replaced wherever it has been imported already.
+    """
+    from vllm.entrypoints.serve.utils import api_utils
+
+    clipping: Callable[..., int] = api_utils.get_max_tokens
+
+    def get_max_tokens(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
+        if _serves_diffusion and max_tokens is not None and input_length + max_tokens > max_model_len:
+            raise InvalidRequestError(
+                f"prompt ({input_length} tokens) and max_tokens={max_tokens} need a canvas of "
+                f"{input_length + max_tokens}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
+            )
+        return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm.") and getattr(module, "get_max_tokens", None) is clipping:
+            module.get_max_tokens = get_max_tokens  # type: ignore[attr-defined]

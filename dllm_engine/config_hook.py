@@ -1,0 +1,96 @@
+"""Settings that turn stock vLLM into a diffusion engine; applied when the model is one of ours."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from dllm_engine import admission
+from dllm_engine.families import family_of
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import DEFAULT_GEN_LENGTH
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
+WORKER_CLASSES = {
+    "cpu": "dllm_engine.model_executor.cpu_worker.DiffusionCPUWorker",
+    "cuda": "dllm_engine.model_executor.gpu_worker.DiffusionGPUWorker",
+}
+
+
+class DiffusionConfig(VerifyAndUpdateConfig):
+    """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do not support here."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: "ModelConfig") -> None:
+        config = model_config.hf_config
+        family = family_of(config)
+        if getattr(config, "mask_token_id", None) is None:
+            raise ValueError(
+                f"{Path(model_config.model) / 'config.json'} has no 'mask_token_id'; a diffusion language model needs "
+                f"the id of its mask token there"
+            )
+        if not 0 <= config.mask_token_id < config.vocab_size:
+            raise ValueError(
+                f"{Path(model_config.model) / 'config.json'}: mask_token_id={config.mask_token_id} is outside the "
+                f"vocabulary of {config.vocab_size}"
+            )
+        model_config.is_dllm_engine = True
+        # Defaults for callers that name neither: greedy as the authors decode, and a bounded response.
+        own = _generation_config(model_config)
+        defaults = {"temperature": own.get("temperature", 0.0), "max_new_tokens": DEFAULT_GEN_LENGTH}
+        model_config.override_generation_config = defaults | (model_config.override_generation_config or {})
+        del family
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        from vllm.config.compilation import CompilationMode, CUDAGraphMode
+        from vllm.platforms import current_platform
+
+        EngineOptions.from_vllm_config(vllm_config)
+        _refuse_unsupported(vllm_config)
+        worker_class = WORKER_CLASSES.get(current_platform.device_type)
+        if worker_class is None:
+            raise ValueError(
+                f"device type {current_platform.device_type!r} is not supported; use one of {', '.join(WORKER_CLASSES)}"
+            )
+        scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+        scheduler.scheduler_cls = SCHEDULER_CLASS
+        scheduler.async_scheduling = False
+        scheduler.enable_chunked_prefill = False
+        # A full step feeds the whole canvas at once.
+        scheduler.max_num_batched_tokens = max(
+            scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len
+        )
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = worker_class
+        vllm_config.cache_config.enable_prefix_caching = False
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.custom_ops = ["none"]
+        admission.serve_diffusion()
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    refused = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
+        "enable_lora": vllm_config.lora_config is not None,
+        "speculative_config": vllm_config.speculative_config is not None,
+        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
+        "enable_prompt_embeds": vllm_config.model_config.enable_prompt_embeds,
+    }
+    for name, wanted in refused.items():
+        if wanted:
+            raise ValueError(f"{name} is not supported for diffusion models; leave it unset")
+
+
+def _generation_config(model_config: "ModelConfig") -> dict:
+    """The checkpoint's own generation_config.json; empty where it has none or is not on this disk."""
+    path = Path(model_config.model) / "generation_config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}

@@ -1,0 +1,201 @@
+"""Small recall and list tasks that the demo model is trained and evaluated on.
+
+Every example is a pure function of its task, its seed and its settings, so an evaluation can be repeated
+exactly anywhere. Seeds below ``TRAINING_SEED_START`` are for evaluation; training uses only the seeds from
+there on. Word lists are shared, contents (which code belongs to which name, ...) are random.
+
+======= ==================================================== ========================
+task    prompt                                                answer
+======= ==================================================== ========================
+names   ``Tom=48. Ida=07. Give: Ida, Tom``                    ``Ida=07, Tom=48``
+keys    ``QX=48. RT=07. Give: RT``                            ``RT=07``
+facts   ``Tom lives in Paris. ... Where does Tom live?``      ``Tom lives in Paris.``
+reverse ``Reverse: Rome Tom Oslo``                           ``Oslo Tom Rome``
+copy    ``Copy: Rome Tom Oslo``                               ``Rome Tom Oslo``
+chat    one of a few fixed lines                              its fixed reply
+======= ==================================================== ========================
+"""
+
+import random
+import re
+from dataclasses import dataclass
+
+TRAINING_SEED_START = 1_000_000
+"""First seed used for training; evaluation uses smaller ones."""
+
+NAMES = (
+    "Tom Ida Ben Eva Max Zoe Leo Amy Sam Ann Dan Kim Lee May Ned Pat Ray Sue Tim Una "
+    "Val Wes Yan Roy Jim Joe Jan Kay Liv Mia Noa Ole Pia Rob Sid Ted Uli Vic Gus Hal"
+).split()
+CITIES = "Paris Rome Oslo Lima Cairo Tokyo Delhi Bern Riga Kyiv Accra Quito Milan Sofia Hanoi Turin".split()
+THINGS = "cup hat box car dog cat key pen bag map".split()
+QUALITIES = "red blue old new big small warm cold dry wet".split()
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CHAT_LINES = (
+    ("Hello!", "Hello! How can I help?"),
+    ("Hi!", "Hello! How can I help?"),
+    ("How are you?", "I am fine, thank you."),
+    ("Who are you?", "I am a small demo model."),
+    ("What can you do?", "I can recall codes and facts, copy and reverse."),
+    ("Thank you!", "You are welcome."),
+    ("Goodbye!", "Goodbye!"),
+)
+
+TASKS: tuple[str, ...] = ("names", "keys", "facts", "reverse", "copy", "chat")
+RECALL_TASKS: tuple[str, ...] = ("names", "keys", "facts")
+LIST_TASKS: tuple[str, ...] = ("reverse", "copy")
+MAX_PAIRS: dict[str, int] = {"names": 36, "keys": 24, "facts": 24, "reverse": 12, "copy": 16}
+"""Longest prompts seen in training: pairs for the recall tasks, words for the list tasks."""
+MAX_ASKED = 4
+"""Most items asked in one recall prompt; four of any task fit in a response of 32 tokens."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with its only correct answer.
+
+    ``prompt`` is the user's text without chat template, ``answer`` the visible response after stripping, and
+    ``items`` the parts of the answer in order, each of which can be right or wrong on its own.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+    items: tuple[str, ...]
+
+
+def make_examples(
+    task: str,
+    count: int,
+    seed: int,
+    *,
+    min_pairs: int | None = None,
+    max_pairs: int | None = None,
+    filler: float = 0.0,
+    asked: int | None = None,
+) -> list[Example]:
+    """Draw ``count`` examples of one task.
+
+    ``min_pairs`` and ``max_pairs`` bound the pairs (recall tasks) or words (list tasks) of a prompt; they default
+    to 2 and ``MAX_PAIRS[task]``. ``asked`` is how many pairs a recall prompt asks for; by default 1 to
+    ``MAX_ASKED``, drawn per example. ``filler`` is the fraction of the prompt, in words, digits and punctuation
+    marks, that is taken up by sentences nobody asks about: among the pairs of recall prompts, before the list of
+    the others. The chat task is a fixed list and accepts none of these settings.
+
+    Raises ValueError for an unknown task or a setting out of range.
+    """
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
+    if not 0.0 <= filler <= 0.9:
+        raise ValueError(f"filler is {filler}, but must lie between 0 and 0.9")
+    rng = random.Random(f"{task} {seed}")
+    if task == "chat":
+        if (min_pairs, max_pairs, asked) != (None, None, None) or filler:
+            raise ValueError("task 'chat' is a fixed list: leave min_pairs, max_pairs, asked and filler at their defaults")
+        return [_chat(rng) for _ in range(count)]
+
+    high = MAX_PAIRS[task] if max_pairs is None else max_pairs
+    low = min(2, high) if min_pairs is None else min_pairs
+    available = _available_pairs(task)
+    if not 1 <= low <= high <= available:
+        raise ValueError(
+            f"min_pairs={low} and max_pairs={high} do not fit task {task!r}: use 1 <= min_pairs <= max_pairs <= {available}"
+        )
+    if asked is not None and (task in LIST_TASKS or not 1 <= asked <= min(MAX_ASKED, low)):
+        raise ValueError(
+            f"asked={asked} does not fit task {task!r} with min_pairs={low}: recall tasks ({', '.join(RECALL_TASKS)}) "
+            f"take 1 to {MAX_ASKED}, and no more than min_pairs"
+        )
+    if task in LIST_TASKS:
+        return [_list_example(task, rng, rng.randint(low, high), filler) for _ in range(count)]
+    return [_recall_example(task, rng, rng.randint(low, high), asked, filler) for _ in range(count)]
+
+
+def exact_match(response: str, example: Example) -> bool:
+    """Whether the stripped response is exactly the expected answer."""
+    return response.strip() == example.answer
+
+
+def item_matches(response: str, example: Example) -> int:
+    """Count the items of the answer that the response gets right.
+
+    A recalled item counts wherever it stands in the response; a word of a list task only at its own place; a chat
+    reply is a single item.
+    """
+    response = response.strip()
+    if example.task == "chat":
+        return int(exact_match(response, example))
+    if example.task in LIST_TASKS:
+        return sum(given == item for given, item in zip(response.split(), example.items, strict=False))
+    given = {part.strip() for part in re.split(r"[.,]", response)}
+    return sum(item in given for item in example.items)
+
+
+def _available_pairs(task: str) -> int:
+    """The most pairs or words that can be distinct in one prompt."""
+    return {
+        "names": len(NAMES),
+        "keys": 100,  # 100 different two-digit codes
+        "facts": len(NAMES),
+        "reverse": len(NAMES) + len(CITIES),
+        "copy": len(NAMES) + len(CITIES),
+    }[task]
+
+
+def _chat(rng: random.Random) -> Example:
+    prompt, answer = rng.choice(CHAT_LINES)
+    return Example("chat", prompt, answer, (answer,))
+
+
+def _list_example(task: str, rng: random.Random, num_words: int, filler: float) -> Example:
+    words = rng.sample([*NAMES, *CITIES], num_words)
+    instruction = f"{task.capitalize()}: {' '.join(words)}"
+    prompt = " ".join([*_filler_sentences(rng, instruction, filler), instruction])
+    items = tuple(reversed(words)) if task == "reverse" else tuple(words)
+    return Example(task, prompt, " ".join(items), items)
+
+
+def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | None, filler: float) -> Example:
+    if task == "facts":
+        subjects = rng.sample(NAMES, num_pairs)
+        statements = [f"{subject} lives in {rng.choice(CITIES)}" for subject in subjects]
+    else:
+        subjects = rng.sample(NAMES, num_pairs) if task == "names" else _two_letter_keys(rng, num_pairs)
+        statements = [f"{subject}={code:02d}" for subject, code in zip(subjects, rng.sample(range(100), num_pairs))]
+
+    num_asked = rng.randint(1, min(MAX_ASKED, num_pairs)) if asked is None else asked
+    chosen = rng.sample(range(num_pairs), num_asked)
+    items = tuple(statements[index] for index in chosen)
+    wanted = ", ".join(subjects[index] for index in chosen)
+    if task == "facts":
+        question = f"Where {'does' if num_asked == 1 else 'do'} {wanted} live?"
+        answer = " ".join(f"{item}." for item in items)
+    else:
+        question = f"Give: {wanted}"
+        answer = ", ".join(items)
+
+    sentences = [f"{statement}." for statement in statements]
+    for sentence in _filler_sentences(rng, " ".join([*sentences, question]), filler):
+        sentences.insert(rng.randint(0, len(sentences)), sentence)
+    return Example(task, " ".join([*sentences, question]), answer, items)
+
+
+def _two_letter_keys(rng: random.Random, count: int) -> list[str]:
+    return rng.sample([first + second for first in LETTERS for second in LETTERS], count)
+
+
+def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
+    """Sentences about things that make up ``fraction`` of a prompt whose other part is ``core``."""
+    wanted = _length(core) * fraction / (1.0 - fraction)
+    sentences: list[str] = []
+    length = 0
+    while length < wanted:
+        quality, other = rng.sample(QUALITIES, 2)
+        sentences.append(f"The {quality} {rng.choice(THINGS)} is {other}.")
+        length += _length(sentences[-1])
+    return sentences
+
+
+def _length(text: str) -> int:
+    """Number of words, digits and punctuation marks: close to the demo tokenizer's count of tokens."""
+    return len(re.findall(r"[A-Za-z]+|\d|[^\w\s]", text))

@@ -1,0 +1,64 @@
+"""What the engine must know of a model family beside its weights: how its authors decode with it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleKind = Literal["uniform", "timestep"]
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Decoding conventions shared by all checkpoints of one ``model_type``."""
+
+    name: str
+    model_type: str
+    """``model_type`` in the checkpoint's config.json."""
+    architecture: str
+    """The entry of ``architectures`` in config.json, under which vLLM finds the model class."""
+    model_class: str
+    """Import path of the model class, ``module:class``."""
+    schedule: ScheduleKind
+    """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
+    default_unmasking: str
+    default_block_length: int | None
+    """None: the whole response is one block."""
+    checkpoints: tuple[str, ...]
+
+
+LLADA = ModelFamily(
+    name="LLaDA",
+    model_type="llada",
+    architecture="LLaDAModelLM",
+    model_class="dllm_engine.model_executor.models.llada:LLaDAModelLM",
+    schedule="uniform",
+    default_unmasking="low_confidence",
+    default_block_length=32,
+    checkpoints=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"),
+)
+DREAM = ModelFamily(
+    name="Dream",
+    model_type="Dream",
+    architecture="DreamModel",
+    model_class="dllm_engine.model_executor.models.dream:DreamModel",
+    schedule="timestep",
+    default_unmasking="entropy",
+    default_block_length=None,
+    checkpoints=(
+        "Dream-org/Dream-v0-Base-7B",
+        "Dream-org/Dream-v0-Instruct-7B",
+        "Dream-org/Dream-Coder-v0-Instruct-7B",
+        "apple/DiffuCoder-7B-Instruct",
+    ),
+)
+FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (LLADA, DREAM)}
+
+
+def family_of(hf_config: object) -> ModelFamily:
+    """The family of a checkpoint's config; raises ``ValueError`` naming the supported ones."""
+    model_type = getattr(hf_config, "model_type", None)
+    try:
+        return FAMILIES[str(model_type)]
+    except KeyError:
+        raise ValueError(
+            f"model_type={model_type!r} is not a supported diffusion language model; supported: {', '.join(FAMILIES)}"
+        ) from None

@@ -1,0 +1,110 @@
+"""Per-request figures and their way from the scheduler to the caller.
+
+vLLM's ``EngineCoreOutput`` is a fixed struct; of its fields only ``kv_transfer_params``, a free dictionary, passes
+every executor and wire format. The scheduler puts a request's figures there, and ``install`` makes vLLM's front end
+hand them on: as ``RequestOutput.outputs[i].diffusion`` in Python, and over HTTP as
+``kv_transfer_params["diffusion"]``, a list with one entry per choice.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dllm_engine.scheduler.decoding import Progress
+
+MESSAGE_KEY = "diffusion"
+
+
+@dataclass(frozen=True)
+class DiffusionFigures:
+    """What a response cost, up to its last finished block."""
+
+    denoising_steps: int
+    forward_passes: int
+    tokens_unmasked: int
+    tokens_computed: int
+    """Rows fed to the model, summed over forward passes."""
+    trace: dict[str, list] = field(default_factory=dict)
+    """With ``trace=True``, per forward pass: ``unmasked_per_step`` (canvas positions) and ``computed_positions``
+    (None: the whole canvas)."""
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens_unmasked / self.forward_passes if self.forward_passes else 0.0
+
+    @property
+    def unmasked_per_step(self) -> list[list[int]]:
+        return self._traced("unmasked_per_step")
+
+    @property
+    def computed_positions(self) -> list[list[int] | None]:
+        return self._traced("computed_positions")
+
+    def _traced(self, name: str) -> list:
+        if not self.trace:
+            raise ValueError(f"{name} is recorded only by an engine started with trace=True")
+        return self.trace[name]
+
+    def to_json(self) -> dict[str, Any]:
+        """The HTTP form; the trace only where there is one."""
+        data = asdict(self) | {"tokens_per_forward": self.tokens_per_forward}
+        if not self.trace:
+            del data["trace"]
+        return data
+
+
+def figures_message(progress: "Progress") -> dict[str, Any]:
+    """The figures as a message, for ``EngineCoreOutput.kv_transfer_params``."""
+    figures = DiffusionFigures(
+        denoising_steps=progress.num_forwards,
+        forward_passes=progress.num_forwards,
+        tokens_unmasked=progress.num_unmasked,
+        tokens_computed=progress.num_rows_computed,
+        trace=progress.trace,
+    )
+    return {MESSAGE_KEY: asdict(figures)}
+
+
+def install() -> None:
+    """Make vLLM's output processor attach the figures. Idempotent; requests of other models are untouched."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    if getattr(RequestState, "_dllm_figures", False):
+        return
+    make_request_output = RequestState.make_request_output
+    new_completion_output = RequestState._new_completion_output
+    new_request_output = RequestState._new_request_output
+
+    def take_message(
+        self: Any,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: Any,
+        kv_transfer_params: dict[str, Any] | None = None,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if kv_transfer_params is not None and MESSAGE_KEY in kv_transfer_params:
+            self.diffusion = DiffusionFigures(**kv_transfer_params[MESSAGE_KEY])
+            kv_transfer_params = None
+        return make_request_output(
+            self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *rest, **kwargs
+        )
+
+    def attach_to_completion(self: Any, *args: Any, **kwargs: Any) -> Any:
+        completion = new_completion_output(self, *args, **kwargs)
+        completion.diffusion = getattr(self, "diffusion", None)
+        return completion
+
+    def attach_to_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = new_request_output(self, *args, **kwargs)
+        figures = [getattr(c, "diffusion", None) for c in output.outputs] if isinstance(output.outputs, list) else []
+        if any(f is not None for f in figures):
+            output.kv_transfer_params = {MESSAGE_KEY: [f.to_json() if f is not None else None for f in figures]}
+        return output
+
+    RequestState.make_request_output = take_message
+    RequestState._new_completion_output = attach_to_completion
+    RequestState._new_request_output = attach_to_request
+    RequestState._dllm_figures = True

@@ -1,0 +1,134 @@
+"""Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.families import ModelFamily
+from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+from dllm_engine.options import explain
+from dllm_engine.scheduler.decoding import DecodingSpec
+
+DEFAULT_GEN_LENGTH = 256
+"""Response tokens of a request that names no length."""
+
+# Keys of extra_args that belong to vLLM itself.
+_VLLM_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
+
+
+class InvalidRequestError(VLLMValidationError, ValueError):
+    """A request that cannot be served as asked. vLLM's server answers it with 400."""
+
+
+class RequestOptions(BaseModel):
+    """The options that vLLM's ``SamplingParams`` has no field for; they travel in ``extra_args``.
+
+    Over HTTP a client sets them in ``vllm_xargs``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    block_length: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
+    unmasking: str | None = None
+    # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+
+
+class DiffusionParams(SamplingParams):
+    """vLLM's sampling parameters with the fields of diffusion decoding.
+
+    A value of None means the model family's default. Lengths and steps count tokens and denoising steps of the whole
+    response. Greedy (``temperature=0``) unless asked otherwise.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    """The same as ``gen_length``, under vLLM's name."""
+    gen_length: int | None = None
+    """Response tokens; default 256."""
+    block_length: int | None = None
+    """Response tokens denoised together; default 32 for LLaDA, the whole response for Dream."""
+    steps: int | None = None
+    """Denoising steps over the whole response; default one per token."""
+    unmasking: str | None = None
+    """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream."""
+
+    def __post_init__(self) -> None:
+        if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
+            raise InvalidRequestError(
+                f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name the same length; give one"
+            )
+        if self.gen_length is None:
+            self.gen_length = self.max_tokens if self.max_tokens is not None else DEFAULT_GEN_LENGTH
+        if self.gen_length < 1:
+            raise InvalidRequestError(f"gen_length={self.gen_length} is out of range: it must be at least 1")
+        self.max_tokens = self.gen_length
+        top_p, top_k = self.top_p, self.top_k
+        super().__post_init__()
+        self.top_p, self.top_k = top_p, top_k
+        chosen = {"block_length": self.block_length, "steps": self.steps, "unmasking": self.unmasking}
+        if top_p != 1.0:
+            chosen["top_p"] = top_p
+        if top_k > 0:
+            chosen["top_k"] = top_k
+        self.extra_args = {**(self.extra_args or {}), **{k: v for k, v in chosen.items() if v is not None}} or None
+
+
+def request_options(params: SamplingParams) -> RequestOptions:
+    """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is unknown or out of range."""
+    raw: dict[str, Any] = {k: v for k, v in (params.extra_args or {}).items() if k not in _VLLM_EXTRA_ARGS}
+    try:
+        return RequestOptions.model_validate(raw)
+    except ValidationError as error:
+        known = ", ".join(RequestOptions.model_fields)
+        raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
+
+
+def resolve_decoding(params: SamplingParams, prompt_length: int, family: ModelFamily) -> DecodingSpec:
+    """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and the allowed range."""
+    options = request_options(params)
+    gen_length = params.max_tokens
+    if gen_length is None:
+        raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
+    block_length = options.block_length
+    if block_length is None:
+        block_length = min(family.default_block_length or gen_length, gen_length)
+    elif block_length > gen_length:
+        raise InvalidRequestError(
+            f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
+        )
+    spec = DecodingSpec(
+        prompt_length=prompt_length,
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=options.steps if options.steps is not None else gen_length,
+        schedule=family.schedule,
+        unmasking=options.unmasking if options.unmasking is not None else family.default_unmasking,
+        temperature=params.temperature,
+        top_p=options.top_p if options.top_p is not None else params.top_p,
+        top_k=max(options.top_k if options.top_k is not None else params.top_k, 0),
+    )
+    if spec.steps < spec.num_blocks:
+        raise InvalidRequestError(
+            f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "
+            f"needs at least one; raise steps or block_length"
+        )
+    if spec.unmasking not in UNMASKING_POLICIES:
+        raise InvalidRequestError(f"unmasking={spec.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}")
+    return spec
+
+
+def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
+    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
+    ends = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        for key in ("eos_token_id", "end_of_turn_token_id"):
+            value = getattr(hf_config, key, None)
+            ends.update(value if isinstance(value, list) else [] if value is None else [value])
+        if params.eos_token_id is not None:
+            ends.add(params.eos_token_id)
+    return frozenset(ends)

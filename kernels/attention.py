@@ -1,0 +1,87 @@
+r"""Bidirectional attention over sequences of different lengths laid end to end.
+
+For sequence s with rows R_s:  out_i = Σ_{j ∈ R_s} softmax_j(q_i · k_j / √d) v_j,  for every i ∈ R_s; no mask inside a
+sequence, nothing across sequences. With fewer KV heads than query heads each serves a group of consecutive ones.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+
+@torch.library.custom_op("dllm::bidirectional_attention", mutates_args=())
+def bidirectional_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]
+) -> torch.Tensor:
+    """Attend within each sequence.
+
+    Args:
+        q: ``[num_rows, num_heads, head_dim]``.
+        k, v: ``[num_rows, num_kv_heads, head_dim]``.
+        cu_seqlens: first row of each sequence and, last, ``num_rows``.
+
+    Returns:
+        ``[num_rows, num_heads, head_dim]``. One library call per run of sequences of equal length, so callers that
+        sort a batch by length pay for each length once.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    _check(q, k, v, cu_seqlens)
+    out = torch.empty_like(q)
+    # The CPU kernel has no grouped-query form; expanded keys cost less than its slow path.
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and not q.is_cuda:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    for start, length, count in _equal_runs(cu_seqlens):
+        rows = slice(start, start + length * count)
+
+        def per_sequence(x: torch.Tensor, rows: slice = rows, count: int = count) -> torch.Tensor:
+            return x[rows].unflatten(0, (count, -1)).transpose(1, 2)
+
+        attended = F.scaled_dot_product_attention(
+            per_sequence(q), per_sequence(k), per_sequence(v), enable_gqa=group > 1 and q.is_cuda
+        )
+        out[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+@bidirectional_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+def bidirectional_attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]
+) -> torch.Tensor:
+    """The formula, in float64."""
+    group = q.shape[1] // k.shape[1]
+    out = []
+    for start, stop in itertools.pairwise(cu_seqlens):
+        qs, ks, vs = (x[start:stop].double().transpose(0, 1) for x in (q, k, v))
+        ks, vs = ks.repeat_interleave(group, dim=0), vs.repeat_interleave(group, dim=0)
+        scores = qs @ ks.transpose(1, 2) / q.shape[-1] ** 0.5
+        out.append((scores.softmax(dim=-1) @ vs).transpose(0, 1))
+    return torch.cat(out)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) -> None:
+    if q.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not belong together")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != q.shape[0] or sorted(cu_seqlens) != cu_seqlens:
+        raise ValueError(f"cu_seqlens={cu_seqlens} does not divide {q.shape[0]} rows")
+
+
+def _equal_runs(cu_seqlens: list[int]) -> list[tuple[int, int, int]]:
+    """(first row, length, number of sequences) of each run of neighbouring sequences of equal length."""
+    runs = []
+    start = 0
+    for length, group in itertools.groupby(stop - start for start, stop in itertools.pairwise(cu_seqlens)):
+        count = len(list(group))
+        if length:
+            runs.append((start, length, count))
+        start += length * count
+    return runs

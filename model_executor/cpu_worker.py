@@ -1,0 +1,39 @@
+"""vLLM's CPU worker around our model runner."""
+
+import os
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+
+
+class DiffusionCPUWorker(CPUWorker):
+    """Differs from vLLM's in the runner it makes, and has nothing to compile."""
+
+    def init_device(self) -> None:
+        # Not the inherited one, which names vLLM's runner in its body.
+        self.device = torch.device("cpu")
+        method = self.distributed_init_method
+        # Rank-local shared memory of vLLM's CPU collectives is found by this name.
+        os.environ["VLLM_DIST_IDENT"] = (
+            os.path.basename(method.removeprefix("file://")) if method.startswith("file://") else method.split(":")[-1]
+        )
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, method, self.local_rank, current_platform.dist_backend
+        )
+        set_random_seed(self.model_config.seed)
+        self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return ["LBNHC"]
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def execute_dummy_batch(self) -> None:
+        """Data-parallel ranks of a dense model do not wait for each other."""

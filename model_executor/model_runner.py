@@ -1,0 +1,291 @@
+"""The model runner: owns tokens, masks and batch layout; turns step plans into forward passes and unmasked tokens."""
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model
+from vllm.tasks import SupportedTask
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from dllm_engine.model_executor.cache_methods import CACHE_METHODS
+from dllm_engine.model_executor.checkpoint import check_safetensors
+from dllm_engine.model_executor.layer_pass import DensePass
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.noise import NO_TOKEN, uniform
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.refresh_plan import StepPlan
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class Canvas:
+    """A request's tokens on the device."""
+
+    spec: DecodingSpec
+    seed: int
+    tokens: torch.Tensor
+    """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
+    masked: torch.Tensor
+    """``[canvas_length]`` bool."""
+
+    @property
+    def policy(self) -> UnmaskingPolicy:
+        return UNMASKING_POLICIES[self.spec.unmasking]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The masked positions of one request that a step may fill."""
+
+    index: int
+    """Of the request in the batch."""
+    canvas: Canvas
+    plan: StepPlan
+    positions: torch.Tensor
+    """``[num_candidates]``, in the canvas."""
+    rows: torch.Tensor
+    """``[num_candidates]``: the batch rows that predict them."""
+
+
+class DiffusionModelRunner:
+    """Runs one model on one rank. Every rank runs the same code on the same tokens."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.device = device
+        self.options = EngineOptions.from_vllm_config(vllm_config)
+        self.mask_token_id = self.model_config.hf_config.mask_token_id
+        self.cache_method = CACHE_METHODS[self.options.cache_method]()
+        self.canvases: dict[str, Canvas] = {}
+        self.model_memory_usage = 0
+        # vLLM's CPU worker reads it; there are none outside the page pool.
+        self.kv_caches: list[torch.Tensor] = []
+
+    # Called by the worker once
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            self.vllm_config.load_config.load_format = "dummy"
+        if self.vllm_config.load_config.load_format not in ("dummy",):
+            check_safetensors(self.model_config.model)
+        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        model = get_model(vllm_config=self.vllm_config)
+        assert isinstance(model, DiffusionDecoder)
+        self.model = model.eval()
+        if self.device.type == "cuda":
+            self.model_memory_usage = torch.cuda.memory_allocated() - before
+        self.predictor = TokenPredictor(
+            self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
+        )
+
+    def get_model(self) -> DiffusionDecoder:
+        return self.model
+
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Without a cache there are no pages to size."""
+        return {}
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
+        """Without a cache there is nothing to allocate."""
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Canvases are as long as their requests; nothing here is sized by the longest."""
+
+    @torch.inference_mode()
+    def profile_run(self, randomize_inputs: bool = False) -> None:
+        """One forward pass of the largest batch, for vLLM to measure its memory."""
+        num_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
+        ids = torch.full((num_rows,), self.mask_token_id, device=self.device)
+        positions = torch.arange(num_rows, device=self.device) % self.model_config.max_model_len
+        sequences = range(0, num_rows, self.model_config.max_model_len)
+        hidden = self.model(ids, positions, DensePass([*sequences, num_rows]))
+        rows = min(self.predictor.max_rows, num_rows)
+        self.model.compute_logits(hidden[:rows]).logits.float().softmax(dim=-1)
+
+    def reset_mm_cache(self) -> None:
+        """There are no multimodal inputs."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is no encoder."""
+
+    def shutdown(self) -> None:
+        self.canvases.clear()
+
+    # A step
+
+    @torch.inference_mode()
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: object = None
+    ) -> ModelRunnerOutput:
+        assert isinstance(scheduler_output, DiffusionSchedulerOutput)
+        for request_id in scheduler_output.finished_req_ids:
+            self.canvases.pop(request_id, None)
+        for request_id, request in scheduler_output.new_requests.items():
+            self.canvases[request_id] = self._new_canvas(request)
+        if not scheduler_output.plans:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch = self._build_batch(scheduler_output.plans)
+        hidden = self.model(batch.input_ids, batch.positions, self.cache_method.layer_pass(batch))
+        unmasked = self._unmask(batch, hidden)
+        return self._report(batch, unmasked)
+
+    def _new_canvas(self, request: NewRequest) -> Canvas:
+        spec = request.spec
+        tokens = torch.full((spec.canvas_length,), self.mask_token_id, dtype=torch.int64, device=self.device)
+        tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
+        masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
+        masked[spec.prompt_length :] = True
+        return Canvas(spec, request.seed, tokens, masked)
+
+    def _build_batch(self, plans: dict[str, StepPlan]) -> StepBatch:
+        # Sequences of equal length side by side share one attention call.
+        ordered = sorted(plans.items(), key=lambda item: item[1].span.size)
+        return StepBatch(
+            request_ids=[request_id for request_id, _ in ordered],
+            plans=[plan for _, plan in ordered],
+            cu_seqlens=list(itertools.accumulate((plan.span.size for _, plan in ordered), initial=0)),
+            input_ids=torch.cat(
+                [self.canvases[request_id].tokens[slice(*plan.span)] for request_id, plan in ordered]
+            ),
+            positions=torch.cat([torch.arange(*plan.span, device=self.device) for _, plan in ordered]),
+        )
+
+    def _unmask(self, batch: StepBatch, hidden: torch.Tensor) -> list[list[int]]:
+        """Fill the positions each plan asks for; returns them, sorted, per request of the batch."""
+        groups: dict[SamplingSettings, list[Candidates]] = defaultdict(list)
+        unmasked: list[list[int]] = [[] for _ in batch.plans]
+        for index in range(len(batch.plans)):
+            candidates = self._candidates(batch, index)
+            if candidates is not None:
+                groups[_sampling_settings(candidates.canvas)].append(candidates)
+        for settings, group in groups.items():
+            for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
+                unmasked[candidates.index] = _fill(candidates, statistics)
+        return unmasked
+
+    def _candidates(self, batch: StepBatch, index: int) -> Candidates | None:
+        plan, canvas = batch.plans[index], self.canvases[batch.request_ids[index]]
+        if plan.quota.count == 0 and not canvas.policy.draws_each_position:
+            return None
+        first, stop = plan.quota.candidates
+        positions = canvas.masked[first:stop].nonzero()[:, 0] + first
+        if not positions.numel():
+            return None
+        predicting = (positions - 1).clamp(min=0) if self.model.shifts_logits else positions
+        rows = predicting - plan.span.start + batch.cu_seqlens[index]
+        return Candidates(index, canvas, plan, positions, rows)
+
+    def _predict(
+        self, hidden: torch.Tensor, settings: SamplingSettings, group: list[Candidates]
+    ) -> list[TokenStatistics]:
+        """Statistics of each request's candidates; one pass through the head for all of them."""
+        sizes = [c.positions.numel() for c in group]
+
+        def per_row(values: list[int]) -> torch.Tensor:
+            repeats = torch.tensor(sizes, device=self.device)
+            return torch.tensor(values, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
+
+        counters = Counters(
+            seeds=per_row([_signed_seed(c.canvas.seed) for c in group]),
+            forwards=per_row([c.plan.forward for c in group]),
+            positions=torch.cat([c.positions for c in group]),
+        )
+        statistics = self.predictor.predict(
+            hidden[torch.cat([c.rows for c in group])],
+            settings,
+            counters,
+            with_entropy=any(c.canvas.policy.needs_entropy for c in group),
+            with_margin=any(c.canvas.policy.needs_margin for c in group),
+        )
+        if any(c.canvas.policy.needs_noise for c in group):
+            statistics.noise = uniform(
+                counters.seeds, counters.forwards, counters.positions, torch.full_like(counters.positions, NO_TOKEN)
+            )
+        split = [
+            parts.split(sizes) if parts is not None else [None] * len(sizes)
+            for parts in (
+                statistics.token,
+                statistics.probability,
+                statistics.negative_entropy,
+                statistics.margin,
+                statistics.noise,
+            )
+        ]
+        return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
+
+    def _report(self, batch: StepBatch, unmasked: list[list[int]]) -> DiffusionRunnerOutput:
+        reports = {}
+        for index, (request_id, plan) in enumerate(zip(batch.request_ids, batch.plans, strict=True)):
+            canvas = self.canvases[request_id]
+            block = slice(*plan.block)
+            done = not canvas.masked[block].any()
+            reports[request_id] = StepReport(
+                rows_computed=batch.cu_seqlens[index + 1] - batch.cu_seqlens[index],
+                num_unmasked=len(unmasked[index]),
+                block_tokens=canvas.tokens[block].tolist() if done else None,
+                trace=self._trace(plan, canvas, unmasked[index]) if self.options.trace else None,
+            )
+        return DiffusionRunnerOutput(
+            req_ids=batch.request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(batch.request_ids)},
+            sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
+            reports=reports,
+        )
+
+    @staticmethod
+    def _trace(plan: StepPlan, canvas: Canvas, unmasked: list[int]) -> dict[str, Any]:
+        whole = plan.span.size == canvas.spec.canvas_length
+        return {
+            "unmasked_per_step": unmasked,
+            "computed_positions": None if whole else list(range(*plan.span)),
+        }
+
+
+def _signed_seed(seed: int) -> int:
+    """A seed of up to 64 bits as the int64 of the same bits."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def _sampling_settings(canvas: Canvas) -> SamplingSettings:
+    """Settings of a request; those that make no difference are equal, so that such requests share the head."""
+    spec = canvas.spec
+    greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
+    tempered = canvas.policy.tempered and not greedy_unfiltered
+    if spec.temperature == 0 and not tempered:
+        # The most likely token survives every filter.
+        return SamplingSettings(0.0, 1.0, 0, False)
+    return SamplingSettings(spec.temperature, spec.top_p, spec.top_k, tempered)
+
+
+def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
+    """Unmask the plan's quota of the candidates in their canvas; returns the positions, sorted."""
+    canvas, quota = candidates.canvas, candidates.plan.quota
+    confidence = canvas.policy.confidence(statistics)
+    if canvas.policy.draws_each_position:
+        chosen = (confidence < quota.ratio).nonzero()[:, 0]
+    else:
+        chosen = confidence.topk(min(quota.count, confidence.numel())).indices
+    positions = candidates.positions[chosen]
+    canvas.tokens[positions] = statistics.token[chosen]
+    canvas.masked[positions] = False
+    return sorted(positions.tolist())

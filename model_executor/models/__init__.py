@@ -1,0 +1,1 @@
+"""Diffusion language models written with vLLM's parallel layers."""

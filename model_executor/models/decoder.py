@@ -1,0 +1,278 @@
+"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP, bidirectional.
+
+LLaDA's block is Llama's and Dream's is Qwen2's; they differ in biases, epsilon and tensor names only, which
+``DecoderShape`` and the two model files hold. A layer exposes its *parts*. It has no ``forward``: the loop over the
+layers belongs to a layer pass (``model_executor/layer_pass.py``), which may change the set of rows between and inside
+layers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a decoder, read from a checkpoint's config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    max_position: int
+    rope_theta: float
+    rms_norm_eps: float
+    qkv_bias: bool
+    tied_embeddings: bool
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+class RotaryPhases(NamedTuple):
+    """Cosines and sines of a set of rows, float32, each ``[num_rows, 1, head_dim // 2]``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rotary_phases(positions: torch.Tensor, head_dim: int, theta: float) -> RotaryPhases:
+    """Phases of RoPE at ``positions`` ``[num_rows]`` (absolute positions in the canvas)."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions.to(torch.float32)[:, None] * (1.0 / theta**exponents)
+    return RotaryPhases(angles.cos()[:, None, :], angles.sin()[:, None, :])
+
+
+def apply_rope(x: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+    """Rotate ``x`` ``[num_rows, num_heads, head_dim]`` in the half-split layout.
+
+    Computed in float32 whatever the dtype of ``x``, as LLaDA's ``rope_full_precision`` asks: at positions in the
+    thousands bfloat16 phases are off by whole radians.
+    """
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    return torch.cat(
+        (first * phases.cos - second * phases.sin, second * phases.cos + first * phases.sin), dim=-1
+    ).to(x.dtype)
+
+
+class DecoderLayer(nn.Module):
+    """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
+
+    def __init__(self, shape: DecoderShape, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.attn_norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.mlp_norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.qkv_proj = QKVParallelLinear(
+            shape.hidden_size,
+            shape.head_dim,
+            shape.num_heads,
+            shape.num_kv_heads,
+            bias=shape.qkv_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.out_proj = RowParallelLinear(
+            shape.num_heads * shape.head_dim,
+            shape.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.out_proj",
+        )
+        self.gate_up_proj = MergedColumnParallelLinear(
+            shape.hidden_size,
+            [shape.intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+        )
+        self.down_proj = RowParallelLinear(
+            shape.intermediate_size,
+            shape.hidden_size,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+        )
+        # Heads of this tensor-parallel rank.
+        self.num_heads = self.qkv_proj.num_heads
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+
+    def qkv(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``."""
+        fused, _ = self.qkv_proj(normed)
+        return self._split_heads(fused, self.num_heads, self.num_kv_heads, self.num_kv_heads)
+
+    def v(self, normed: torch.Tensor) -> torch.Tensor:
+        """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
+        kv_size = self.num_kv_heads * self.head_dim
+        start = (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self._projection_rows(normed, start, start + kv_size).unflatten(-1, (self.num_kv_heads, self.head_dim))
+
+    def qk(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
+        fused = self._projection_rows(normed, 0, (self.num_heads + self.num_kv_heads) * self.head_dim)
+        return self._split_heads(fused, self.num_heads, self.num_kv_heads)
+
+    def rope(self, heads: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        """Queries or keys ``[num_rows, heads, head_dim]`` rotated to their positions."""
+        return apply_rope(heads, phases)
+
+    def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
+        """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
+        return self.out_proj(attended.flatten(1))[0]
+
+    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        """The feed-forward branch's output, ``[num_rows, hidden_size]``."""
+        gate, up = self.gate_up_proj(normed)[0].chunk(2, dim=-1)
+        # Not vLLM's SiluAndMul, which needs compiled ops on CUDA.
+        return self.down_proj(F.silu(gate) * up)[0]
+
+    def _split_heads(self, fused: torch.Tensor, *heads: int) -> tuple[torch.Tensor, ...]:
+        parts = fused.split([n * self.head_dim for n in heads], dim=-1)
+        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+
+    def _projection_rows(self, normed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Output features ``start:stop`` of the fused projection.
+
+        A quantized or prepacked weight cannot be sliced by rows; then the whole projection is computed.
+        """
+        weight = getattr(self.qkv_proj, "weight", None)
+        features = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if weight is None or weight.shape != (features, normed.shape[-1]) or weight.dtype != normed.dtype:
+            return self.qkv_proj(normed)[0][..., start:stop]
+        bias = self.qkv_proj.bias
+        return F.linear(normed, weight[start:stop], None if bias is None else bias[start:stop])
+
+
+class VocabularyShard(NamedTuple):
+    """Logits of this tensor-parallel rank: ``logits[:, i]`` belongs to token ``first_token + i``."""
+
+    logits: torch.Tensor  # [num_rows, tokens of this rank]
+    first_token: int
+
+
+class DiffusionDecoder(nn.Module, ABC):
+    """Embedding, layers, final norm and head; subclasses say where a checkpoint keeps each of them."""
+
+    shifts_logits = False
+    """Whether position ``p`` is predicted by the hidden state of ``p - 1`` (Dream) rather than of ``p`` (LLaDA)."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        quant_config = vllm_config.quant_config
+        self.shape = self.decoder_shape(vllm_config.model_config.hf_config)
+        tp_size = get_tensor_model_parallel_world_size()
+        if self.shape.num_heads % tp_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp_size} does not divide the model's {self.shape.num_heads} attention heads; "
+                f"choose a divisor"
+            )
+        self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(self.shape, quant_config, prefix=f"layers.{i}") for i in range(self.shape.num_layers)
+        )
+        self.final_norm = RMSNorm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
+        self.lm_head = ParallelLMHead(
+            self.shape.vocab_size, self.shape.hidden_size, quant_config=quant_config, prefix="lm_head"
+        )
+        if self.shape.tied_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.embedding)
+
+    @staticmethod
+    @abstractmethod
+    def decoder_shape(config: object) -> DecoderShape:
+        """Sizes from the checkpoint's config; raises ``ValueError`` for variants that are not supported."""
+
+    @staticmethod
+    @abstractmethod
+    def locate(tensor_name: str) -> tuple[str, str | int | None]:
+        """Parameter of this module, and shard of it, that a checkpoint's tensor fills."""
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
+        return self.embedding(input_ids)
+
+    def rotary(self, positions: torch.Tensor) -> RotaryPhases:
+        """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
+        return rotary_phases(positions, self.shape.head_dim, self.shape.rope_theta)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"
+    ) -> torch.Tensor:
+        """Hidden states before the final norm.
+
+        ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows, hidden_size]``.
+        """
+        return layer_pass(self.layers, self.embed_input_ids(input_ids), self.rotary(positions))
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> VocabularyShard:
+        """Final norm and head for rows ``[num_rows, hidden_size]``; no gathering across ranks, no padding."""
+        head = self.lm_head
+        logits = head.quant_method.apply(head, self.final_norm(hidden_states))
+        shard = head.shard_indices
+        return VocabularyShard(logits[:, : shard.num_org_elements], shard.org_vocab_start_index)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill the parameters from a checkpoint's tensors.
+
+        Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
+        """
+        parameters = dict(self.named_parameters())
+        wanted = {(name, shard) for name in parameters for shard in _shards_of(name)}
+        filled: set[tuple[str, str | int | None]] = set()
+        for tensor_name, tensor in weights:
+            name, shard = self.locate(tensor_name)
+            if self.shape.tied_embeddings and name == "lm_head.weight":
+                continue
+            if name not in parameters:
+                raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {type(self).__name__}")
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
+            parameter = parameters[name]
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            try:
+                if shard is None:
+                    loader(parameter, tensor)
+                else:
+                    loader(parameter, tensor, shard)
+            except (AssertionError, RuntimeError) as error:
+                raise ValueError(
+                    f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
+                ) from error
+            filled.add((name, shard))
+        # Only the tensors every checkpoint has: a quantized checkpoint adds scales, whose presence its method checks.
+        missing = sorted(
+            f"{name}[{shard}]" if shard is not None else name
+            for name, shard in wanted - filled
+            if name.endswith((".weight", ".bias"))
+        )
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} tensors of {type(self).__name__}, the first for {missing[0]}; "
+                f"is a safetensors shard missing?"
+            )
+        return {name for name, _ in filled}
+
+
+_FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
+
+
+def _shards_of(parameter_name: str) -> tuple[str | int | None, ...]:
+    """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
+    module = parameter_name.rsplit(".", 2)[-2]
+    return _FUSED_SHARDS.get(module, (None,))

@@ -1,0 +1,43 @@
+"""What an unmasking policy is: an order of the masked positions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class TokenStatistics:
+    """The predicted token of each row, and how sure the model is of it; one entry per row."""
+
+    token: torch.Tensor
+    """``[num_rows]`` int64."""
+    probability: torch.Tensor
+    """``[num_rows]`` float32: of the predicted token."""
+    negative_entropy: torch.Tensor | None
+    """``[num_rows]`` float32: Σ p log(p + 1e-10); None where no policy of the batch asks."""
+    margin: torch.Tensor | None
+    """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None where no policy of the batch asks."""
+    noise: torch.Tensor | None
+    """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no policy of the batch asks."""
+
+
+@dataclass(frozen=True)
+class UnmaskingPolicy:
+    """Gives each masked position a confidence; a step unmasks the most confident ones."""
+
+    name: str
+    confidence: Callable[[TokenStatistics], torch.Tensor]
+    tempered: bool = False
+    """Whether probabilities are those after temperature, top-p and top-k (Dream) or of the plain softmax (LLaDA)."""
+    needs_entropy: bool = False
+    needs_margin: bool = False
+    needs_noise: bool = False
+    draws_each_position: bool = False
+    """Unmask each position with the step's ratio as probability, not a fixed count of the most confident."""
+
+
+def required(values: torch.Tensor | None) -> torch.Tensor:
+    """A statistic that the policy declared it needs."""
+    assert values is not None
+    return values

@@ -1,0 +1,7 @@
+"""Dream's ``topk_margin``: the distance between the two likeliest tokens."""
+
+from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy, required
+
+TOPK_MARGIN = UnmaskingPolicy(
+    "topk_margin", confidence=lambda statistics: required(statistics.margin), tempered=True, needs_margin=True
+)

@@ -1,0 +1,70 @@
+"""The two nouns every refresh plan speaks of: what a request asked for, and how far it has come."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dllm_engine.families import ScheduleKind
+from dllm_engine.scheduler.unmask_schedule import split_steps
+
+
+class Span(NamedTuple):
+    """Canvas positions ``start`` … ``stop - 1``."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class DecodingSpec:
+    """A request's settings with every default filled in; lengths in tokens."""
+
+    prompt_length: int
+    gen_length: int
+    block_length: int
+    steps: int
+    """Denoising steps over the whole response."""
+    schedule: ScheduleKind
+    unmasking: str
+    temperature: float
+    top_p: float
+    top_k: int
+    """0: all tokens."""
+
+    @property
+    def canvas_length(self) -> int:
+        return self.prompt_length + self.gen_length
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.gen_length // self.block_length)
+
+    def block_span(self, block: int) -> Span:
+        """Canvas positions of a block; the last one may be shorter."""
+        start = self.prompt_length + block * self.block_length
+        return Span(start, min(start + self.block_length, self.canvas_length))
+
+    def steps_in_block(self, block: int) -> int:
+        return split_steps(self.steps, self.num_blocks, block)
+
+
+@dataclass
+class Progress:
+    """How far a request has come. Owned by the scheduler, advanced by what the runner reports."""
+
+    block: int = 0
+    step: int = 0
+    """Denoising step within the block."""
+    num_masked: int = 0
+    """Masked tokens left in the block."""
+    num_forwards: int = 0
+    """Forward passes so far, over the whole response."""
+    num_unmasked: int = 0
+    """Response tokens unmasked so far."""
+    num_rows_computed: int = 0
+    """Rows fed to the model so far, summed over forward passes."""
+    trace: dict[str, list] = field(default_factory=dict)
+    """Per-forward records, kept only when the engine traces."""

@@ -1,0 +1,360 @@
+"""The diffusion step scheduler: which requests run in a step, in which refresh state, with which pages."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.core.sched.utils import remove_all
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from dllm_engine.families import family_of
+from dllm_engine.figures import figures_message
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import end_token_ids, resolve_decoding
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.page_pool import PagePool
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class RequestState:
+    """A request in the scheduler: vLLM's object, its settings, and its progress."""
+
+    request: Request
+    spec: DecodingSpec
+    progress: Progress
+    seed: int
+    end_tokens: frozenset[int]
+    last_scheduled: int = -1
+    """Number of the last step that ran it; those left out longest go first."""
+
+
+class DiffusionScheduler(SchedulerInterface):
+    """Continuous batching of requests at different denoising steps.
+
+    A running request costs its plan's rows in every step. Requests are admitted, first come first served or by
+    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room.
+    """
+
+    # Read by EngineCore.
+    connector = None
+    ec_connector = None
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        self.options = EngineOptions.from_vllm_config(vllm_config)
+        self.family = family_of(vllm_config.model_config.hf_config)
+        self.hf_config = vllm_config.model_config.hf_config
+        self.max_num_running = vllm_config.scheduler_config.max_num_seqs
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.log_stats = log_stats
+        self.plan = REFRESH_PLANS[self.options.cache_method]
+        self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
+        self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
+        self.running: list[Request] = []
+        self.states: dict[str, RequestState] = {}
+        self.finished_req_ids: set[str] = set()
+        self.finished_req_ids_dict: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
+        self._rejected: list[Request] = []
+        self._num_steps = 0
+        self._pause_state = PauseState.UNPAUSED
+        # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
+        self._seeds = random.Random(vllm_config.model_config.seed)
+
+    # Requests coming and going
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self.states:
+            raise ValueError(f"request id {request.request_id!r} is running already")
+        try:
+            state = self._new_state(request)
+        except ValueError as error:
+            # The front end has checked the same rules (admission.py); only a client that bypasses it comes here.
+            logger.error("request %s refused: %s", request.request_id, error)
+            self._rejected.append(request)
+            return
+        self.states[request.request_id] = state
+        self.waiting.add_request(request)
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
+
+    def _new_state(self, request: Request) -> RequestState:
+        params = request.sampling_params
+        if params is None or not request.prompt_token_ids:
+            raise ValueError("a prompt of token ids and sampling parameters are needed")
+        spec = resolve_decoding(params, len(request.prompt_token_ids), self.family)
+        if spec.canvas_length > self.max_rows:
+            raise ValueError(
+                f"prompt and response need {spec.canvas_length} rows, max_num_batched_tokens={self.max_rows} has fewer"
+            )
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        progress = Progress(num_masked=spec.block_span(0).size)
+        return RequestState(request, spec, progress, seed, end_token_ids(params, self.hf_config))
+
+    def page_demand(self, spec: DecodingSpec) -> int:
+        """Upper bound on the pages a request holds at any time of its life; without a cache, none."""
+        return 0
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        assert RequestStatus.is_finished(finished_status)
+        if request_ids is None:
+            ids = list(self.states)
+        elif isinstance(request_ids, str):
+            ids = [request_ids]
+        else:
+            ids = list(dict.fromkeys(request_ids))
+        requests = [self.states[i].request for i in ids if i in self.states]
+        running = {r for r in requests if r.status == RequestStatus.RUNNING}
+        self.running = remove_all(self.running, running)
+        self.waiting.remove_requests([r for r in requests if r not in running])
+        for request in requests:
+            request.status = finished_status
+            self._free(request)
+        return requests
+
+    def _free(self, request: Request) -> None:
+        del self.states[request.request_id]
+        self.pages.free(request.request_id)
+        self.finished_req_ids.add(request.request_id)
+        if self.finished_req_ids_dict is not None:
+            self.finished_req_ids_dict[request.client_index].add(request.request_id)
+
+    # A step
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        output = DiffusionSchedulerOutput.make_empty()
+        assert isinstance(output, DiffusionSchedulerOutput)
+        output.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return output
+        self._num_steps += 1
+        budget = self.max_rows
+        # Those left out of the last steps first: a row budget too small for all must not starve anyone.
+        for request in sorted(self.running, key=lambda r: self.states[r.request_id].last_scheduled):
+            budget -= self._schedule_one(request, output, budget)
+        if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
+            self._admit(output, budget)
+        self._describe_to_vllm(output)
+        return output
+
+    def _admit(self, output: DiffusionSchedulerOutput, budget: int) -> None:
+        while self.waiting and len(self.running) < self.max_num_running:
+            request = self.waiting.peek_request()
+            state = self.states[request.request_id]
+            demand = self.page_demand(state.spec)
+            if not self.pages.can_reserve(demand) or self.plan(state.spec, state.progress).max_rows > budget:
+                break
+            self.waiting.pop_request()
+            self.pages.reserve(request.request_id, demand)
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            if self.log_stats:
+                request.record_event(EngineCoreEventType.SCHEDULED)
+            if request.prefill_stats is not None:
+                request.prefill_stats.set(
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_local_cached_tokens=0,
+                    num_external_cached_tokens=0,
+                )
+            assert request.prompt_token_ids is not None
+            output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
+            budget -= self._schedule_one(request, output, budget)
+
+    def _schedule_one(self, request: Request, output: DiffusionSchedulerOutput, budget: int) -> int:
+        """Put the request's next step into ``output`` if its rows fit ``budget``; returns the rows used."""
+        state = self.states[request.request_id]
+        plan = self.plan(state.spec, state.progress)
+        if plan.max_rows > budget:
+            return 0
+        state.last_scheduled = self._num_steps
+        output.plans[request.request_id] = plan
+        output.num_scheduled_tokens[request.request_id] = plan.max_rows
+        return plan.max_rows
+
+    def _describe_to_vllm(self, output: DiffusionSchedulerOutput) -> None:
+        """Fill the fields that vLLM's logging and iteration details read."""
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        cached = CachedRequestData.make_empty()
+        for request_id in output.plans:
+            request = self.states[request_id].request
+            if request_id in output.new_requests:
+                output.scheduled_new_reqs.append(NewRequestData.from_request(request, block_ids=()))
+            else:
+                cached.req_ids.append(request_id)
+                cached.new_block_ids.append(None)
+                cached.num_computed_tokens.append(request.num_tokens)
+                cached.num_output_tokens.append(request.num_output_tokens)
+        output.scheduled_cached_reqs = cached
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        finished: set[Request] = set()
+        if isinstance(model_runner_output, DiffusionRunnerOutput):
+            for request_id, report in model_runner_output.reports.items():
+                state = self.states.get(request_id)
+                if state is None:  # aborted while the step ran
+                    continue
+                self._advance(state.progress, state.spec, report)
+                if report.block_tokens is None:
+                    continue
+                tokens = self._accept(state, report.block_tokens)
+                outputs[state.request.client_index].append(self._engine_output(state, tokens))
+                if state.request.is_finished():
+                    finished.add(state.request)
+        self.running = remove_all(self.running, finished)
+        for request in finished:
+            self._free(request)
+        for request in self._rejected:
+            request.status = RequestStatus.FINISHED_ERROR
+            outputs[request.client_index].append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                )
+            )
+        self._rejected.clear()
+        return self._per_client(outputs)
+
+    @staticmethod
+    def _advance(progress: Progress, spec: DecodingSpec, report: StepReport) -> None:
+        progress.num_forwards += 1
+        progress.num_rows_computed += report.rows_computed
+        progress.num_unmasked += report.num_unmasked
+        for name, entry in (report.trace or {}).items():
+            progress.trace.setdefault(name, []).append(entry)
+        if report.block_tokens is None:
+            progress.step += 1
+            progress.num_masked -= report.num_unmasked
+        elif progress.block + 1 < spec.num_blocks:
+            progress.block += 1
+            progress.step = 0
+            progress.num_masked = spec.block_span(progress.block).size
+
+    @staticmethod
+    def _accept(state: RequestState, block_tokens: list[int]) -> list[int]:
+        """Append a finished block to the request up to its first end token; sets the status when it is done."""
+        request, params = state.request, state.request.sampling_params
+        assert params is not None
+        end = next((i for i, token in enumerate(block_tokens) if token in state.end_tokens), None)
+        tokens = block_tokens if end is None else block_tokens[: end + 1]
+        request.append_output_token_ids(tokens)
+        if end is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            if tokens[-1] in (params.stop_token_ids or ()):
+                request.stop_reason = tokens[-1]
+        elif request.num_output_tokens >= state.spec.gen_length:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return tokens
+
+    def _engine_output(self, state: RequestState, tokens: list[int]) -> EngineCoreOutput:
+        request = state.request
+        prefill_stats, request.prefill_stats = request.prefill_stats, None
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=tokens,
+            finish_reason=request.get_finished_reason(),
+            stop_reason=request.stop_reason,
+            events=request.take_events(),
+            prefill_stats=prefill_stats,
+            kv_transfer_params=figures_message(state.progress),
+            trace_headers=request.trace_headers,
+        )
+
+    def _per_client(self, outputs: dict[int, list[EngineCoreOutput]]) -> dict[int, EngineCoreOutputs]:
+        per_client = {client: EngineCoreOutputs(outputs=outs) for client, outs in outputs.items()}
+        if self.finished_req_ids_dict:
+            for client, ids in self.finished_req_ids_dict.items():
+                per_client.setdefault(client, EngineCoreOutputs()).finished_requests = ids
+            self.finished_req_ids_dict.clear()
+        stats = self.make_stats()
+        if stats is not None:
+            # One front end gets them, also when nobody has output in this step.
+            next(iter(per_client.values()), per_client.setdefault(0, EngineCoreOutputs())).scheduler_stats = stats
+        return per_client
+
+    # State that EngineCore asks for
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause_state
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._pause_state = pause_state
+
+    def get_num_unfinished_requests(self) -> int:
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return 0
+        waiting = 0 if self._pause_state == PauseState.PAUSED_NEW else len(self.waiting)
+        return waiting + len(self.running) + len(self._rejected)
+
+    def has_finished_requests(self) -> bool:
+        return bool(self.finished_req_ids)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def get_kv_cache_usage(self) -> float:
+        return self.pages.usage
+
+    def make_stats(self) -> SchedulerStats | None:
+        if not self.log_stats:
+            return None
+        num_running, num_waiting = self.get_request_counts()
+        return SchedulerStats(
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
+            kv_cache_usage=self.pages.usage,
+            prefix_cache_stats=PrefixCacheStats(),
+        )
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Nothing is shared between requests, so there is nothing to reset."""
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        """There is no encoder."""
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Structured output is refused at admission."""
+        return None
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Speculative decoding is refused at start-up."""
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Speculative decoding is refused at start-up."""
+
+    def shutdown(self) -> None:
+        """Nothing to release."""

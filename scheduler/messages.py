@@ -1,0 +1,47 @@
+"""The one message each way between scheduler and model runner."""
+
+from dataclasses import dataclass, field
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.refresh_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """What the runner must know of a request it has not seen."""
+
+    prompt_token_ids: list[int]
+    spec: DecodingSpec
+    seed: int
+    """Key of the request's random numbers; chosen by the scheduler, so that all ranks agree."""
+
+
+@dataclass
+class DiffusionSchedulerOutput(SchedulerOutput):
+    """vLLM's message with a plan per scheduled request. vLLM's own fields are kept true for its logs and metrics."""
+
+    new_requests: dict[str, NewRequest] = field(default_factory=dict)
+    plans: dict[str, StepPlan] = field(default_factory=dict)
+    """In batch order."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did to one request."""
+
+    rows_computed: int
+    num_unmasked: int
+    block_tokens: list[int] | None
+    """The block's tokens once no mask is left in it, else None."""
+    trace: dict[str, list] | None
+    """One entry per trace name; None when the engine does not trace."""
+
+
+@dataclass
+class DiffusionRunnerOutput(ModelRunnerOutput):
+    """vLLM's message with a report per scheduled request."""
+
+    reports: dict[str, StepReport] = field(default_factory=dict)

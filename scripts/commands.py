@@ -1,0 +1,123 @@
+"""The commands of `scripts/dev.py`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from environment import CHECKOUT, Environment, SetupError
+
+DEMO_PROMPT = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    options = parser().parse_args(arguments)
+    environment = Environment(options.venv)
+    try:
+        if options.command == "demo":
+            return demo(environment, options)
+        if options.command == "test":
+            return test(environment, options)
+        return setup(environment, options)
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--venv",
+        type=Path,
+        metavar="DIR",
+        default=Path(os.environ.get("DLLM_VENV") or CHECKOUT / ".venv"),
+        help="where the virtual environment is (default: the variable DLLM_VENV, else .venv in the checkout)",
+    )
+    common.add_argument(
+        "--allow-cuda-torch",
+        action="store_true",
+        help="where pip sees no CPU build of PyTorch, take the CUDA build (several GB more)",
+    )
+    top = argparse.ArgumentParser(
+        prog="scripts/dev.py",
+        description="Sets up this project on a CPU, in a virtual environment of its own, and runs it.",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    setup_command = commands.add_parser("setup", parents=[common], help="only install")
+    setup_command.add_argument(
+        "--extras", nargs="+", default=[], metavar="NAME", help="optional parts of the project, for example: test ray"
+    )
+
+    demo_command = commands.add_parser("demo", parents=[common], help="install, then answer a prompt")
+    demo_command.add_argument("prompt", nargs="?", default=DEMO_PROMPT, help="default: %(default)r")
+
+    test_command = commands.add_parser("test", parents=[common], help="install, then run the tests")
+    test_command.add_argument("--lint", action="store_true", help="check style and types as well, first")
+    test_command.add_argument("--slow", action="store_true", help="run the second, slow stage as well")
+    test_command.add_argument("--all", action="store_true", help="the same as --lint --slow")
+    test_command.add_argument("pytest", nargs="*", metavar="...", help="after --: arguments for pytest")
+    return top
+
+
+def setup(environment: Environment, options: argparse.Namespace) -> int:
+    """Installs, and says how to go on."""
+    environment.install(options.extras, allow_cuda_torch=options.allow_cuda_torch)
+    print(f"Ready. To use it in this shell: source {environment.directory / 'bin' / 'activate'}")
+    return 0
+
+
+def demo(environment: Environment, options: argparse.Namespace) -> int:
+    """Answers one prompt with the demo model."""
+    environment.install(allow_cuda_torch=options.allow_cuda_torch)
+    return environment.run("dllm", "generate", options.prompt)
+
+
+def test(environment: Environment, options: argparse.Namespace) -> int:
+    """Runs the wanted stages and returns the exit status of the first that failed.
+
+    Style and types do not keep the tests from running, so that one run shows all there is to mend; the slow stage
+    runs only when the fast one passed. pytest runs last: its closing line ends the output.
+    """
+    slow = options.slow or options.all
+    # The slow stage also starts engines and replicas under Ray.
+    environment.install(["ray", "test"] if slow else ["test"], allow_cuda_torch=options.allow_cuda_torch)
+    failures = []
+    if options.lint or options.all:
+        failures.append(environment.run("ruff", "check"))
+        failures.append(environment.run("ruff", "format", "--check"))
+        failures.append(check_types(environment))
+        failures.append(environment.run("mypy", "scripts"))
+        print("Style and types:", "FAILED, see above" if any(failures) else "passed", flush=True)
+    stages = [["-m", "not slow"]] + ([["-m", "slow"]] if slow else [])
+    for stage in stages:
+        failures.append(environment.run("python", "-m", "pytest", *stage, *options.pytest))
+        if failures[-1]:
+            break
+    return next((status for status in failures if status), 0)
+
+
+def check_types(environment: Environment) -> int:
+    """Runs mypy on the package laid out as it is installed, since mypy follows files and not `__path__`."""
+    layout = environment.directory / "layout"
+    shutil.rmtree(layout, ignore_errors=True)
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    for package, folder in settings["tool"]["setuptools"]["package-dir"].items():
+        target = layout.joinpath(*package.split("."))
+        target.mkdir(parents=True, exist_ok=True)
+        for entry in (CHECKOUT / folder).iterdir():
+            (target / entry.name).symlink_to(entry)
+    return environment.run(
+        "mypy", "--config-file", CHECKOUT / "pyproject.toml", "--cache-dir", CHECKOUT / ".mypy_cache",
+        "-p", "dllm_engine", cwd=layout,
+    )  # fmt: skip

