@@ -11,7 +11,7 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily, family_of
-from dllm_engine.params import DEFAULT_GEN_LENGTH, InvalidRequestError, resolve_decoding
+from dllm_engine.params import DEFAULT_GEN_LENGTH, DiffusionParams, InvalidRequestError, resolve_decoding
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -81,6 +81,8 @@ def install() -> None:
                 raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
             prompt_token_ids = prompt.get("prompt_token_ids") or []
             max_model_len = self.model_config.max_model_len
+            if isinstance(params, DiffusionParams):
+                params = params.to_sampling_params()
             if params.max_tokens is None:
                 params = params.clone()
                 params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)

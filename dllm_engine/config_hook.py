@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from dllm_engine import admission
-from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DEFAULT_GEN_LENGTH
 
@@ -27,7 +26,6 @@ class DiffusionConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         config = model_config.hf_config
-        family = family_of(config)
         if getattr(config, "mask_token_id", None) is None:
             raise ValueError(
                 f"{Path(model_config.model) / 'config.json'} has no 'mask_token_id'; a diffusion language model needs "
@@ -43,7 +41,6 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         own = _generation_config(model_config)
         defaults = {"temperature": own.get("temperature", 0.0), "max_new_tokens": DEFAULT_GEN_LENGTH}
         model_config.override_generation_config = defaults | (model_config.override_generation_config or {})
-        del family
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -67,6 +64,10 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         )
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
+        if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
+            from dllm_engine.model_executor.ray_cpu_executor import RayCPUExecutor
+
+            parallel.distributed_executor_backend = RayCPUExecutor
         vllm_config.cache_config.enable_prefix_caching = False
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE

@@ -77,6 +77,13 @@ class DiffusionParams(SamplingParams):
             chosen["top_k"] = top_k
         self.extra_args = {**(self.extra_args or {}), **{k: v for k, v in chosen.items() if v is not None}} or None
 
+    def to_sampling_params(self) -> SamplingParams:
+        """The same request as vLLM's own class, the only one its wire format knows.
+
+        The wire omits fields that hold their default, and the receiver would fill in the defaults of another class.
+        """
+        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+
 
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is unknown or out of range."""

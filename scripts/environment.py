@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,8 @@ PYPROJECT = CHECKOUT / "pyproject.toml"
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 GLIBC = (2, 28)
-# Free space that a pip run needs for what it downloads and unpacks, in GB.
-TEMPORARY_GB = 1.5
+# Free space for what pip downloads, unpacks and keeps in its cache, in GB.
+TEMPORARY_GB = 2.5
 # What pip says when it has seen no version of a package at all.
 NO_INDEX = "from versions: none"
 
@@ -97,7 +98,7 @@ class Environment:
 
     def run(self, *command: str | Path, cwd: Path = CHECKOUT) -> int:
         """Shows and runs a program of this environment; returns its exit status."""
-        print("$", *command, flush=True)
+        print("$", shlex.join(str(part) for part in command), flush=True)
         program = self.directory / "bin" / command[0]
         return subprocess.run(
             [program, *command[1:]], env=self.variables(), cwd=cwd, stdin=subprocess.DEVNULL
@@ -110,7 +111,7 @@ class Environment:
             PipError: pip failed; the message holds the end of its output.
         """
         command: list[str | Path] = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        command += ["--progress-bar=off", "--only-binary=:all:", "--constraint", CONSTRAINTS, *arguments]
+        command += ["--progress-bar=off", "--only-binary=:all:", *arguments]
         # A user-wide `pip config set global.user` or `target` would install elsewhere.
         variables = self.variables() | {"PIP_USER": "0", "PYTHONNOUSERSITE": "1"}
         with self._log.open("a", encoding="utf-8") as log:
@@ -221,7 +222,7 @@ class Environment:
                 "Installing what vLLM needs (about a minute)",
                 fingerprint(interpreter, NEEDS, CONSTRAINTS),
                 1.2,
-                lambda: self._pip("--requirement", NEEDS),
+                lambda: self._pip("--constraint", CONSTRAINTS, "--requirement", NEEDS),
             ),
             Step(
                 "vllm",
@@ -235,7 +236,7 @@ class Environment:
                 "Installing dllm-engine from this checkout" + (f" with {', '.join(extras)}" if extras else ""),
                 fingerprint(interpreter, PYPROJECT, CONSTRAINTS, target),
                 1.0 if extras else 0.1,
-                lambda: self._pip("--no-build-isolation", "--editable", target),
+                lambda: self._pip("--constraint", CONSTRAINTS, "--no-build-isolation", "--editable", target),
             ),
             Step(
                 "check",
@@ -262,10 +263,11 @@ class Environment:
 
     def _install_torch(self, allow_cuda: bool) -> None:
         if allow_cuda:
+            # Without the constraints: a CUDA build insists on its own version of Triton.
             self._pip(f"torch=={TORCH}")
             return
         try:
-            self._pip(f"torch=={TORCH}+cpu")
+            self._pip("--constraint", CONSTRAINTS, f"torch=={TORCH}+cpu")
         except PipError as error:
             # pip lists the versions it did see; with "none" the trouble is the network.
             if "No matching distribution found for torch" not in error.output or NO_INDEX in error.output:

@@ -106,7 +106,8 @@ class DreamConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
-        self.rope_scaling = rope_scaling
+        # transformers keeps its own, normalised `rope_scaling`; what the file said is all that matters here.
+        self.rope_type = (rope_scaling or {}).get("rope_type", (rope_scaling or {}).get("type", "default"))
         self.use_sliding_window = use_sliding_window
         self.mask_token_id = mask_token_id
         if end_of_turn_token_id is None and vocab_size == DREAM_RELEASED_VOCAB_SIZE:

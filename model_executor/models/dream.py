@@ -31,7 +31,7 @@ class DreamModel(DiffusionDecoder):
     @staticmethod
     def decoder_shape(config: object) -> DecoderShape:
         assert isinstance(config, DreamConfig)
-        for key, wanted in {"hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False}.items():
+        for key, wanted in {"hidden_act": "silu", "rope_type": "default", "use_sliding_window": False}.items():
             value = getattr(config, key)
             if value != wanted:
                 raise ValueError(f"config.json: {key}={value!r} is not supported for Dream, only {wanted!r}")

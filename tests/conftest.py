@@ -1,0 +1,40 @@
+"""Fixtures shared by all tests."""
+
+import os
+
+# One process: tests look into the scheduler and the runner. Read when the first engine starts.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_checkpoints
+from tests.engines import EngineFactory, freeze_imports
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[EngineFactory]:
+    """``engines(model, **settings)``: a small in-process engine, shared by all tests that ask for the same one."""
+    freeze_imports()
+    factory = EngineFactory()
+    yield factory
+    factory.shutdown()
+
+
+@pytest.fixture(scope="session")
+def reference_checkpoints() -> Path:
+    return Path(__file__).parent / "reference" / "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def tiny_llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LLaDA checkpoint: vocabulary 150, canvas up to 256."""
+    return tiny_checkpoints.write_llada(tmp_path_factory.mktemp("llada"))
+
+
+@pytest.fixture(scope="session")
+def tiny_dream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Dream checkpoint: grouped queries, vocabulary 150, canvas up to 256."""
+    return tiny_checkpoints.write_dream(tmp_path_factory.mktemp("dream"))

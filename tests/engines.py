@@ -1,0 +1,91 @@
+"""In-process engines for tests, and ways to look inside them."""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from dllm_engine import LLM
+    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+    from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
+
+
+class EngineFactory:
+    """Starts engines, one per model and settings.
+
+    vLLM's process groups belong to the process, and shutting one engine down takes them from all others; so engines live
+    until the end of the session.
+    """
+
+    def __init__(self) -> None:
+        self._engines: dict[tuple, LLM] = {}
+
+    def __call__(self, model: Path | str, **settings: Any) -> "LLM":
+        key = (str(model), *sorted((name, repr(value)) for name, value in settings.items()))
+        if key not in self._engines:
+            self._engines[key] = start_engine(model, **settings)
+        return self._engines[key]
+
+    def shutdown(self) -> None:
+        for llm in self._engines.values():
+            llm.llm_engine.engine_core.shutdown()
+
+
+def start_engine(model: Path | str, **settings: Any) -> "LLM":
+    """A small engine; raises what a user would see. Only for engines that are not expected to start."""
+    from dllm_engine import LLM
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "trace": True,
+    }
+    return LLM(str(model), **(defaults | settings))
+
+
+def freeze_imports() -> None:
+    """Keep the thousands of objects of vLLM's modules out of each garbage collection."""
+    import vllm  # noqa: F401
+
+    import dllm_engine.llm  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def runner_of(llm: "LLM") -> "DiffusionModelRunner":
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def generate(llm: "LLM", prompts: Sequence[list[int]], params: Any) -> "list[RequestOutput]":
+    return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+
+
+def tokens_of(llm: "LLM", prompt: list[int], **params: Any) -> list[int]:
+    """The response to one prompt."""
+    from dllm_engine import DiffusionParams
+
+    return list(generate(llm, [prompt], DiffusionParams(**params))[0].outputs[0].token_ids)
+
+
+def assert_nothing_left(llm: "LLM") -> None:
+    """No request, page or canvas outlives its request."""
+    scheduler, runner = scheduler_of(llm), runner_of(llm)
+    llm.llm_engine.engine_core.engine_core.step()  # tells the runner of requests that finished last
+    assert not scheduler.states
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert scheduler.pages.num_reserved == 0
+    assert scheduler.pages.num_allocated == 0
+    assert not runner.canvases

@@ -1,0 +1,104 @@
+"""Decoding on random checkpoints: the engine against a plain implementation, in settings the reference cases lack."""
+
+import pytest
+
+from tests import tiny_checkpoints
+from tests.engines import generate
+from tests.plain_reference import PlainModel, decode
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27], [100, 101, 102, 103, 7, 7, 7, 50, 51, 52, 53, 54, 55, 56, 57]]
+
+LLADA_SETTINGS = {
+    "last block shorter": {"gen_length": 21, "block_length": 8, "steps": 21},
+    "steps do not divide by the blocks": {"gen_length": 32, "block_length": 8, "steps": 18},
+    "last block shorter, uneven steps": {"gen_length": 27, "block_length": 10, "steps": 13},
+    "last block of one token": {"gen_length": 17, "block_length": 4, "steps": 17},
+    "one step per block": {"gen_length": 24, "block_length": 8, "steps": 3},
+    "more steps than tokens": {"gen_length": 12, "block_length": 4, "steps": 20},
+    "one block": {"gen_length": 24, "block_length": 24, "steps": 7},
+    "one token per block": {"gen_length": 6, "block_length": 1, "steps": 6},
+    "one token": {"gen_length": 1, "block_length": 1, "steps": 1},
+}
+DREAM_SETTINGS = {
+    "entropy": {"gen_length": 24, "block_length": 24, "steps": 24, "unmasking": "entropy"},
+    "odd steps": {"gen_length": 20, "block_length": 20, "steps": 7, "unmasking": "maskgit_plus"},
+    "one step": {"gen_length": 16, "block_length": 16, "steps": 1, "unmasking": "entropy"},
+    "more steps than tokens": {"gen_length": 8, "block_length": 8, "steps": 20, "unmasking": "topk_margin"},
+    "blocks": {"gen_length": 24, "block_length": 8, "steps": 24, "unmasking": "entropy"},
+    "blocks, uneven steps": {"gen_length": 24, "block_length": 8, "steps": 17, "unmasking": "maskgit_plus"},
+    "blocks, last shorter": {"gen_length": 21, "block_length": 8, "steps": 21, "unmasking": "topk_margin"},
+    "blocks, two steps each": {"gen_length": 24, "block_length": 8, "steps": 6, "unmasking": "entropy"},
+    "blocks, one step each": {"gen_length": 24, "block_length": 8, "steps": 3, "unmasking": "entropy"},
+    "blocks, one and two steps": {"gen_length": 24, "block_length": 8, "steps": 5, "unmasking": "entropy"},
+    "top_p": {"gen_length": 24, "block_length": 24, "steps": 24, "unmasking": "entropy", "top_p": 0.8},
+    "top_k": {"gen_length": 24, "block_length": 24, "steps": 12, "unmasking": "maskgit_plus", "top_k": 5},
+    "top_p and top_k": {
+        "gen_length": 24, "block_length": 24, "steps": 24, "unmasking": "topk_margin", "top_p": 0.9, "top_k": 7,
+    },
+    "blocks, top_p": {"gen_length": 24, "block_length": 8, "steps": 16, "unmasking": "maskgit_plus", "top_p": 0.7},
+}  # fmt: skip
+
+
+def assert_decodes_like_the_plain_model(llm, folder, settings) -> None:
+    """All prompts in one batch: tokens, order and number of forward passes."""
+    from dllm_engine import DiffusionParams
+
+    plain = PlainModel(folder)
+    outputs = generate(llm, PROMPTS, DiffusionParams(**settings, ignore_eos=True))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = decode(plain, prompt, **settings)
+        figures = output.outputs[0].diffusion
+        assert expected.closest > 1e-4, "the weights leave this case to rounding; choose another seed"
+        assert figures.unmasked_per_step == expected.order
+        assert list(output.outputs[0].token_ids) == expected.tokens
+        assert figures.forward_passes == len(expected.order)
+
+
+@pytest.mark.parametrize("name", LLADA_SETTINGS)
+def test_llada(engines, tiny_llada, name):
+    settings = LLADA_SETTINGS[name] | {"unmasking": "low_confidence"}
+    assert_decodes_like_the_plain_model(engines(tiny_llada), tiny_llada, settings)
+
+
+@pytest.mark.parametrize("name", DREAM_SETTINGS)
+def test_dream(engines, tiny_dream, name):
+    assert_decodes_like_the_plain_model(engines(tiny_dream), tiny_dream, DREAM_SETTINGS[name])
+
+
+@pytest.mark.parametrize(
+    "config", [{"n_kv_heads": 2}, {"n_kv_heads": 1}, {"weight_tying": True}, {"include_qkv_bias": True}], ids=str
+)
+def test_llada_layouts(engines, tmp_path, config):
+    folder = tiny_checkpoints.write_llada(tmp_path, seed=5, **config)
+    settings = {"gen_length": 18, "block_length": 8, "steps": 14, "unmasking": "low_confidence"}
+    assert_decodes_like_the_plain_model(engines(folder), folder, settings)
+
+
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {"num_key_value_heads": 4}], ids=str)
+def test_dream_layouts(engines, tmp_path, config):
+    folder = tiny_checkpoints.write_dream(tmp_path, seed=5, **config)
+    settings = {"gen_length": 18, "block_length": 8, "steps": 14, "unmasking": "entropy"}
+    assert_decodes_like_the_plain_model(engines(folder), folder, settings)
+
+
+def test_each_family_can_use_the_other_ones_policy(engines, tiny_llada, tiny_dream):
+    """A policy is independent of the model: the schedule stays the family's."""
+    settings = {"gen_length": 18, "block_length": 9, "steps": 12}
+    assert_decodes_like_the_plain_model(engines(tiny_llada), tiny_llada, settings | {"unmasking": "topk_margin"})
+    assert_decodes_like_the_plain_model(engines(tiny_dream), tiny_dream, settings | {"unmasking": "low_confidence"})
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_settings_left_out_are_the_familys(engines, tiny_llada, tiny_dream, family):
+    folder = tiny_llada if family == "llada" else tiny_dream
+    named = {
+        "llada": {"block_length": 32, "unmasking": "low_confidence"},
+        "dream": {"block_length": 40, "unmasking": "entropy"},
+    }[family]
+    from dllm_engine import DiffusionParams
+
+    llm, params = engines(folder), {"gen_length": 40, "ignore_eos": True}
+    (left_out,) = generate(llm, PROMPTS[:1], DiffusionParams(**params))
+    (spelled,) = generate(llm, PROMPTS[:1], DiffusionParams(**params, **named, steps=40))
+    assert left_out.outputs[0].token_ids == spelled.outputs[0].token_ids
+    assert left_out.outputs[0].diffusion == spelled.outputs[0].diffusion

@@ -1,0 +1,161 @@
+"""What a newcomer meets when the set-up cannot go on, and that it repeats nothing needlessly."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import environment
+import pytest
+from environment import CHECKOUT, Environment, SetupError, Step, advice, check_disk_space, check_machine, fingerprint
+
+DiskUsage = namedtuple("DiskUsage", "total used free")
+
+
+def steps_that_log(log: list[str], fingerprints: dict[str, str], failing: str = "") -> list[Step]:
+    """Steps that note their names instead of installing anything."""
+
+    def run(name: str) -> None:
+        log.append(name)
+        if name == failing:
+            raise SetupError("no")
+
+    return [Step(name, name, mark, 0.0, lambda name=name: run(name)) for name, mark in fingerprints.items()]
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch) -> Environment:
+    """An environment whose folder this program made."""
+    monkeypatch.setattr(environment, "check_machine", lambda: None)
+    made = Environment(tmp_path / "venv")
+    made.directory.mkdir()
+    made._write_record({})
+    return made
+
+
+def install(made: Environment, monkeypatch, fingerprints: dict[str, str], failing: str = "") -> list[str]:
+    """Installs with the given steps and returns the names of those that ran."""
+    log: list[str] = []
+    monkeypatch.setattr(made, "_steps", lambda extras, cuda: steps_that_log(log, fingerprints, failing))
+    if failing:
+        with pytest.raises(SetupError):
+            made.install()
+    else:
+        made.install()
+    return log
+
+
+def test_second_run_installs_nothing(made, monkeypatch, capsys):
+    assert install(made, monkeypatch, {"a": "1", "b": "1"}) == ["a", "b"]
+    assert install(made, monkeypatch, {"a": "1", "b": "1"}) == []
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_only_changed_steps_run_again(made, monkeypatch):
+    install(made, monkeypatch, {"a": "1", "b": "1"})
+    assert install(made, monkeypatch, {"a": "1", "b": "2"}) == ["b"]
+
+
+def test_failed_run_goes_on_where_it_stopped(made, monkeypatch):
+    assert install(made, monkeypatch, {"a": "1", "b": "1", "c": "1"}, failing="b") == ["a", "b"]
+    assert install(made, monkeypatch, {"a": "1", "b": "1", "c": "1"}) == ["b", "c"]
+
+
+def test_editing_a_requirement_list_changes_the_steps_that_read_it(tmp_path, monkeypatch):
+    edited = tmp_path / "cpu.txt"
+    shutil.copy(environment.NEEDS, edited)
+    before = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([], False)}
+    edited.write_text(edited.read_text() + "another-package\n")
+    monkeypatch.setattr(environment, "NEEDS", edited)
+    after = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([], False)}
+    assert {name for name in before if before[name] != after[name]} == {"requirements", "check"}
+
+
+def test_fingerprint_keeps_its_parts_apart():
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+
+
+def test_folder_made_by_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(SetupError, match="was not made by this program"):
+        Environment(tmp_path).install()
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_full_disk_is_named_with_both_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: DiskUsage(100e9, 97.9e9, 2.1e9))
+    with pytest.raises(SetupError, match=rf"{tmp_path} needs 6\.\d GB, and 2\.1 GB are free"):
+        check_disk_space(tmp_path / "not" / "there" / "yet", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "libc", "message"),
+    [
+        ("Darwin", "arm64", ("", ""), "supports Linux on x86-64, and this is Darwin on arm64"),
+        ("Linux", "aarch64", ("glibc", "2.36"), "this is Linux on aarch64"),
+        ("Linux", "x86_64", ("", ""), "need glibc 2.28 or newer, and this is another C library"),
+        ("Linux", "x86_64", ("glibc", "2.17"), "need glibc 2.28 or newer, and this is glibc 2.17"),
+    ],
+)
+def test_unsuitable_machine_is_told_what_is_supported(monkeypatch, system, machine, libc, message):
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(platform, "libc_ver", lambda: libc)
+    with pytest.raises(SetupError, match=message):
+        check_machine()
+
+
+def test_missing_system_library_is_named_with_its_package(monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(environment.ctypes, "CDLL", missing)
+    with pytest.raises(SetupError, match=r"libnuma\.so\.1.*libnuma1 on Debian"):
+        check_machine()
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("OSError: [Errno 28] No space left on device", "The disk is full"),
+        ("Could not find a version (from versions: none)\nNo matching distribution found for x", "Check the network"),
+        ("(from versions: 1.0)\nERROR: No matching distribution found for x==2.0", "no such wheel"),
+        ("error: something else", "goes on where it stopped"),
+    ],
+)
+def test_advice_fits_what_pip_said(output, expected):
+    assert expected in advice(output)
+
+
+def test_failed_pip_shows_the_end_of_its_output(made):
+    made.python = Path(sys.executable)
+    with pytest.raises(environment.PipError, match=r"(?s)Invalid requirement.*setup\.log"):
+        made._pip("--no-index", "not a requirement")
+
+
+def test_vllm_metadata_wheel_has_the_version_that_selects_the_cpu(tmp_path):
+    wheel = environment.write_vllm_metadata(tmp_path)
+    target = tmp_path / "site-packages"
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--target", target, wheel], check=True, capture_output=True)
+    found: list[Distribution] = list(distributions(path=[str(target)]))
+    assert [(one.metadata["Name"], one.version) for one in found] == [("vllm", "0.32.0+cpu")]
+    assert {path.name.split("-")[0] for path in target.iterdir()} == {"vllm"}
+
+
+def test_older_python_gets_an_explanation(tmp_path):
+    """The interpreter is this one, made to believe that it is older."""
+    program = (
+        "import platform, runpy, sys\n"
+        "sys.version_info = (3, 8, 10, 'final', 0)\n"
+        "platform.python_version = lambda: '3.8.10'\n"
+        "sys.argv = ['scripts/dev.py', 'demo']\n"
+        f"runpy.run_path({str(CHECKOUT / 'scripts' / 'dev.py')!r}, run_name='__main__')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "needs CPython 3.11, 3.12, 3.13 or 3.14, and this is CPython 3.8.10" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,166 @@
+"""Small random checkpoints in the layouts of the released ones, written to a folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB_SIZE = 150  # no multiple of vLLM's padding of vocabularies
+MASK = 140
+EOS = 141
+Tensors = dict[str, torch.Tensor]
+
+LLADA_CONFIG: dict[str, Any] = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "block_type": "llama",
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "rms_norm_eps": 1e-5,
+    "rope": True,
+    "rope_theta": 500000.0,
+    "alibi": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "weight_tying": False,
+    "d_model": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "mlp_hidden_size": 112,
+    "vocab_size": VOCAB_SIZE,
+    "embedding_size": VOCAB_SIZE,
+    "max_sequence_length": 256,
+    "mask_token_id": MASK,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+DREAM_CONFIG: dict[str, Any] = {
+    "architectures": ["DreamModel"],
+    "model_type": "Dream",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "vocab_size": VOCAB_SIZE,
+    "mask_token_id": MASK,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+
+
+def write_llada(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
+    """A LLaDA checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place."""
+    c = LLADA_CONFIG | config
+    d, mlp, root = c["d_model"], c["mlp_hidden_size"], "model.transformer."
+    kv = d // c["n_heads"] * c["n_kv_heads"]
+    draw = _Draw(seed)
+    t: Tensors = {root + "wte.weight": draw.embedding(c["embedding_size"], d), root + "ln_f.weight": draw.norm(d)}
+    if not c["weight_tying"]:
+        t[root + "ff_out.weight"] = draw.head(c["embedding_size"], d)
+    for i in range(c["n_layers"]):
+        p = f"{root}blocks.{i}."
+        t[p + "attn_norm.weight"], t[p + "ff_norm.weight"] = draw.norm(d), draw.norm(d)
+        for name, rows in (("q_proj", d), ("k_proj", kv), ("v_proj", kv)):
+            t[f"{p}{name}.weight"] = draw.linear(rows, d)
+            if c["include_qkv_bias"]:
+                t[f"{p}{name}.bias"] = draw.bias(rows)
+        t[p + "attn_out.weight"] = draw.linear(d, d)
+        t[p + "ff_proj.weight"], t[p + "up_proj.weight"] = draw.linear(mlp, d), draw.linear(mlp, d)
+        t[p + "ff_out.weight"] = draw.linear(d, mlp)
+    return _write(folder, c, t, edit)
+
+
+def write_dream(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
+    """A Dream checkpoint; arguments as for ``write_llada``."""
+    c = DREAM_CONFIG | config
+    d, mlp = c["hidden_size"], c["intermediate_size"]
+    kv = d // c["num_attention_heads"] * c["num_key_value_heads"]
+    draw = _Draw(seed)
+    t: Tensors = {
+        "model.embed_tokens.weight": draw.embedding(c["vocab_size"], d),
+        "model.norm.weight": draw.norm(d),
+    }
+    if not c["tie_word_embeddings"]:
+        t["lm_head.weight"] = draw.head(c["vocab_size"], d)
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
+        for name, rows in (("q_proj", d), ("k_proj", kv), ("v_proj", kv)):
+            t[f"{p}self_attn.{name}.weight"] = draw.linear(rows, d)
+            t[f"{p}self_attn.{name}.bias"] = draw.bias(rows)
+        t[p + "self_attn.o_proj.weight"] = draw.linear(d, d)
+        t[p + "mlp.gate_proj.weight"], t[p + "mlp.up_proj.weight"] = draw.linear(mlp, d), draw.linear(mlp, d)
+        t[p + "mlp.down_proj.weight"] = draw.linear(d, mlp)
+    return _write(folder, c, t, edit)
+
+
+def shard(folder: Path, num_files: int = 3) -> Path:
+    """Split a checkpoint's one file into several with an index, as large checkpoints come."""
+    from safetensors.torch import load_file
+
+    single = folder / "model.safetensors"
+    tensors = load_file(single)
+    single.unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(num_files):
+        file = f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
+        part = {name: tensors[name] for name in names[i::num_files]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+class _Draw:
+    """Weights large enough for decisive logits, so that rounding does not decide what is unmasked."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def embedding(self, rows: int, width: int) -> torch.Tensor:
+        return self._normal(rows, width)
+
+    def linear(self, rows: int, columns: int) -> torch.Tensor:
+        return self._normal(rows, columns) * 1.5 / columns**0.5
+
+    def head(self, rows: int, width: int) -> torch.Tensor:
+        head = self._normal(rows, width) * 4 / width**0.5
+        head[MASK] = 0  # no trained model predicts its mask
+        return head
+
+    def bias(self, size: int) -> torch.Tensor:
+        return self._normal(size) * 0.5
+
+    def norm(self, size: int) -> torch.Tensor:
+        return 1 + 0.2 * self._normal(size)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: Tensors, edit: Callable[[Tensors], None] | None) -> Path:
+    if edit is not None:
+        edit(tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, config.get("torch_dtype") or "float32")
+    save_file(
+        {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}, indent=1))
+    return folder
