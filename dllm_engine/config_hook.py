@@ -19,6 +19,10 @@ WORKER_CLASSES = {
     "cuda": "dllm_engine.model_executor.gpu_worker.DiffusionGPUWorker",
 }
 
+CPU_PAGE_POOL_BYTES = 1 << 30
+"""Memory for pages on a CPU unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) says otherwise. vLLM's own
+default, 92% of all memory, does not start on a machine where anything else runs."""
+
 
 class DiffusionConfig(VerifyAndUpdateConfig):
     """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do not support here."""
@@ -69,6 +73,8 @@ class DiffusionConfig(VerifyAndUpdateConfig):
 
             parallel.distributed_executor_backend = RayCPUExecutor
         vllm_config.cache_config.enable_prefix_caching = False
+        if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
+            vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -299,7 +299,9 @@ class DiffusionScheduler(SchedulerInterface):
         stats = self.make_stats()
         if stats is not None:
             # One front end gets them, also when nobody has output in this step.
-            next(iter(per_client.values()), per_client.setdefault(0, EngineCoreOutputs())).scheduler_stats = stats
+            if not per_client:
+                per_client[0] = EngineCoreOutputs()
+            next(iter(per_client.values())).scheduler_stats = stats
         return per_client
 
     # State that EngineCore asks for

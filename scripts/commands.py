@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "test":
             return test(environment, options)
         return setup(environment, options)
-    except SetupError as error:
+    except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -42,11 +42,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         default=Path(os.environ.get("DLLM_VENV") or CHECKOUT / ".venv"),
         help="where the virtual environment is (default: the variable DLLM_VENV, else .venv in the checkout)",
-    )
-    common.add_argument(
-        "--allow-cuda-torch",
-        action="store_true",
-        help="where pip sees no CPU build of PyTorch, take the CUDA build (several GB more)",
     )
     top = argparse.ArgumentParser(
         prog="scripts/dev.py",
@@ -72,14 +67,14 @@ def parser() -> argparse.ArgumentParser:
 
 def setup(environment: Environment, options: argparse.Namespace) -> int:
     """Installs, and says how to go on."""
-    environment.install(options.extras, allow_cuda_torch=options.allow_cuda_torch)
+    environment.install(options.extras)
     print(f"Ready. To use it in this shell: source {environment.directory / 'bin' / 'activate'}")
     return 0
 
 
 def demo(environment: Environment, options: argparse.Namespace) -> int:
     """Answers one prompt with the demo model."""
-    environment.install(allow_cuda_torch=options.allow_cuda_torch)
+    environment.install()
     return environment.run("dllm", "generate", options.prompt)
 
 
@@ -91,7 +86,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     """
     slow = options.slow or options.all
     # The slow stage also starts engines and replicas under Ray.
-    environment.install(["ray", "test"] if slow else ["test"], allow_cuda_torch=options.allow_cuda_torch)
+    environment.install(["ray", "test"] if slow else ["test"])
     failures = []
     if options.lint or options.all:
         failures.append(environment.run("ruff", "check"))

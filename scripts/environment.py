@@ -111,7 +111,7 @@ class Environment:
             PipError: pip failed; the message holds the end of its output.
         """
         command: list[str | Path] = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        command += ["--progress-bar=off", "--only-binary=:all:", *arguments]
+        command += ["--progress-bar=off", "--only-binary=:all:", "--constraint", CONSTRAINTS, *arguments]
         # A user-wide `pip config set global.user` or `target` would install elsewhere.
         variables = self.variables() | {"PIP_USER": "0", "PYTHONNOUSERSITE": "1"}
         with self._log.open("a", encoding="utf-8") as log:
@@ -153,14 +153,14 @@ class Environment:
 
     # -- installing ----------------------------------------------------------------------------------------------
 
-    def install(self, extras: Sequence[str] = (), *, allow_cuda_torch: bool = False) -> None:
+    def install(self, extras: Sequence[str] = ()) -> None:
         """Makes the environment hold vLLM for CPUs and this project, editable, with the given extras of it.
 
         Raises:
             SetupError: the machine is not suited, the disk is too full, or a step failed.
         """
         record = self._record()
-        pending = [step for step in self._steps(extras, allow_cuda_torch) if record.get(step.name) != step.fingerprint]
+        pending = [step for step in self._steps(extras) if record.get(step.name) != step.fingerprint]
         if not pending:
             print(f"Environment {self.directory} is up to date.", flush=True)
             return
@@ -199,7 +199,7 @@ class Environment:
     def _write_record(self, record: dict[str, str]) -> None:
         self._record_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
-    def _steps(self, extras: Sequence[str], allow_cuda_torch: bool) -> list[Step]:
+    def _steps(self, extras: Sequence[str]) -> list[Step]:
         target = f"{CHECKOUT}[{','.join(sorted(extras))}]" if extras else str(CHECKOUT)
         interpreter = f"{sys.base_prefix} {platform.python_version()} {self.directory}"
         return [
@@ -213,16 +213,16 @@ class Environment:
             Step(
                 "torch",
                 f"Installing PyTorch {TORCH}",
-                fingerprint(interpreter, TORCH, str(allow_cuda_torch)),
-                7.0 if allow_cuda_torch else 0.8,
-                lambda: self._install_torch(allow_cuda_torch),
+                fingerprint(interpreter, TORCH),
+                0.8,
+                self._install_torch,
             ),
             Step(
                 "requirements",
                 "Installing what vLLM needs (about a minute)",
                 fingerprint(interpreter, NEEDS, CONSTRAINTS),
                 1.2,
-                lambda: self._pip("--constraint", CONSTRAINTS, "--requirement", NEEDS),
+                lambda: self._pip("--requirement", NEEDS),
             ),
             Step(
                 "vllm",
@@ -236,7 +236,7 @@ class Environment:
                 "Installing dllm-engine from this checkout" + (f" with {', '.join(extras)}" if extras else ""),
                 fingerprint(interpreter, PYPROJECT, CONSTRAINTS, target),
                 1.0 if extras else 0.1,
-                lambda: self._pip("--constraint", CONSTRAINTS, "--no-build-isolation", "--editable", target),
+                lambda: self._pip("--no-build-isolation", "--editable", target),
             ),
             Step(
                 "check",
@@ -248,9 +248,13 @@ class Environment:
         ]
 
     def _create(self) -> None:
-        if self.directory.exists():
-            shutil.rmtree(self.directory)
-        self.directory.mkdir(parents=True)
+        # The folder itself stays: it may be a mount point or the target of a link.
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for entry in self.directory.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
         self._write_record({})
         result = subprocess.run([sys.executable, "-m", "venv", self.directory], capture_output=True, text=True)
         if result.returncode:
@@ -261,29 +265,22 @@ class Environment:
                 "(python3-venv on Debian and Ubuntu)."
             )
 
-    def _install_torch(self, allow_cuda: bool) -> None:
-        if allow_cuda:
-            # Without the constraints: a CUDA build insists on its own version of Triton.
-            self._pip(f"torch=={TORCH}")
-            return
+    def _install_torch(self) -> None:
         try:
-            self._pip("--constraint", CONSTRAINTS, f"torch=={TORCH}+cpu")
+            self._pip(f"torch=={TORCH}+cpu")
         except PipError as error:
             # pip lists the versions it did see; with "none" the trouble is the network.
             if "No matching distribution found for torch" not in error.output or NO_INDEX in error.output:
                 raise
             raise SetupError(
                 f"pip sees no CPU build of PyTorch (torch {TORCH}+cpu) for Python {platform.python_version()}.\n"
-                "The default package index has only the build for CUDA, with about 4 GB of CUDA libraries that a CPU "
-                "does not use, so nothing was downloaded. Either\n"
-                "  - set the environment variable PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels (its address is "
-                'on PyTorch\'s\n    "Get started" page: choose Linux, Pip, CPU), or PIP_FIND_LINKS to a folder that '
-                "holds the wheel, or\n"
-                "  - add --allow-cuda-torch to take the CUDA build; it runs on a CPU as well.\n"
-                "Then run the same command again."
+                "The default package index has only the build for CUDA, which takes almost 5 GB and does not work\n"
+                "with vLLM's CPU build, so nothing was downloaded. PyTorch has an index of its own for CPU wheels;\n"
+                'the page "Get started" of its website shows the address (choose Stable, Linux, Pip, Python, CPU).\n'
+                "Put it in front of the same command:\n\n"
+                f"    PIP_EXTRA_INDEX_URL=<address> {shlex.join(['python3', *sys.argv])}\n\n"
+                "A folder that holds the wheel will do as well: PIP_FIND_LINKS=<folder>."
             ) from error
-        if self._output("import torch; print(torch.version.cuda)") != "None":
-            raise SetupError(f"{self.directory} holds a CUDA build of PyTorch. Delete it and run the command again.")
 
     def _install_vllm(self) -> None:
         self._pip("--no-deps", "--requirement", WITHOUT_NEEDS)
@@ -293,14 +290,21 @@ class Environment:
                 self._pip("--no-deps", "--no-index", write_vllm_metadata(Path(folder)))
 
     def _check(self) -> None:
-        platform_name = self._output(
+        device_type, has_operators = self._output(
             "import logging; logging.disable()\n"
-            "import xgrammar, vllm.entrypoints.cli.main, dllm_engine\n"
+            "import torch, xgrammar, vllm.entrypoints.cli.main, dllm_engine\n"
             "from vllm.platforms import current_platform\n"
-            "print(current_platform.device_type)"
-        ).splitlines()[-1]
-        if platform_name != "cpu":
-            raise SetupError(f"vLLM chose the platform {platform_name!r} instead of 'cpu' in {self.directory}.")
+            "current_platform.import_kernels()\n"
+            "print(current_platform.device_type, hasattr(torch.ops._C, 'init_cpu_memory_env'))"
+        ).split()[-2:]
+        if device_type != "cpu":
+            raise SetupError(f"vLLM in {self.directory} chose the platform {device_type!r} instead of 'cpu'.")
+        # vLLM only warns when they do not load, and fails later.
+        if has_operators != "True":
+            raise SetupError(
+                f"the compiled part of vLLM does not load in {self.directory}: PyTorch is another build than "
+                f"{TORCH}+cpu, or the processor lacks AVX2. Delete the folder and run the command again."
+            )
 
 
 def write_vllm_metadata(folder: Path) -> Path:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class EngineFactory:
     """Starts engines, one per model and settings.
 
-    vLLM's process groups belong to the process, and shutting one engine down takes them from all others; so engines live
-    until the end of the session.
+    vLLM's process groups belong to the process, and shutting one engine down takes them from all others; so engines
+    live until the end of the session.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,8 @@ class EngineFactory:
         return self._engines[key]
 
     def shutdown(self) -> None:
-        for llm in self._engines.values():
+        """One for all, for the same reason; an engine of this process holds nothing else but memory."""
+        for llm in list(self._engines.values())[-1:]:
             llm.llm_engine.engine_core.shutdown()
 
 

@@ -1,7 +1,7 @@
 """LLaDA and Dream as slow, plain PyTorch: one sequence, one step at a time, nothing shared with the engine.
 
-Written from the papers' description of the models and of decoding without a cache. It also reports how close the closest
-decision of a run was, so that a test on random weights can tell a wrong engine from a coin toss.
+Written from the papers' description of the models and of decoding without a cache. It also reports how close the
+closest decision of a run was, so that a test on random weights can tell a wrong engine from a coin toss.
 """
 
 import json
@@ -212,7 +212,8 @@ def _fill(
     scored = []
     for position in candidates:
         row = logits[position].clone()
-        row = _keep_top_k(_keep_top_p(row, top_p), top_k) if model.is_dream else row
+        if model.is_dream:
+            row = _keep_top_k(_keep_top_p(row, top_p, result), top_k, result)
         p = row.softmax(-1)
         best_two = row.topk(2).values
         confidence = {
@@ -231,19 +232,29 @@ def _fill(
     result.order.append(sorted(position for _, position, _, _ in scored[:count]))
 
 
-def _keep_top_p(row: torch.Tensor, top_p: float) -> torch.Tensor:
+def _keep_top_p(row: torch.Tensor, top_p: float, result: Decoded) -> torch.Tensor:
     """Only the fewest likeliest tokens whose probabilities together exceed ``top_p``."""
+    if top_p >= 1:
+        return row
+    p = row.softmax(-1)
     kept, total = [], 0.0
-    for token in row.argsort(descending=True).tolist():
+    for token in p.argsort(descending=True).tolist():
         kept.append(token)
-        total += float(row.softmax(-1)[token])
+        total += float(p[token])
+        result.closest = min(result.closest, 10 * _gap(total, top_p))  # sums are exact to more digits
         if total > top_p:
             break
-    return _only(row, kept) if top_p < 1 else row
+    return _only(row, kept)
 
 
-def _keep_top_k(row: torch.Tensor, top_k: int) -> torch.Tensor:
-    return _only(row, row.topk(top_k).indices.tolist()) if top_k else row
+def _keep_top_k(row: torch.Tensor, top_k: int, result: Decoded) -> torch.Tensor:
+    if not top_k:
+        return row
+    ordered = row.sort(descending=True)
+    last_kept, first_dropped = ordered.values[top_k - 1 : top_k + 1].tolist()
+    if last_kept > torch.finfo(row.dtype).min:  # else top-p has left fewer
+        result.closest = min(result.closest, 10 * _gap(last_kept, first_dropped))
+    return _only(row, ordered.indices[:top_k].tolist())
 
 
 def _only(row: torch.Tensor, tokens: list[int]) -> torch.Tensor:

@@ -20,7 +20,9 @@ def submit(llm, cases: list[Case]):
     from dllm_engine import DiffusionParams
 
     rows = [(case, *row) for case in cases for row in requests_of(case)]
-    outputs = generate(llm, [prompt for _, prompt, _, _ in rows], [DiffusionParams(**request_fields(c)) for c, *_ in rows])
+    outputs = generate(
+        llm, [prompt for _, prompt, _, _ in rows], [DiffusionParams(**request_fields(c)) for c, *_ in rows]
+    )
     return list(zip(rows, outputs, strict=True))
 
 

@@ -82,12 +82,19 @@ def write_llada(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] 
     return _write(folder, c, t, edit)
 
 
-def write_dream(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
-    """A Dream checkpoint; arguments as for ``write_llada``."""
+def write_dream(
+    folder: Path,
+    *,
+    seed: int = 0,
+    head_scale: float = 4.0,
+    edit: Callable[[Tensors], None] | None = None,
+    **config: Any,
+) -> Path:
+    """A Dream checkpoint; arguments as for ``write_llada``. A smaller ``head_scale`` makes it less sure of itself."""
     c = DREAM_CONFIG | config
     d, mlp = c["hidden_size"], c["intermediate_size"]
     kv = d // c["num_attention_heads"] * c["num_key_value_heads"]
-    draw = _Draw(seed)
+    draw = _Draw(seed, head_scale)
     t: Tensors = {
         "model.embed_tokens.weight": draw.embedding(c["vocab_size"], d),
         "model.norm.weight": draw.norm(d),
@@ -128,21 +135,24 @@ def shard(folder: Path, num_files: int = 3) -> Path:
 class _Draw:
     """Weights large enough for decisive logits, so that rounding does not decide what is unmasked."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, head_scale: float = 4.0) -> None:
+        self.head_scale = head_scale
         self.generator = torch.Generator().manual_seed(seed)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
     def embedding(self, rows: int, width: int) -> torch.Tensor:
-        return self._normal(rows, width)
+        embedding = self._normal(rows, width)
+        embedding[MASK] *= 0.1  # no trained model predicts its mask, also where this is the head
+        return embedding
 
     def linear(self, rows: int, columns: int) -> torch.Tensor:
         return self._normal(rows, columns) * 1.5 / columns**0.5
 
     def head(self, rows: int, width: int) -> torch.Tensor:
-        head = self._normal(rows, width) * 4 / width**0.5
-        head[MASK] = 0  # no trained model predicts its mask
+        head = self._normal(rows, width) * self.head_scale / width**0.5
+        head[MASK] = 0
         return head
 
     def bias(self, size: int) -> torch.Tensor:

@@ -23,9 +23,11 @@ def refuse(folder, *fragments: str, **settings) -> None:
 @pytest.mark.parametrize("trust_remote_code", [False, True])
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_remote_code_beside_the_weights_is_never_executed(engines, tmp_path, family, trust_remote_code):
-    write = {"llada": tiny_checkpoints.write_llada, "dream": tiny_checkpoints.write_dream}[family]
+    write, config_class, model_class = {
+        "llada": (tiny_checkpoints.write_llada, "LLaDAConfig", "LLaDAModelLM"),
+        "dream": (tiny_checkpoints.write_dream, "DreamConfig", "DreamModel"),
+    }[family]
     clean, folder = write(tmp_path / "clean"), tmp_path / "poisoned"
-    config_class, model_class = {"llada": ("LLaDAConfig", "LLaDAModelLM"), "dream": ("DreamConfig", "DreamModel")}[family]
     write(
         folder,
         auto_map={
@@ -86,7 +88,9 @@ def test_unknown_tensor_is_named(tmp_path):
     ],
 )
 def test_missing_tensor_is_named(tmp_path, missing, fragment):
-    refuse(tiny_checkpoints.write_llada(tmp_path, edit=lambda tensors: tensors.pop(missing)), fragment, "lacks 1 tensor")
+    refuse(
+        tiny_checkpoints.write_llada(tmp_path, edit=lambda tensors: tensors.pop(missing)), fragment, "lacks 1 tensor"
+    )
 
 
 def test_missing_bias_is_named(tmp_path):

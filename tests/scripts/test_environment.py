@@ -10,7 +10,17 @@ from pathlib import Path
 
 import environment
 import pytest
-from environment import CHECKOUT, Environment, SetupError, Step, advice, check_disk_space, check_machine, fingerprint
+from environment import (
+    CHECKOUT,
+    Environment,
+    PipError,
+    SetupError,
+    Step,
+    advice,
+    check_disk_space,
+    check_machine,
+    fingerprint,
+)
 
 DiskUsage = namedtuple("DiskUsage", "total used free")
 
@@ -39,7 +49,7 @@ def made(tmp_path, monkeypatch) -> Environment:
 def install(made: Environment, monkeypatch, fingerprints: dict[str, str], failing: str = "") -> list[str]:
     """Installs with the given steps and returns the names of those that ran."""
     log: list[str] = []
-    monkeypatch.setattr(made, "_steps", lambda extras, cuda: steps_that_log(log, fingerprints, failing))
+    monkeypatch.setattr(made, "_steps", lambda extras: steps_that_log(log, fingerprints, failing))
     if failing:
         with pytest.raises(SetupError):
             made.install()
@@ -67,10 +77,10 @@ def test_failed_run_goes_on_where_it_stopped(made, monkeypatch):
 def test_editing_a_requirement_list_changes_the_steps_that_read_it(tmp_path, monkeypatch):
     edited = tmp_path / "cpu.txt"
     shutil.copy(environment.NEEDS, edited)
-    before = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([], False)}
+    before = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([])}
     edited.write_text(edited.read_text() + "another-package\n")
     monkeypatch.setattr(environment, "NEEDS", edited)
-    after = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([], False)}
+    after = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([])}
     assert {name for name in before if before[name] != after[name]} == {"requirements", "check"}
 
 
@@ -132,8 +142,18 @@ def test_advice_fits_what_pip_said(output, expected):
 
 def test_failed_pip_shows_the_end_of_its_output(made):
     made.python = Path(sys.executable)
-    with pytest.raises(environment.PipError, match=r"(?s)Invalid requirement.*setup\.log"):
+    with pytest.raises(PipError, match=r"(?s)Invalid requirement.*setup\.log"):
         made._pip("--no-index", "not a requirement")
+
+
+def test_missing_cpu_build_of_torch_is_explained(made, monkeypatch):
+    def pip(*arguments: str | Path) -> None:
+        raise PipError("", "(from versions: 2.13.0)\nERROR: No matching distribution found for torch==2.13.0+cpu")
+
+    monkeypatch.setattr(made, "_pip", pip)
+    with pytest.raises(SetupError, match="nothing was downloaded") as caught:
+        made._install_torch()
+    assert "PIP_EXTRA_INDEX_URL" in str(caught.value)
 
 
 def test_vllm_metadata_wheel_has_the_version_that_selects_the_cpu(tmp_path):

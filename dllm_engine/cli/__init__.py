@@ -1,0 +1,1 @@
+"""The command ``dllm``: one file per subcommand, their common parts beside them."""

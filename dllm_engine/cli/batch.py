@@ -1,0 +1,219 @@
+"""Files of a batch run: an input line is a request, an output line its record.
+
+A record is appended, and forced to disk, as soon as its request has finished, in the order of finishing; its
+``index`` is the line of the input, from 0. So whatever stops a run, the output says what is left to do. Each record
+also says what it was made from, so that a run never goes on with an output of another input or other settings.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from dllm_engine.cli.errors import CommandError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class InputLine:
+    """One line of the input that is not blank."""
+
+    index: int
+    text: bytes
+
+    @property
+    def digest(self) -> str:
+        return _digest(self.text)
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What an input line asks for; of ``prompt`` and ``messages`` one is None."""
+
+    id: str | int | None
+    prompt: str | None
+    messages: list[Message] | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What an output holds already."""
+
+    indices: frozenset[int] = frozenset()
+    num_errors: int = 0
+    num_bytes: int = 0
+    """Length of its complete lines; what follows is a torn one."""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def settings_digest(settings: dict[str, Any]) -> str:
+    """Identifies the settings that a response depends on."""
+    return _digest(json.dumps(settings, sort_keys=True).encode())
+
+
+def read_input(path: Path) -> list[InputLine]:
+    """The requests of a file. Lines are not parsed yet: a bad one concerns nobody but itself."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    return [InputLine(index, line.strip()) for index, line in enumerate(lines) if line.strip()]
+
+
+def parse_request(line: InputLine) -> BatchRequest:
+    """Raises ``ValueError`` saying what is wrong with the line."""
+    try:
+        fields = json.loads(line.text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("the line must be a JSON object")
+    request = BatchRequest(fields.get("id"), fields.get("prompt"), fields.get("messages"))
+    if (request.prompt is None) == (request.messages is None):
+        raise ValueError("give either 'prompt' or 'messages'")
+    if not isinstance(request.id, str | int | None):
+        raise ValueError(f"'id' must be text or a whole number, not {json.dumps(request.id)}")
+    if request.prompt is not None and not isinstance(request.prompt, str):
+        raise ValueError("'prompt' must be text")
+    if request.messages is not None and not _are_messages(request.messages):
+        raise ValueError("'messages' must be a list of objects with the texts 'role' and 'content'")
+    return request
+
+
+def _are_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+        and all(isinstance(m.get("content"), str) for m in value)
+    )
+
+
+def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings: str) -> Finished:
+    """Read the records of an earlier run.
+
+    Args:
+        output: the file's lines, each with its line break; only a torn one, at the end, has none.
+        lines: the input of this run.
+        settings: ``settings_digest`` of this run.
+
+    Raises:
+        CommandError: a record that this run would not have made.
+    """
+    inputs = {line.index: line for line in lines}
+    indices: set[int] = set()
+    num_errors = num_bytes = 0
+    for number, raw in enumerate(output, start=1):
+        if not raw.endswith(b"\n"):
+            if not _may_be_torn_record(raw):
+                raise CommandError(f"line {number} is not a record of this command")
+            break
+        record = _load_record(raw)
+        if record is None:
+            raise CommandError(f"line {number} is not a record of this command")
+        index = record["index"]
+        if index not in inputs or record["input_hash"] != inputs[index].digest:
+            raise CommandError(f"line {number} was made from another input (its line {index})")
+        if record["settings_hash"] != settings:
+            raise CommandError(f"line {number} was made with another model or other settings")
+        if index in indices:
+            raise CommandError(f"line {number} is a second record of input line {index}")
+        indices.add(index)
+        num_errors += "error" in record
+        num_bytes += len(raw)
+    return Finished(frozenset(indices), num_errors, num_bytes)
+
+
+_RECORD_START = b'{"index": '
+
+
+def _may_be_torn_record(raw: bytes) -> bool:
+    return raw.startswith(_RECORD_START[: len(raw)])
+
+
+def _load_record(raw: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        return None
+    is_ours = isinstance(record, dict) and {"index", "input_hash", "settings_hash"} <= record.keys()
+    return record if is_ours and isinstance(record["index"], int) else None
+
+
+class ResultFile:
+    """The output of a run, opened to go on where an earlier run stopped.
+
+    Raises ``CommandError`` on opening a file that cannot be written, is in use by another run, or holds anything but
+    records of the same input and settings. Pipes and devices are written, but cannot be resumed.
+    """
+
+    def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:
+        self.path = path
+        self.num_errors = 0
+        self._settings = settings
+        try:
+            self._file: BinaryIO = self._open()
+            self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        except OSError as error:
+            raise CommandError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            finished = self._resume(lines) if self._is_regular else Finished()
+        except BaseException:
+            self._file.close()
+            raise
+        self.num_errors = finished.num_errors
+        self.num_resumed = len(finished.indices)
+        self.pending = [line for line in lines if line.index not in finished.indices]
+
+    def _open(self) -> BinaryIO:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        return os.fdopen(descriptor, "rb+", buffering=0)
+
+    def _resume(self, lines: Sequence[InputLine]) -> Finished:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandError(f"another run is writing {self.path}; wait for it, or choose another output") from None
+        try:
+            with self.path.open("rb") as existing:
+                finished = read_finished(existing, lines, self._settings)
+        except CommandError as error:
+            raise CommandError(f"{self.path}: {error}; choose another output, or remove this one") from None
+        self._file.truncate(finished.num_bytes)
+        return finished
+
+    def __enter__(self) -> "ResultFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def record(self, line: InputLine, request_id: str | int | None = None, **fields: Any) -> dict[str, Any]:
+        """An output line: what the request was, what came out, and what it was made from."""
+        given_id = {} if request_id is None else {"id": request_id}
+        made_from = {"input_hash": line.digest, "settings_hash": self._settings}
+        return {"index": line.index, **given_id, **fields, **made_from}
+
+    def append(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write the records of finished requests; when this returns, they outlive a crash of the machine."""
+        data = memoryview(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            if self._is_regular:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise CommandError(
+                f"cannot write {self.path}: {error.strerror}; what it holds is kept, and the same command goes on from there"
+            ) from error
+        self.num_errors += sum("error" in record for record in records)

@@ -1,0 +1,189 @@
+"""What the commands that run a model have in common: their arguments, the engine, the decoding parameters."""
+
+import argparse
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+    from dllm_engine.params import DiffusionParams
+
+DEMO_MODEL = "demo"
+DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
+"""What the demo model was trained with; a real checkpoint uses its family's defaults."""
+VLLM_RELEASE = "0.32."
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE`` with the value as JSON where it is JSON, else as text."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must have the form KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cache")
+    group.add_argument(
+        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_OPTIONS)} (default: %(default)s)"
+    )
+    group.add_argument(
+        "--cache-option",
+        metavar="KEY=VALUE",
+        type=key_value,
+        action="append",
+        default=[],
+        help="an option of the cache method, repeatable; `dllm models` lists them",
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        default="auto",
+        help="type of weights and activations (default: the checkpoint's)",
+    )
+    group.add_argument(
+        "--max-model-len", type=positive_int, metavar="N", help="most tokens of prompt and response together"
+    )
+    group.add_argument(
+        "--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="devices to split the model over"
+    )
+    group.add_argument(
+        "--engine-arg",
+        metavar="KEY=VALUE",
+        type=key_value,
+        action="append",
+        default=[],
+        help="any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5",
+    )
+    add_cache_arguments(parser)
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
+    group.add_argument("--gen-length", type=int, metavar="N", help="response tokens (default: 256, demo model 32)")
+    group.add_argument(
+        "--block-length", type=int, metavar="N", help="response tokens denoised together (demo model: 8)"
+    )
+    group.add_argument(
+        "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
+    )
+    group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (0: all)")
+    group.add_argument("--seed", type=int, help="seed of random draws (temperature, unmasking policy `random`)")
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The cache arguments as engine options; raises ``ValueError`` naming what is unknown or out of range."""
+    options = {"cache_method": args.cache_method, "cache_options": dict(args.cache_option)}
+    EngineOptions.parse(options)
+    return options
+
+
+def check_vllm() -> None:
+    """Raise ``CommandError`` where vLLM is missing or another release than the plugin is made for."""
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise CommandError(
+            "vLLM is not installed; install it with this package's extra: pip install 'dllm-engine[cuda]', or [cpu]"
+        ) from error
+    if not vllm.__version__.startswith(VLLM_RELEASE):
+        raise CommandError(
+            f"vLLM {vllm.__version__} is installed, this plugin works with {VLLM_RELEASE}*; install that"
+        )
+
+
+def start_engine(args: argparse.Namespace) -> "LLM":
+    """The engine in this process (a single device), so that its errors are raised here and not only logged.
+
+    Raises ``CommandError`` for a model that cannot be found.
+    """
+    options = engine_options(args)
+    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
+        raise CommandError(f"model folder {args.model} does not exist")
+    _be_quiet()
+    if args.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_vllm()
+    from dllm_engine.llm import LLM
+
+    try:
+        return LLM(
+            args.model,
+            **options,
+            **{
+                "dtype": args.dtype,
+                "max_model_len": args.max_model_len,
+                "tensor_parallel_size": args.tensor_parallel_size,
+                "use_tqdm_on_load": False,
+                **dict(args.engine_arg),
+            },
+        )
+    except OSError as error:
+        raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
+
+
+def _be_quiet() -> None:
+    """Keep the answer from drowning in vLLM's start-up messages; ``VLLM_LOGGING_LEVEL`` brings them back."""
+    if "VLLM_LOGGING_LEVEL" in os.environ:
+        return
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # For messages before vLLM sets up its own handler, which replaces this one.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
+    warnings.simplefilter("ignore", FutureWarning)
+
+
+def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+    """The decoding arguments; raises ``ValueError`` naming what is out of range."""
+    from dllm_engine.params import DiffusionParams
+
+    lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
+    if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
+        lengths = DEMO_LENGTHS
+    return DiffusionParams(
+        **lengths,
+        steps=args.steps,
+        unmasking=args.unmasking,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def has_chat_template(llm: "LLM") -> bool:
+    """Whether the model's tokenizer can turn messages into a prompt."""
+    return bool(getattr(llm.get_tokenizer(), "chat_template", None))

@@ -1,0 +1,53 @@
+"""Entry point of ``dllm``: the subcommands, and errors as one line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from dllm_engine import __version__
+from dllm_engine.cli import demo_path, evaluate, generate, models, serve
+from dllm_engine.cli.errors import one_line
+
+TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
+ERROR, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 (done, but some inputs failed), 2 (error) or 130 (Ctrl-C)."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown and not args.passes_on_unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.unknown = unknown
+    try:
+        status: int = args.run(args)
+        return status
+    except KeyboardInterrupt:
+        print("dllm: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if args.traceback or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+            raise
+        print(f"dllm: error: {one_line(error)}", file=sys.stderr)
+        return ERROR
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line. ``args.run`` is the chosen command's function."""
+    parser = argparse.ArgumentParser(prog="dllm", description="Diffusion language models (LLaDA, Dream) inside vLLM.")
+    parser.add_argument("--version", action="version", version=f"dllm-engine {__version__}")
+    parser.add_argument(
+        "--traceback",
+        action="store_true",
+        help=f"show where an error came from; the same as {TRACEBACK_VARIABLE}=1 in the environment",
+    )
+    parser.set_defaults(passes_on_unknown=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (generate, serve, evaluate, models, demo_path):
+        command.add_parser(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

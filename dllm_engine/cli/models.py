@@ -1,0 +1,80 @@
+"""``dllm models``: which checkpoints, cache methods and unmasking policies there are."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from dllm_engine.cli.table import format_table
+from dllm_engine.families import FAMILIES
+from dllm_engine.options import CACHE_OPTIONS
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "models", help="list supported checkpoints, cache methods with their options, and unmasking policies"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON; options of cache methods as JSON schemas")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    supported = describe()
+    print(json.dumps(supported, indent=2) if args.json else as_tables(supported))
+    return 0
+
+
+def describe() -> dict[str, Any]:
+    """Everything an engine can be asked for, from the registries that check it."""
+    from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+
+    return {
+        "families": [asdict(family) for family in FAMILIES.values()],
+        "cache_methods": {
+            name: schema.model_json_schema().get("properties", {}) for name, schema in CACHE_OPTIONS.items()
+        },
+        "unmasking": list(UNMASKING_POLICIES),
+    }
+
+
+def as_tables(supported: dict[str, Any]) -> str:
+    """The output of ``describe``, one table per kind."""
+    checkpoints = [
+        (name, family["architecture"], family["name"])
+        for family in supported["families"]
+        for name in family["checkpoints"]
+    ]
+    methods = []
+    for name, options in supported["cache_methods"].items():
+        # The first option on the method's own line, the others below it.
+        lines = [(option, _allowed(schema), schema.get("description", "")) for option, schema in options.items()]
+        for position, line in enumerate(lines or [("(no options)", "", "")]):
+            methods.append((name if position == 0 else "", *line))
+    policies = [
+        (name, ", ".join(f["name"] for f in supported["families"] if f["default_unmasking"] == name))
+        for name in supported["unmasking"]
+    ]
+    return "\n\n".join(
+        format_table(rows)
+        for rows in (
+            [("CHECKPOINT", "ARCHITECTURE", "FAMILY"), *checkpoints],
+            [("CACHE METHOD", "OPTION", "VALUES", "MEANING"), *methods],
+            [("UNMASKING POLICY", "DEFAULT FOR"), *policies],
+        )
+    )
+
+
+_LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """A JSON schema's values in words, such as ``number > 0, ≤ 1; default 0.5``."""
+    if "anyOf" in schema:
+        kind = " or ".join(_allowed(choice) for choice in schema["anyOf"])
+    elif "enum" in schema:
+        kind = " | ".join(map(str, schema["enum"]))
+    else:
+        kind = str(schema.get("const", schema.get("type", "any value")))
+    limits = ", ".join(f"{sign} {schema[key]}" for key, sign in _LIMITS.items() if key in schema)
+    default = f"; default {json.dumps(schema['default'])}" if "default" in schema else ""
+    return f"{kind} {limits}".rstrip() + default

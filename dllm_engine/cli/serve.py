@@ -1,0 +1,77 @@
+"""``dllm serve``: ``vllm serve`` with the options of diffusion engines as arguments of their own."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from dllm_engine.cli.engine import DEMO_MODEL, add_cache_arguments, check_vllm, engine_options
+from dllm_engine.cli.errors import CommandError
+from dllm_engine.options import OPTIONS_KEY, EngineOptions
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP (OpenAI's API)",
+        usage="dllm serve MODEL [options of this command] [options of `vllm serve`]",
+        description="Everything `vllm serve` accepts works here too; `vllm serve --help=all` lists it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    add_cache_arguments(parser)
+    parser.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
+    parser.add_argument(
+        "--additional-config",
+        "--additional_config",
+        metavar="JSON",
+        help=f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}",
+    )
+    parser.set_defaults(run=run, passes_on_unknown=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    arguments = vllm_arguments(args)
+    check_vllm()
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    sys.argv = ["vllm", *arguments]
+    vllm_main()
+    return 0
+
+
+def vllm_arguments(args: argparse.Namespace) -> list[str]:
+    """The command line of ``vllm`` that does what ``args`` ask for."""
+    from dllm_engine.demo import demo_model_path
+
+    model = [args.model]
+    if args.model == DEMO_MODEL:
+        model = [demo_model_path()]
+        if not any(a.replace("_", "-").startswith("--served-model-name") for a in args.unknown):
+            model += ["--served-model-name", DEMO_MODEL]
+    if any(a.replace("_", "-").startswith("--additional-config.") for a in args.unknown):
+        raise CommandError("give --additional-config as one JSON object here; vLLM's dotted form would replace it")
+    additional = merged_config(args)
+    return ["serve", *model, *(["--additional-config", json.dumps(additional)] if additional else []), *args.unknown]
+
+
+def merged_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The user's ``--additional-config`` with the other arguments written over its key for this plugin.
+
+    Empty where nothing is asked for, so that a ``--config`` file may still ask.
+    """
+    try:
+        additional = json.loads(args.additional_config or "{}")
+    except ValueError as error:
+        raise CommandError(f"--additional-config={args.additional_config!r} is not JSON: {error}") from error
+    options = additional.get(OPTIONS_KEY, {}) if isinstance(additional, dict) else None
+    if not isinstance(options, dict):
+        raise CommandError(
+            f"--additional-config={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
+        )
+    if args.cache_method != "none" or args.cache_option:
+        options = options | engine_options(args)
+    if args.trace:
+        options = options | {"trace": True}
+    EngineOptions.parse(options)
+    return additional | {OPTIONS_KEY: options} if options else additional
