@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
@@ -472,7 +472,7 @@ def block_decode(model: DemoModel, prompts: Tensor, threshold: float | None = No
     One token per step, or with ``threshold`` all tokens of the block that are at least that confident. Stops early
     when every response has an end-of-text token in a finished block: later blocks cannot change what is shown.
     """
-    size, prompt_length = prompts.shape
+    prompt_length = prompts.shape[1]
     canvas = F.pad(prompts, (0, GEN_LENGTH), value=MASK)
     for start in range(prompt_length, prompt_length + GEN_LENGTH, BLOCK_LENGTH):
         block = canvas[:, start : start + BLOCK_LENGTH]
@@ -498,9 +498,7 @@ class Score:
     prompt_tokens: float
 
 
-def evaluate(
-    model: DemoModel, tokenizer: Tokenizer, examples: list[Example], threshold: float | None = None
-) -> Score:
+def evaluate(model: DemoModel, tokenizer: Tokenizer, examples: list[Example], threshold: float | None = None) -> Score:
     by_length: dict[int, list[tuple[Example, list[int]]]] = defaultdict(list)
     for example in examples:
         ids = tokenizer.encode(render_prompt(example.prompt)).ids
@@ -576,7 +574,7 @@ def save_checkpoint(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
     """Write weights (bf16), config and tokenizer in the layout of the published LLaDA checkpoints."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.transformer.{name}": p.detach().bfloat16() for name, p in model.named_parameters()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     tokenizer.save(str(out / "tokenizer.json"))
     settings = model.settings
     config = {
@@ -644,7 +642,7 @@ def train(model: DemoModel, tokenizer: Tokenizer, settings: TrainingSettings, ou
     started = time.perf_counter()
     tokens_seen = 0
 
-    for step, batch in zip(range(1, settings.steps + 1), stream):
+    for step, batch in zip(range(1, settings.steps + 1), stream, strict=False):
         loss, recall = masked_loss(model, batch, draw_masks(batch, settings, generator), settings)
         loss.backward()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -661,8 +659,8 @@ def train(model: DemoModel, tokenizer: Tokenizer, settings: TrainingSettings, ou
         if step % 100 == 0:
             seconds = time.perf_counter() - started
             print(
-                f"step {step:5d}  {seconds / 60:5.1f} min  {tokens_seen / 1e6:5.1f}M tokens  loss {loss_mean.value:.3f}  "
-                f"recall loss {recall_mean.value:.3f}  pairs up to {stream.max_pairs}",
+                f"step {step:5d}  {seconds / 60:5.1f} min  {tokens_seen / 1e6:5.1f}M tokens  "
+                f"loss {loss_mean.value:.3f}  recall loss {recall_mean.value:.3f}  pairs up to {stream.max_pairs}",
                 flush=True,
             )
         if step % settings.evaluate_every == 0:

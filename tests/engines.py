@@ -30,9 +30,12 @@ class EngineFactory:
         return self._engines[key]
 
     def shutdown(self) -> None:
-        """One for all, for the same reason; an engine of this process holds nothing else but memory."""
-        for llm in list(self._engines.values())[-1:]:
-            llm.llm_engine.engine_core.shutdown()
+        """One for all, for the same reason; half a second each would add up, and the process ends anyway."""
+        clients = [llm.llm_engine.engine_core for llm in self._engines.values()]
+        for client in clients:
+            client._finalizer.detach()
+        for client in clients[-1:]:
+            client.shutdown()
 
 
 def start_engine(model: Path | str, **settings: Any) -> "LLM":

@@ -214,6 +214,6 @@ class ResultFile:
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise CommandError(
-                f"cannot write {self.path}: {error.strerror}; what it holds is kept, and the same command goes on from there"
+                f"cannot write {self.path}: {error.strerror}; the same command goes on where this one stopped"
             ) from error
         self.num_errors += sum("error" in record for record in records)

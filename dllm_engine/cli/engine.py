@@ -96,8 +96,8 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
     )
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (0: all)")
-    group.add_argument("--seed", type=int, help="seed of random draws (temperature, unmasking policy `random`)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (0: all)")
+    group.add_argument("--seed", type=int, help="seed of everything that is drawn at random")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
 
 
@@ -124,10 +124,11 @@ def check_vllm() -> None:
         )
 
 
-def start_engine(args: argparse.Namespace) -> "LLM":
-    """The engine in this process (a single device), so that its errors are raised here and not only logged.
+def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
+    """The engine and the decoding parameters that ``args`` ask for.
 
-    Raises ``CommandError`` for a model that cannot be found.
+    On a single device the engine runs in this process: its errors are raised here, where another process would log
+    them. Raises ``ValueError`` for options out of range, ``CommandError`` for a model that cannot be found.
     """
     options = engine_options(args)
     if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
@@ -138,18 +139,16 @@ def start_engine(args: argparse.Namespace) -> "LLM":
     check_vllm()
     from dllm_engine.llm import LLM
 
+    params = _decoding_params(args)
+    arguments = {
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "use_tqdm_on_load": False,
+        **dict(args.engine_arg),
+    }
     try:
-        return LLM(
-            args.model,
-            **options,
-            **{
-                "dtype": args.dtype,
-                "max_model_len": args.max_model_len,
-                "tensor_parallel_size": args.tensor_parallel_size,
-                "use_tqdm_on_load": False,
-                **dict(args.engine_arg),
-            },
-        )
+        return LLM(args.model, **options, **arguments), params
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
 
@@ -165,14 +164,13 @@ def _be_quiet() -> None:
     warnings.simplefilter("ignore", FutureWarning)
 
 
-def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    """The decoding arguments; raises ``ValueError`` naming what is out of range."""
-    from dllm_engine.params import DiffusionParams
+def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+    from dllm_engine.params import DiffusionParams, request_options
 
     lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
     if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
         lengths = DEMO_LENGTHS
-    return DiffusionParams(
+    params = DiffusionParams(
         **lengths,
         steps=args.steps,
         unmasking=args.unmasking,
@@ -182,6 +180,8 @@ def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
         seed=args.seed,
         ignore_eos=args.ignore_eos,
     )
+    request_options(params)  # vLLM would check these with the first request only
+    return params
 
 
 def has_chat_template(llm: "LLM") -> bool:

@@ -19,7 +19,6 @@ from dllm_engine.cli.batch import (
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
     add_engine_arguments,
-    decoding_params,
     has_chat_template,
     start_engine,
 )
@@ -68,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer_prompt(args: argparse.Namespace) -> int:
-    llm = start_engine(args)
+    llm, params = start_engine(args)
     request = BatchRequest(None, args.prompt, None)
-    _enqueue(llm, request, decoding_params(args), use_chat=not args.raw and has_chat_template(llm))
+    _enqueue(llm, request, params, use_chat=not args.raw and has_chat_template(llm))
     (output,) = llm.wait_for_completion(use_tqdm=False)
     completion = output.outputs[0]
     print(completion.text.strip())
@@ -86,8 +85,7 @@ def _answer_file(args: argparse.Namespace) -> int:
     settings = settings_digest({name: getattr(args, name) for name in _SETTINGS})
     with ResultFile(args.output, lines, settings) as results:
         if results.pending:
-            llm = start_engine(args)
-            params = decoding_params(args)
+            llm, params = start_engine(args)
             _check_for_all(llm, params)
             with tqdm(total=len(lines), initial=results.num_resumed, desc="Requests", unit="") as bar:
                 answer_lines(llm, results, params, use_chat=not args.raw and has_chat_template(llm), bar=bar)

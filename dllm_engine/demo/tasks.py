@@ -18,6 +18,7 @@ chat    one of a few fixed lines                              its fixed reply
 
 import random
 import re
+import string
 from dataclasses import dataclass
 
 TRAINING_SEED_START = 1_000_000
@@ -30,7 +31,7 @@ NAMES = (
 CITIES = "Paris Rome Oslo Lima Cairo Tokyo Delhi Bern Riga Kyiv Accra Quito Milan Sofia Hanoi Turin".split()
 THINGS = "cup hat box car dog cat key pen bag map".split()
 QUALITIES = "red blue old new big small warm cold dry wet".split()
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+KEYS = [first + second for first in string.ascii_uppercase for second in string.ascii_uppercase]
 CHAT_LINES = (
     ("Hello!", "Hello! How can I help?"),
     ("Hi!", "Hello! How can I help?"),
@@ -91,7 +92,7 @@ def make_examples(
     rng = random.Random(f"{task} {seed}")
     if task == "chat":
         if (min_pairs, max_pairs, asked) != (None, None, None) or filler:
-            raise ValueError("task 'chat' is a fixed list: leave min_pairs, max_pairs, asked and filler at their defaults")
+            raise ValueError("task 'chat' is a fixed list: leave out min_pairs, max_pairs, asked and filler")
         return [_chat(rng) for _ in range(count)]
 
     high = MAX_PAIRS[task] if max_pairs is None else max_pairs
@@ -99,7 +100,8 @@ def make_examples(
     available = _available_pairs(task)
     if not 1 <= low <= high <= available:
         raise ValueError(
-            f"min_pairs={low} and max_pairs={high} do not fit task {task!r}: use 1 <= min_pairs <= max_pairs <= {available}"
+            f"min_pairs={low} and max_pairs={high} do not fit task {task!r}: "
+            f"use 1 <= min_pairs <= max_pairs <= {available}"
         )
     if asked is not None and (task in LIST_TASKS or not 1 <= asked <= min(MAX_ASKED, low)):
         raise ValueError(
@@ -135,7 +137,7 @@ def _available_pairs(task: str) -> int:
     """The most pairs or words that can be distinct in one prompt."""
     return {
         "names": len(NAMES),
-        "keys": 100,  # 100 different two-digit codes
+        "keys": 100,  # there are 100 two-digit codes
         "facts": len(NAMES),
         "reverse": len(NAMES) + len(CITIES),
         "copy": len(NAMES) + len(CITIES),
@@ -160,8 +162,9 @@ def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | 
         subjects = rng.sample(NAMES, num_pairs)
         statements = [f"{subject} lives in {rng.choice(CITIES)}" for subject in subjects]
     else:
-        subjects = rng.sample(NAMES, num_pairs) if task == "names" else _two_letter_keys(rng, num_pairs)
-        statements = [f"{subject}={code:02d}" for subject, code in zip(subjects, rng.sample(range(100), num_pairs))]
+        subjects = rng.sample(NAMES if task == "names" else KEYS, num_pairs)
+        codes = rng.sample(range(100), num_pairs)
+        statements = [f"{subject}={code:02d}" for subject, code in zip(subjects, codes, strict=True)]
 
     num_asked = rng.randint(1, min(MAX_ASKED, num_pairs)) if asked is None else asked
     chosen = rng.sample(range(num_pairs), num_asked)
@@ -178,10 +181,6 @@ def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | 
     for sentence in _filler_sentences(rng, " ".join([*sentences, question]), filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
     return Example(task, " ".join([*sentences, question]), answer, items)
-
-
-def _two_letter_keys(rng: random.Random, count: int) -> list[str]:
-    return rng.sample([first + second for first in LETTERS for second in LETTERS], count)
 
 
 def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
