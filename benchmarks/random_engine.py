@@ -15,7 +15,14 @@ from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
 
 def random_llada(
-    *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, max_model_len: int, dtype: str, max_num_seqs: int
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    vocab_size: int,
+    max_model_len: int,
+    dtype: str,
+    max_num_seqs: int,
 ) -> LLM:
     """A LLaDA of the given shape (MLP three times as wide, as in LLaDA-8B) without tokenizer."""
     folder = Path(tempfile.mkdtemp(prefix="dllm-random-"))

@@ -78,7 +78,9 @@ def install() -> None:
         config = self.model_config.hf_config
         if getattr(self.model_config, "is_dllm_engine", False) and isinstance(params, SamplingParams):
             if not isinstance(prompt, dict) or prompt.get("type", "token") != "token":
-                raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
+                raise InvalidRequestError(
+                    "only text and token prompts are supported, no embeddings or other modalities"
+                )
             prompt_token_ids = prompt.get("prompt_token_ids") or []
             max_model_len = self.model_config.max_model_len
             if isinstance(params, DiffusionParams):

@@ -63,9 +63,7 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         scheduler.async_scheduling = False
         scheduler.enable_chunked_prefill = False
         # A full step feeds the whole canvas at once.
-        scheduler.max_num_batched_tokens = max(
-            scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len
-        )
+        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":

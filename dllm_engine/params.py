@@ -125,7 +125,9 @@ def resolve_decoding(params: SamplingParams, prompt_length: int, family: ModelFa
             f"needs at least one; raise steps or block_length"
         )
     if spec.unmasking not in UNMASKING_POLICIES:
-        raise InvalidRequestError(f"unmasking={spec.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}")
+        raise InvalidRequestError(
+            f"unmasking={spec.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
+        )
     return spec
 
 

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor, nn
 
 from dllm_engine.demo.tasks import (
+    CITIES,
     MAX_PAIRS,
+    NAMES,
     RECALL_TASKS,
     TRAINING_SEED_START,
     Example,
@@ -103,7 +106,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
     """Train a byte-level BPE of ``VOCAB_SIZE`` tokens on the tasks' own text; digits are single tokens."""
     texts = []
     for task in TASK_WEIGHTS:
-        settings = {} if task == "chat" else {"max_pairs": 8, "filler": 0.3}
+        settings: dict[str, Any] = {} if task == "chat" else {"max_pairs": 8, "filler": 0.3}
         for example in make_examples(task, 4000, TRAINING_SEED_START + seed, **settings):
             texts.append(render_prompt(example.prompt) + " " + example.answer)
     tokenizer = Tokenizer(models.BPE())
@@ -244,7 +247,8 @@ def initialise(model: DemoModel) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.normal_(std=0.01)
-    for block in model.blocks:
+    blocks = cast(list[Block], list(model.blocks))
+    for block in blocks:
         block.ff_proj.weight.normal_(std=settings.d_model**-0.5)
         block.up_proj.weight.normal_(std=settings.d_model**-0.5)
         block.ff_out.weight.zero_()
@@ -256,7 +260,7 @@ def initialise(model: DemoModel) -> None:
     model.wte.weight[:, CONSTANT_DIM] = EMBEDDING_NORM
     model.ff_out.weight[:, slot(0)] = 2.0 * embedding
 
-    first, *later = model.blocks
+    first, *later = blocks
     for head in range(settings.n_heads):
         look_back(first, head, head + 1, settings)
         copy_slot(first, head, target=head + 1, gain=0.35, settings=settings)
@@ -347,7 +351,7 @@ class SampleStream:
 
     def _draw(self) -> Sample:
         task = self._rng.choices(list(TASK_WEIGHTS), weights=list(TASK_WEIGHTS.values()))[0]
-        limits = {}
+        limits: dict[str, Any] = {}
         if task != "chat":
             filler = self._rng.uniform(0.1, 0.7) if self._rng.random() < 0.4 else 0.0
             limits = {"min_pairs": 1, "max_pairs": min(self.max_pairs, MAX_PAIRS[task]), "filler": filler}
@@ -436,7 +440,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]  # takes no closure
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
             for parameter in group["params"]:
@@ -618,6 +622,93 @@ def save_checkpoint(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
         (out / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
+MODEL_CARD = """\
+---
+license: apache-2.0
+pipeline_tag: text-generation
+tags: [diffusion-language-model, llada, demo]
+---
+# dllm-engine demo model
+
+A diffusion language model of {parameters:.2f} million parameters in LLaDA's architecture ({layers} layers, width \
+{width}). It is small enough to ship with the package and trained well enough that cache methods can be compared by \
+accuracy on real tasks. It knows nothing about the world: it recalls codes and facts **from its prompt**, copies and \
+reverses lists of words, and answers a few fixed chat lines.
+
+```text
+User: Tom=48. Ida=07. Give: Ida, Tom                  Bot: Ida=07, Tom=48
+User: QX=48. RT=07. Give: RT                          Bot: RT=07
+User: Tom lives in Paris. Ida lives in Rome. Where does Tom live?
+                                                      Bot: Tom lives in Paris.
+User: Reverse: Rome Tom Oslo                          Bot: Oslo Tom Rome
+User: Copy: Rome Tom Oslo                             Bot: Rome Tom Oslo
+```
+
+## Data
+Generated text only (`dllm_engine/demo/tasks.py`): random pairings of a fixed list of {names} names, {cities} cities, \
+two-letter keys and two-digit codes, up to about 250 prompt tokens, one to four pairs asked per prompt. 40% of the \
+training prompts contain sentences nobody asks about (\"The red cup is old.\"). Evaluation uses other seeds than \
+training. The tokenizer is a byte-level BPE of {vocab} tokens trained on the same text.
+
+## Training
+`python examples/train_demo_model.py --out DIR` on one CPU thread: {steps} steps of about {batch_tokens} tokens, \
+seed {seed}. Half an hour on an idle recent server core. The same machine and library versions give the same weights \
+bit for bit. Mask ratios are uniform and stratified; {block_share:.0%} of the samples are masked the way block \
+decoding meets them. Muon ({muon_lr}) trains the matrices inside the layers, AdamW ({adam_lr}) the rest. The weights \
+start as a rough find-and-copy circuit instead of pure noise (see `initialise` in the script).
+
+## Figures
+{count} prompts each, batch evaluation of these weights in float32. Block decoding at temperature 0, response of \
+{gen_length} tokens in blocks of {block_length}, one token per step, most confident first; with a threshold, all \
+tokens of the block at least that confident. *Exact*: the whole answer is right. *Items*: share of single pairs, \
+facts or words that are right.
+
+| task | pairs or words | filler | decoding | mean prompt tokens | exact | items |
+|---|---|---|---|---|---|---|
+{table}
+
+## Limits
+Only the task formats above work; other text gives nonsense. Prompts much longer than 250 tokens, words outside the \
+task lists and responses that need more than {gen_length} tokens were not trained. There is no arithmetic and no \
+sorting: tables of digits and comparisons are not learned at this size within this time.
+
+Licence: Apache-2.0.
+"""
+
+
+def write_model_card(model: DemoModel, tokenizer: Tokenizer, settings: TrainingSettings, out: Path, count: int) -> None:
+    """Evaluate every row of the model card on ``count`` prompts and write it as README.md."""
+    rows = []
+    for each in CARD_EVALUATIONS:
+        score = each.score(model, tokenizer, count)
+        decoding = "one per step" if each.threshold is None else f"threshold {each.threshold}"
+        cells = (
+            each.task, each.pairs, f"{each.filler:.0%}", decoding,
+            f"{score.prompt_tokens:.0f}", f"{score.exact:.3f}", f"{score.items:.3f}",
+        )  # fmt: skip
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+        print(rows[-1], flush=True)
+    card = MODEL_CARD.format(
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        layers=model.settings.n_layers,
+        width=model.settings.d_model,
+        names=len(NAMES),
+        cities=len(CITIES),
+        vocab=VOCAB_SIZE,
+        steps=settings.steps,
+        batch_tokens=settings.batch_tokens,
+        seed=settings.seed,
+        block_share=settings.block_masked_share,
+        muon_lr=settings.muon_lr,
+        adam_lr=settings.adam_lr,
+        count=count,
+        gen_length=GEN_LENGTH,
+        block_length=BLOCK_LENGTH,
+        table="\n".join(rows),
+    )
+    (out / "README.md").write_text(card)
+
+
 # ------------------------------------------------------------------------------------------------ training loop
 
 
@@ -686,13 +777,20 @@ class Average:
         return self._total / self._weight if self._weight else math.nan
 
 
+@torch.no_grad()
+def round_to_bfloat16(model: DemoModel) -> None:
+    """Round the weights to what the checkpoint stores, so that the figures are those of the shipped weights."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=TrainingSettings.steps, help="optimizer steps")
+    parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything runs")
     arguments = parser.parse_args()
 
-    settings = TrainingSettings(steps=arguments.steps)
+    settings = TrainingSettings(steps=40, evaluate_every=20) if arguments.quick else TrainingSettings()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(settings.seed)
@@ -700,7 +798,10 @@ def main() -> None:
     model = DemoModel(ModelSettings())
     initialise(model)
     train(model, tokenizer, settings, arguments.out)
+
+    round_to_bfloat16(model)
     save_checkpoint(model, tokenizer, arguments.out)
+    write_model_card(model, tokenizer, settings, arguments.out, count=2 if arguments.quick else 200)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 
 
 @torch.library.custom_op("dllm::bidirectional_attention", mutates_args=())
-def bidirectional_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]
-) -> torch.Tensor:
+def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) -> torch.Tensor:
     """Attend within each sequence.
 
     Args:

@@ -163,9 +163,7 @@ class DiffusionModelRunner:
             request_ids=[request_id for request_id, _ in ordered],
             plans=[plan for _, plan in ordered],
             cu_seqlens=list(itertools.accumulate((plan.span.size for _, plan in ordered), initial=0)),
-            input_ids=torch.cat(
-                [self.canvases[request_id].tokens[slice(*plan.span)] for request_id, plan in ordered]
-            ),
+            input_ids=torch.cat([self.canvases[request_id].tokens[slice(*plan.span)] for request_id, plan in ordered]),
             positions=torch.cat([torch.arange(*plan.span, device=self.device) for _, plan in ordered]),
         )
 

@@ -90,7 +90,11 @@ class TokenPredictor:
         )
 
     def _reduce(
-        self, shard: VocabularyShard, settings: SamplingSettings, counters: Counters, with_entropy: bool,
+        self,
+        shard: VocabularyShard,
+        settings: SamplingSettings,
+        counters: Counters,
+        with_entropy: bool,
         with_margin: bool,
     ) -> TokenStatistics:
         logits, first_token = shard.logits.float(), shard.first_token

@@ -119,9 +119,7 @@ class DiffusionScheduler(SchedulerInterface):
         """Upper bound on the pages a request holds at any time of its life; without a cache, none."""
         return 0
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)
         if request_ids is None:
             ids = list(self.states)

@@ -154,7 +154,8 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
 
 
 def _be_quiet() -> None:
-    """Keep the answer from drowning in vLLM's start-up messages; ``VLLM_LOGGING_LEVEL`` brings them back."""
+    """Keep the answer from drowning in vLLM's start-up messages; ``VLLM_LOGGING_LEVEL`` brings them back, on stderr."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if "VLLM_LOGGING_LEVEL" in os.environ:
         return
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"

@@ -76,7 +76,7 @@ def _answer_prompt(args: argparse.Namespace) -> int:
     if args.figures:
         figures = {"prompt_tokens": len(output.prompt_token_ids), "response_tokens": len(completion.token_ids)}
         for name, value in (figures | completion.diffusion.to_json()).items():
-            print(f"{name}: {value:g}", file=sys.stderr)
+            print(f"{name}: {value}", file=sys.stderr)
     return 0
 
 

@@ -65,9 +65,9 @@ def apply_rope(x: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
     thousands bfloat16 phases are off by whole radians.
     """
     first, second = x.to(torch.float32).chunk(2, dim=-1)
-    return torch.cat(
-        (first * phases.cos - second * phases.sin, second * phases.cos + first * phases.sin), dim=-1
-    ).to(x.dtype)
+    return torch.cat((first * phases.cos - second * phases.sin, second * phases.cos + first * phases.sin), dim=-1).to(
+        x.dtype
+    )
 
 
 class DecoderLayer(nn.Module):

@@ -1,0 +1,165 @@
+"""Input and output files of a batch run: an interrupted run goes on, nothing is lost or doubled."""
+
+import json
+
+import pytest
+
+from dllm_engine.cli.batch import BatchRequest, InputLine, ResultFile, parse_request, read_input, settings_digest
+from dllm_engine.cli.errors import CommandError
+
+SETTINGS = settings_digest({"model": "demo"})
+LINES = [InputLine(index, b'{"prompt": "Say %d"}' % index) for index in (0, 1, 3)]
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def write(output, lines, **fields):
+    """A run that finishes every pending line."""
+    with ResultFile(output, lines, SETTINGS) as results:
+        for line in results.pending:
+            results.append([results.record(line, **(fields or {"text": f"said {line.index}"}))])
+
+
+def indices(output):
+    return [json.loads(line)["index"] for line in output.read_bytes().splitlines()]
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\r\n\n  \n{"prompt": "b"}')
+    assert read_input(file) == [InputLine(0, b'{"prompt": "a"}'), InputLine(3, b'{"prompt": "b"}')]
+
+
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        (b'{"prompt": "a"}', BatchRequest(None, "a", None)),
+        (b'{"prompt": "", "id": "x"}', BatchRequest("x", "", None)),
+        (b'{"prompt": "a", "answer": "b", "id": 7}', BatchRequest(7, "a", None)),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}]}',
+            BatchRequest(None, None, [{"role": "user", "content": "a"}]),
+        ),
+    ],
+)
+def test_requests_are_parsed(text, request_):
+    assert parse_request(InputLine(0, text)) == request_
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'"a"', "must be a JSON object"),
+        (b"{}", "either 'prompt' or 'messages'"),
+        (b'{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
+        (b'{"prompt": 1}', "'prompt' must be text"),
+        (b'{"prompt": "a", "id": [1]}', "'id' must be"),
+        (b'{"messages": []}', "'messages' must be"),
+        (b'{"messages": "a"}', "'messages' must be"),
+        (b'{"messages": ["a"]}', "'messages' must be"),
+        (b'{"messages": [{"content": "a"}]}', "'messages' must be"),
+        (b'{"messages": [{"role": "user", "content": 1}]}', "'messages' must be"),
+    ],
+)
+def test_bad_lines_say_what_is_wrong(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_request(InputLine(0, text))
+
+
+def test_a_run_cut_at_any_byte_goes_on_to_one_record_per_line(output):
+    write(output, LINES)
+    complete = output.read_bytes()
+    for length in range(len(complete) + 1):
+        output.write_bytes(complete[:length])
+        write(output, LINES)
+        assert output.read_bytes() == complete
+
+
+def test_records_in_any_order_count(output):
+    with ResultFile(output, LINES, SETTINGS) as results:
+        results.append([results.record(LINES[2], text=""), results.record(LINES[0], error="too long")])
+    with ResultFile(output, LINES, SETTINGS) as results:
+        assert results.pending == [LINES[1]]
+        assert (results.num_resumed, results.num_errors) == (2, 1)
+
+
+def test_lines_added_to_the_input_are_done_later(output):
+    write(output, LINES[:2])
+    write(output, LINES)
+    assert indices(output) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "problem"),
+    [
+        ([InputLine(0, b'{"prompt": "Shout 0"}'), *LINES[1:]], SETTINGS, "line 1 was made from another input"),
+        (LINES[1:], SETTINGS, "line 1 was made from another input"),
+        (LINES, settings_digest({"model": "other"}), "another model or other settings"),
+    ],
+)
+def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings, problem):
+    write(output, LINES)
+    before = output.read_bytes()
+    with pytest.raises(CommandError, match=problem):
+        ResultFile(output, lines, settings)
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"my notes",
+        b"my notes\n",
+        b'{"a": 1}\n',
+        b'{"index": "x", "input_hash": 1, "settings_hash": 1}\n',
+        b"\n",
+        b"7\n",
+    ],
+)
+def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
+    output.write_bytes(content)
+    with pytest.raises(CommandError, match="not a record"):
+        ResultFile(output, LINES, SETTINGS)
+    assert output.read_bytes() == content
+
+
+def test_a_doubled_record_is_refused(output):
+    write(output, LINES[:1])
+    output.write_bytes(output.read_bytes() * 2)
+    with pytest.raises(CommandError, match="second record of input line 0"):
+        ResultFile(output, LINES, SETTINGS)
+
+
+def test_two_runs_cannot_write_one_file(output):
+    with ResultFile(output, LINES, SETTINGS), pytest.raises(CommandError, match="another run is writing"):
+        ResultFile(output, LINES, SETTINGS)
+    write(output, LINES)
+    assert indices(output) == [0, 1, 3]
+
+
+def test_a_full_disk_is_reported():
+    """``/dev/full`` fails every write as a full disk does."""
+    with (
+        ResultFile("/dev/full", LINES, SETTINGS) as results,
+        pytest.raises(CommandError, match="cannot write /dev/full: No space left on device"),
+    ):
+        results.append([results.record(LINES[0], text="")])
+
+
+@pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
+def test_an_unwritable_output_is_reported_on_opening(tmp_path, name):
+    with pytest.raises(CommandError, match="cannot write"):
+        ResultFile(tmp_path / name, LINES, SETTINGS)
+
+
+def test_any_text_survives_the_file(output):
+    text = 'line\nbreak\u2028 "quoted" é 数 \ud800'
+    write(output, LINES[:1], text=text)
+    (line,) = output.read_bytes().splitlines()
+    assert json.loads(line)["text"] == text

@@ -1,0 +1,134 @@
+"""``dllm generate`` around an engine that the tests share."""
+
+import json
+
+import pytest
+
+from dllm_engine.cli import generate
+from dllm_engine.cli.engine import DEMO_LENGTHS
+from dllm_engine.cli.main import main
+
+PROMPTS = ["Hello!", "Reverse: Rome Tom Oslo", "Copy: Tom Rome", "Goodbye!", "Hi!"]
+
+
+@pytest.fixture
+def run(demo, monkeypatch, tmp_path):
+    """``run(*arguments)``: the command, with the shared engine as the one it starts."""
+    from dllm_engine import DiffusionParams
+
+    def start_engine(args):
+        return demo, DiffusionParams(**DEMO_LENGTHS, temperature=args.temperature, seed=args.seed)
+
+    monkeypatch.setattr(generate, "start_engine", start_engine)
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: main(["generate", *arguments])
+
+
+def write_input(tmp_path, *lines):
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (tmp_path / "in.jsonl").write_text(text)
+    return ["--input", "in.jsonl", "--output", "out.jsonl"]
+
+
+def read_output(tmp_path):
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    by_index = {record["index"]: record for record in records}
+    assert len(by_index) == len(records)
+    return by_index
+
+
+def test_a_prompt_is_answered_on_stdout_and_its_figures_on_stderr(run, capsys):
+    assert run("Hello!", "--figures") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "Hello! How can I help?\n"
+    assert "prompt_tokens: " in printed.err
+    assert "forward_passes: 8\n" in printed.err
+
+
+def test_a_raw_prompt_gets_no_template(run, capsys):
+    assert run("User: Hello!\nBot:", "--raw") == 0
+    assert capsys.readouterr().out == "Hello! How can I help?\n"
+
+
+def test_every_line_gets_one_record(run, tmp_path, demo):
+    lines = [{"prompt": prompt, "id": f"p{i}"} for i, prompt in enumerate(PROMPTS)]
+    assert run(*write_input(tmp_path, *lines)) == 0
+    records = read_output(tmp_path)
+    assert sorted(records) == list(range(len(PROMPTS)))
+    assert [records[i]["id"] for i in range(len(PROMPTS))] == [line["id"] for line in lines]
+    answer = records[0]
+    assert answer["text"].strip() == "Hello! How can I help?"
+    assert demo.get_tokenizer().decode(answer["token_ids"], skip_special_tokens=True) == answer["text"]
+    assert answer["finish_reason"] == "stop"
+    assert answer["figures"]["forward_passes"] == 8
+
+
+def test_prompt_and_messages_mean_the_same(run, tmp_path):
+    messages = {"messages": [{"role": "user", "content": "Hello!"}]}
+    assert run(*write_input(tmp_path, {"prompt": "Hello!"}, messages)) == 0
+    records = read_output(tmp_path)
+    assert records[0]["token_ids"] == records[1]["token_ids"]
+
+
+def test_bad_lines_get_an_error_and_stop_no_other(run, tmp_path, capsys):
+    lines = ["{", {"prompt": "word " * 3000}, {"promt": "Hello!"}, {"prompt": "<|mdm_mask|>", "id": 4}]
+    assert run(*write_input(tmp_path, *lines, {"prompt": "Hello!"})) == 1
+    records = read_output(tmp_path)
+    assert [i for i in sorted(records) if "error" in records[i]] == [0, 1, 2, 3]
+    assert "not valid JSON" in records[0]["error"]
+    assert "maximum context length" in records[1]["error"]
+    assert "either 'prompt' or 'messages'" in records[2]["error"]
+    assert "mask token" in records[3]["error"]
+    assert records[3]["id"] == 4
+    assert records[4]["text"].strip() == "Hello! How can I help?"
+    assert "errors: 4" in capsys.readouterr().err
+
+
+def test_messages_cannot_be_raw(run, tmp_path):
+    lines = write_input(tmp_path, {"messages": [{"role": "user", "content": "Hello!"}]})
+    assert run(*lines, "--raw") == 1
+    assert "chat template" in read_output(tmp_path)[0]["error"]
+
+
+def test_a_second_run_has_nothing_to_do(run, tmp_path, monkeypatch):
+    arguments = write_input(tmp_path, {"prompt": "Hello!"}, "{")
+    assert run(*arguments) == 1
+    before = (tmp_path / "out.jsonl").read_bytes()
+    monkeypatch.setattr(generate, "start_engine", None)  # not even an engine is started
+    assert run(*arguments) == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_other_settings_are_refused(run, tmp_path, capsys):
+    arguments = write_input(tmp_path, {"prompt": "Hello!"})
+    assert run(*arguments) == 0
+    assert run(*arguments, "--steps", "16") == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_resumed_draws_are_those_of_an_uninterrupted_run(run, tmp_path):
+    """With a seed, each line draws its own numbers: equal prompts may differ, runs do not."""
+    arguments = [*write_input(tmp_path, *[{"prompt": "Hello!"}] * 6), "--temperature", "2", "--seed", "5"]
+    assert run(*arguments) == 0
+    complete = read_output(tmp_path)
+    assert len({tuple(record["token_ids"]) for record in complete.values()}) > 1
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    assert run(*arguments) == 0
+    assert read_output(tmp_path) == complete
+
+
+def test_parameters_that_suit_no_line_stop_the_run(run, tmp_path, monkeypatch, capsys, demo):
+    from dllm_engine import DiffusionParams
+
+    params = DiffusionParams(gen_length=32, block_length=8, steps=2)
+    monkeypatch.setattr(generate, "start_engine", lambda args: (demo, params))
+    assert run(*write_input(tmp_path, {"prompt": "Hello!"})) == 2
+    assert "steps=2 is out of range" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_full_disk_ends_the_run_with_a_message(run, tmp_path, capsys):
+    write_input(tmp_path, {"prompt": "Hello!"})
+    assert run("--input", "in.jsonl", "--output", "/dev/full") == 2
+    assert "cannot write /dev/full: No space left on device" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""The command line as a whole: its arguments, and errors as one line."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from dllm_engine.cli.engine import key_value, positive_int
+from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.cli.main import build_parser, main
+from dllm_engine.demo import demo_model_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate"], "give either a PROMPT or --input FILE"),
+        (["generate", "Hello!", "--input", "in.jsonl"], "give either a PROMPT or --input FILE"),
+        (["generate", "--input", "in.jsonl"], "--input and --output go together"),
+        (["generate", "Hello!", "--output", "out.jsonl"], "--input and --output go together"),
+        (["generate", "Hello!", "--model", "/no/such/folder"], "model folder /no/such/folder does not exist"),
+        (["generate", "Hello!", "--cache-method", "magic"], "unknown cache method"),
+        (["generate", "Hello!", "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
+        (["generate", "--input", "/no/such/file", "--output", "o"], "cannot read /no/such/file: No such file"),
+        (["eval", "--tasks", "names,poems"], "unknown task 'poems'"),
+        (["serve", "demo", "--cache-method", "magic"], "unknown cache method"),
+    ],
+)
+def test_errors_are_one_line_and_exit_status_2(argv, message, capsys):
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("dllm: error: ")
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["generate", "Hello!", "--strps", "4"], ["models", "extra"], ["sing"], []])
+def test_unknown_arguments_are_refused(argv, capsys):
+    with pytest.raises(SystemExit) as exit_status:
+        main(argv)
+    assert exit_status.value.code == 2
+    assert "usage: dllm" in capsys.readouterr().err
+
+
+def test_traceback_is_shown_on_request(monkeypatch):
+    argv = ["eval", "--tasks", "poems"]
+    with pytest.raises(ValueError, match="poems"):
+        main(["--traceback", *argv])
+    monkeypatch.setenv("DLLM_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="poems"):
+        main(argv)
+    monkeypatch.setenv("DLLM_TRACEBACK", "0")
+    assert main(argv) == 2
+
+
+def test_a_missing_vllm_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["serve", "demo"]) == 2
+    assert "vLLM is not installed" in capsys.readouterr().err
+
+
+def test_another_release_of_vllm_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("vllm.__version__", "0.30.1")
+    assert main(["serve", "demo"]) == 2
+    assert "vLLM 0.30.1 is installed" in capsys.readouterr().err
+
+
+def test_the_command_line_loads_neither_vllm_nor_torch():
+    check = "import sys, dllm_engine.cli.main; sys.exit(not {'vllm', 'torch'}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_demo_path_is_printed_alone(capsys):
+    assert main(["demo-path"]) == 0
+    assert capsys.readouterr().out == f"{demo_model_path()}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("ratio=0.5", ("ratio", 0.5)),
+        ("layers=[0, 1]", ("layers", [0, 1])),
+        ("guided=true", ("guided", True)),
+        ("policy=random", ("policy", "random")),
+        ("expression=a=b", ("expression", "a=b")),
+        ("name=", ("name", "")),
+    ],
+)
+def test_option_values_are_json_or_else_text(text, pair):
+    assert key_value(text) == pair
+
+
+@pytest.mark.parametrize("text", ["ratio", "=0.5", ""])
+def test_options_need_key_and_value(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        key_value(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
+def test_counts_are_at_least_one(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        positive_int(text)
+
+
+def test_cache_options_may_be_repeated():
+    args = build_parser().parse_args(["eval", "--cache-option", "a=1", "--cache-option", "b=x"])
+    assert dict(args.cache_option) == {"a": 1, "b": "x"}
+
+
+class Limited(BaseModel):
+    ratio: float = Field(default=0.5, gt=0)
+
+    @model_validator(mode="after")
+    def _below_one(self) -> "Limited":
+        if self.ratio > 1:
+            raise ValueError("the ratio is above 1;\nlower it")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("ratio", "message"),
+    [(-1, "ratio: Input should be greater than 0"), (2, "the ratio is above 1; lower it")],
+)
+def test_validation_errors_come_without_pydantics_additions(ratio, message):
+    with pytest.raises(ValidationError) as caught:
+        Limited(ratio=ratio)
+    assert one_line(caught.value) == message
+
+
+def test_errors_that_no_user_was_meant_to_see_name_their_type():
+    assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
+    assert one_line(RuntimeError()).startswith("RuntimeError:")
+    assert one_line(CommandError("two\n  lines")) == "two lines"

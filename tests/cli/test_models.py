@@ -1,0 +1,39 @@
+"""``dllm models`` lists what the registries hold."""
+
+import json
+
+from pydantic import BaseModel, Field
+
+from dllm_engine.cli.main import main
+from dllm_engine.cli.models import as_tables, describe
+from dllm_engine.families import FAMILIES
+from dllm_engine.options import CACHE_OPTIONS
+
+
+class Options(BaseModel):
+    ratio: float = Field(default=0.5, gt=0, le=1, description="Share of the prompt that is kept.")
+    every: int | None = Field(default=None, ge=1)
+
+
+def test_tables_name_everything(capsys):
+    from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+
+    assert main(["models"]) == 0
+    words = capsys.readouterr().out.split()
+    checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]
+    options = [option for schema in CACHE_OPTIONS.values() for option in schema.model_fields]
+    assert {*checkpoints, *CACHE_OPTIONS, *options, *UNMASKING_POLICIES} <= set(words)
+
+
+def test_json_holds_the_same(capsys):
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(describe()))
+
+
+def test_options_are_shown_with_range_default_and_meaning():
+    properties = Options.model_json_schema()["properties"]
+    table = as_tables({"families": [], "cache_methods": {"evict": properties, "none": {}}, "unmasking": []})
+    assert "evict         ratio         number > 0, ≤ 1; default 0.5" in table
+    assert "Share of the prompt that is kept." in table
+    assert "every         integer ≥ 1 or null; default null" in table
+    assert "none          (no options)" in table

@@ -1,0 +1,153 @@
+"""Every entry point once as a process of its own, on the demo model."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+DLLM = [sys.executable, "-m", "dllm_engine.cli.main"]
+PROMPT = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
+ANSWER = "Ida=07, Tom=48"
+TIMEOUT = 300
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """As a newcomer's: nothing set that this session's own engines need."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+
+
+@pytest.fixture
+def run(environment, tmp_path):
+    def start(*command):
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+
+    return start
+
+
+def test_generate_prints_the_answer_and_nothing_else(run):
+    result = run(*DLLM, "generate", PROMPT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{ANSWER}\n"
+    assert result.stderr == ""
+
+
+def test_a_killed_run_is_resumed_to_one_record_per_line(run, environment, tmp_path):
+    prompts = [json.dumps({"prompt": PROMPT, "id": i}) for i in range(60)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*prompts, "not JSON"]) + "\n")
+    output = tmp_path / "out.jsonl"
+    # A request at a time, through all of its blocks: enough time to be killed in between.
+    command = [*DLLM, "generate", "--input", "in.jsonl", "--output", "out.jsonl", "--ignore-eos"]
+    command += ["--engine-arg", "max_num_seqs=1"]
+
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5, process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    kept = output.read_bytes().splitlines(keepends=True)
+    assert 5 <= len(kept) < 61
+    with output.open("ab") as file:  # the kill may have come amid a line as well
+        file.write(kept[0][:-10])
+
+    result = run(*command)
+    assert result.returncode == 1, result.stderr
+    assert "errors: 1" in result.stderr
+    lines = output.read_bytes().splitlines(keepends=True)
+    assert lines[: len(kept)] == kept
+    records = [json.loads(line) for line in lines]
+    assert sorted(record["index"] for record in records) == list(range(61))
+    answers = [record for record in records if "error" not in record]
+    assert [record["id"] for record in answers] == [record["index"] for record in answers]
+    assert {tuple(record["token_ids"]) for record in answers} == {tuple(answers[0]["token_ids"])}
+
+
+def test_eval_prints_a_row_per_task(run, tmp_path):
+    result = run(*DLLM, "eval", "--count", "2", "--tasks", "names,chat", "--json", "report.json")
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["TASK", "names", "chat"]
+    assert len(json.loads((tmp_path / "report.json").read_text())["scores"]) == 2
+
+
+def test_a_model_that_does_not_exist_is_one_line(run):
+    result = run(*DLLM, "generate", "Hello!", "--model", ".")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("dllm: error: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["offline_generate.py", "plain_vllm.py"])
+def test_example_answers(run, name):
+    result = run(sys.executable, CHECKOUT / "examples" / name)
+    assert result.returncode == 0, result.stderr
+    assert ANSWER in result.stdout
+
+
+def test_serve_answers_under_the_name_demo(environment, tmp_path):
+    port = free_port()
+    command = [*DLLM, "serve", "demo", "--port", str(port), "--trace"]
+    log = tmp_path / "server.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=stream, stderr=stream)
+    try:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), process)
+        request = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": 32,
+            "vllm_xargs": {"block_length": 8},
+        }
+        response = post(f"http://127.0.0.1:{port}/v1/chat/completions", request)
+        assert response["choices"][0]["message"]["content"].strip() == ANSWER
+        (figures,) = response["kv_transfer_params"]["diffusion"]
+        assert "unmasked_per_step" in figures["trace"]
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def post(url, body):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        return json.load(response)
+
+
+def wait_until(condition, process):
+    """Until ``condition`` holds; fails as soon as ``process`` has ended."""
+    end = time.monotonic() + TIMEOUT
+    while not condition():
+        assert process.poll() is None, f"ended with status {process.returncode}"
+        assert time.monotonic() < end, "still not there"
+        time.sleep(0.05)

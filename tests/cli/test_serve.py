@@ -1,0 +1,62 @@
+"""``dllm serve`` becomes a command line of ``vllm serve``."""
+
+import json
+
+import pytest
+
+from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.demo import demo_model_path
+
+
+def arguments(*argv):
+    args, args.unknown = build_parser().parse_known_args(["serve", *argv])
+    return vllm_arguments(args)
+
+
+def additional_config(*argv):
+    result = arguments(*argv)
+    return json.loads(result[result.index("--additional-config") + 1])
+
+
+def test_vllms_options_are_passed_on():
+    options = ["--port", "8001", "-tp", "2", "--enforce-eager", "--max_model_len=128"]
+    assert arguments("some/model", *options) == ["serve", "some/model", *options]
+
+
+def test_our_options_may_stand_between_vllms():
+    result = arguments("some/model", "--port", "8001", "--trace", "--api-key", "x")
+    assert result == ["serve", "some/model", "--additional-config", '{"dllm": {"trace": true}}', *result[4:]]
+    assert result[4:] == ["--port", "8001", "--api-key", "x"]
+
+
+def test_the_demo_model_is_served_under_its_name():
+    assert arguments("demo") == ["serve", demo_model_path(), "--served-model-name", "demo"]
+    assert arguments("demo", "--served_model_name=x") == ["serve", demo_model_path(), "--served_model_name=x"]
+
+
+def test_a_given_additional_config_is_kept():
+    given = json.dumps({"other": 1, "dllm": {"trace": True}})
+    assert additional_config("m", "--additional-config", given, "--cache-method", "none") == json.loads(given)
+    assert additional_config("m", "--additional_config", '{"other": 1}', "--trace") == json.loads(given)
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--additional-config", "{"], "is not JSON"),
+        (["--additional-config", "[1]"], "must be a JSON object"),
+        (["--additional-config", '{"dllm": 1}'], "must be a JSON object"),
+        (["--additional-config.dllm.trace", "true"], "as one JSON object"),
+    ],
+)
+def test_an_additional_config_that_cannot_be_merged_is_refused(argv, problem):
+    with pytest.raises(CommandError, match=problem):
+        arguments("m", *argv)
+
+
+@pytest.mark.parametrize("argv", [["--cache-option", "x=1"], ["--additional-config", '{"dllm": {"x": 1}}']])
+def test_options_are_checked_before_a_server_starts(argv):
+    with pytest.raises(ValueError, match="'x'=1"):
+        arguments("m", *argv)

@@ -1,0 +1,68 @@
+"""Two tensor-parallel ranks give the tokens of one, in real worker processes under vLLM's executors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines import generate
+from tests.reference_cases import reference_cases, request_fields
+
+pytestmark = pytest.mark.slow
+
+MODELS = {"llada-tiny-a": "vanilla_llada", "dream-tiny-a": "vanilla_dream"}
+# One request per policy and way of sampling; their noise must not depend on the number of ranks.
+SAMPLED = [
+    {"gen_length": 24, "temperature": 1.0, "seed": 7, "unmasking": policy, "ignore_eos": True, **filters}
+    for policy in ("low_confidence", "random", "maskgit_plus", "entropy", "topk_margin", "origin")
+    for filters in ({}, {"top_p": 0.9, "top_k": 20})
+]
+
+
+def answer_sharded(checkpoint: Path, backend: str, requests: list[dict]) -> list[dict]:
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.answer_cases", str(checkpoint), "2", backend],
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
+    )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")), None)
+    assert line is not None, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(line.removeprefix("ANSWERS "))
+
+
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model, backend):
+    if backend == "ray":
+        pytest.importorskip("ray")
+    from dllm_engine import DiffusionParams
+
+    cases = [case for case in reference_cases(MODELS[model]) if case["model"] == model]
+    rows = [(case, row) for case in cases for row in range(len(case["prompt_ids"]))]
+    requests = [{"prompt": case["prompt_ids"][row], "params": request_fields(case)} for case, row in rows]
+    sampled = [{"prompt": cases[0]["prompt_ids"][0], "params": params} for params in SAMPLED]
+
+    answers = answer_sharded(reference_checkpoints / model, backend, requests + sampled)
+
+    for (case, row), answer in zip(rows, answers, strict=False):
+        assert answer["tokens"] == case["output_ids"][row][len(case["prompt_ids"][row]) :], case["name"]
+        assert answer["order"] == [sorted(step[row]) for step in case["unmasked_per_step"]], case["name"]
+        assert answer["forward_passes"] == case["num_forward_passes"], case["name"]
+    alone = engines(reference_checkpoints / model, max_model_len=512)
+    expected = generate(alone, [r["prompt"] for r in sampled], [DiffusionParams(**r["params"]) for r in sampled])
+    for params, answer, output in zip(SAMPLED, answers[len(rows) :], expected, strict=True):
+        assert answer["tokens"] == list(output.outputs[0].token_ids), params

@@ -1,0 +1,515 @@
+"""The scheduler alone: real requests and messages, a stand-in for the model runner."""
+
+import dataclasses
+import random
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.request import Request, RequestStatus
+
+from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
+from dllm_engine.scheduler.messages import DiffusionRunnerOutput, StepReport
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+
+EOS = 141
+
+
+class StandInRunner:
+    """Reports of steps that unmask what was asked; the tokens come from ``token_at(position)``."""
+
+    def __init__(self, token_at=lambda position: 7) -> None:
+        self.token_at = token_at
+        self.masked: dict[str, int] = {}
+
+    def execute(self, output):
+        for request_id in output.finished_req_ids:
+            self.masked.pop(request_id, None)
+        if not output.plans:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        reports = {}
+        for request_id, plan in output.plans.items():
+            left = self.masked.setdefault(request_id, 0) or plan.block.size
+            self.masked[request_id] = left - plan.quota.count
+            done = self.masked[request_id] == 0
+            assert done or not plan.last_in_block
+            reports[request_id] = StepReport(
+                rows_computed=plan.max_rows,
+                num_unmasked=plan.quota.count,
+                block_tokens=[self.token_at(p) for p in range(*plan.block)] if done else None,
+                trace=None,
+            )
+        ids = list(reports)
+        return DiffusionRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
+            reports=reports,
+        )
+
+
+def make_scheduler(*, max_num_seqs=4, max_rows=1000, policy="fcfs", num_pages=100, page_demand=None, **kwargs):
+    config = SimpleNamespace(
+        additional_config={},
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llada", eos_token_id=EOS), seed=0),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy),
+    )
+    scheduler = DiffusionScheduler(
+        config, SimpleNamespace(num_blocks=num_pages), structured_output_manager=None, block_size=16,
+        hash_block_size=16, **kwargs,
+    )  # fmt: skip
+    if page_demand is not None:
+        scheduler.page_demand = page_demand
+    return scheduler
+
+
+def request(name: str, *, prompt_length=10, priority=0, arrival=0.0, client=0, params=None, **settings) -> Request:
+    settings = {"gen_length": 8, "block_length": 4, "steps": 4} | settings
+    return Request(
+        name,
+        list(range(1, prompt_length + 1)),
+        params if params is not None else DiffusionParams(**settings),
+        None,
+        priority=priority,
+        arrival_time=arrival,
+        client_index=client,
+    )
+
+
+def step(scheduler, runner):
+    """One step; returns (ids that ran, outputs per client)."""
+    output = scheduler.schedule()
+    return list(output.plans), scheduler.update_from_output(output, runner.execute(output))
+
+
+def run(scheduler, runner, max_steps=10_000):
+    """Ids that ran in each step, and the tokens and finish reason of each request, until all is done."""
+    ran, tokens, reasons = [], {}, {}
+    while scheduler.has_unfinished_requests():
+        ids, outputs = step(scheduler, runner)
+        ran.append(ids)
+        for per_client in outputs.values():
+            for out in per_client.outputs:
+                tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
+                reasons[out.request_id] = out.finish_reason
+        assert len(ran) < max_steps
+    return ran, tokens, reasons
+
+
+def assert_empty(scheduler) -> None:
+    assert not scheduler.states
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert scheduler.get_request_counts() == (0, 0)
+    assert scheduler.pages.num_reserved == scheduler.pages.num_allocated == 0
+
+
+def test_request_runs_its_steps_and_returns_a_block_at_a_time():
+    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
+    scheduler.add_request(request("a"))
+    received = []
+    while scheduler.has_unfinished_requests():
+        _, outputs = step(scheduler, runner)
+        received.append([(o.new_token_ids, o.finish_reason) for o in outputs[0].outputs] if outputs else [])
+    assert received == [[], [([10, 11, 12, 13], None)], [], [([14, 15, 16, 17], FinishReason.LENGTH)]]
+    assert_empty(scheduler)
+
+
+def test_figures_accumulate_over_the_response():
+    scheduler, runner = make_scheduler(), StandInRunner()
+    scheduler.add_request(request("a"))
+    messages = []
+    while scheduler.has_unfinished_requests():
+        for per_client in step(scheduler, runner)[1].values():
+            messages += [o.kv_transfer_params["diffusion"] for o in per_client.outputs]
+    assert [(m["forward_passes"], m["tokens_unmasked"], m["tokens_computed"]) for m in messages] == [
+        (2, 4, 36),
+        (4, 8, 72),
+    ]
+
+
+# Order
+
+
+def test_first_come_first_served_under_max_num_seqs():
+    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
+    for name in "abcd":
+        scheduler.add_request(request(name))
+    ran, _, _ = run(scheduler, runner)
+    assert [sorted(ids) for ids in ran] == [["a", "b"]] * 4 + [["c", "d"]] * 4
+
+
+def test_place_is_taken_as_soon_as_a_request_ends():
+    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
+    scheduler.add_request(request("short", gen_length=4, steps=2))
+    scheduler.add_request(request("long"))
+    scheduler.add_request(request("next"))
+    ran, _, _ = run(scheduler, runner)
+    assert [sorted(ids) for ids in ran] == [["long", "short"]] * 2 + [["long", "next"]] * 2 + [["next"]] * 2
+
+
+def test_priority_goes_before_arrival():
+    scheduler, runner = make_scheduler(max_num_seqs=1, policy="priority"), StandInRunner()
+    for name, priority in (("late", 5), ("soon", 1), ("sooner", -1), ("soon too", 1)):
+        scheduler.add_request(request(name, priority=priority, arrival=float(len(name))))
+    ran, _, _ = run(scheduler, runner)
+    order = list(dict.fromkeys(name for ids in ran for name in ids))
+    assert order == ["sooner", "soon", "soon too", "late"]
+
+
+def test_arrival_breaks_ties_of_priority():
+    scheduler, runner = make_scheduler(max_num_seqs=1, policy="priority"), StandInRunner()
+    scheduler.add_request(request("second", arrival=2.0))
+    scheduler.add_request(request("first", arrival=1.0))
+    ran, _, _ = run(scheduler, runner)
+    assert ran[0] == ["first"]
+
+
+# Budgets
+
+
+def cheap_between_refreshes(spec, progress):
+    """Plans as of a method with a cache: many requests fit together until their refreshes coincide."""
+    plan = REFRESH_PLANS["none"](spec, progress)
+    return plan if progress.step % 2 == 0 else dataclasses.replace(plan, max_rows=plan.block.size)
+
+
+def test_rows_never_exceed_the_budget_and_nobody_starves():
+    scheduler, runner = make_scheduler(max_num_seqs=8, max_rows=100), StandInRunner()
+    scheduler.plan = cheap_between_refreshes
+    rng = random.Random(0)
+    lengths = {f"r{i}": rng.choice([1, 5, 20, 40, 92]) for i in range(30)}
+    for name, length in lengths.items():
+        scheduler.add_request(request(name, prompt_length=length))
+    waited: dict[str, int] = {}
+    longest_wait = 0
+    done = set()
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        assert sum(plan.max_rows for plan in output.plans.values()) <= 100
+        assert output.total_num_scheduled_tokens == sum(plan.max_rows for plan in output.plans.values())
+        assert output.num_scheduled_tokens == {name: plan.max_rows for name, plan in output.plans.items()}
+        assert output.plans, "something must run in every step"
+        assert len(scheduler.running) <= 8
+        for running in scheduler.running:
+            name = running.request_id
+            waited[name] = 0 if name in output.plans else waited[name] + 1
+            longest_wait = max(longest_wait, waited[name])
+        outputs = scheduler.update_from_output(output, runner.execute(output))
+        done |= {o.request_id for c in outputs.values() for o in c.outputs if o.finish_reason is not None}
+    assert done == set(lengths)
+    assert 0 < longest_wait < 8, "each of 8 running requests is the one left out longest within 8 steps"
+    assert_empty(scheduler)
+
+
+def test_running_requests_take_turns_when_the_budget_holds_one():
+    scheduler, runner = make_scheduler(max_num_seqs=2, max_rows=30), StandInRunner()
+    scheduler.add_request(request("a"))  # 18 rows
+    scheduler.add_request(request("b", prompt_length=4))  # 12 rows
+    step(scheduler, runner)
+    scheduler.max_rows = 20
+    assert [step(scheduler, runner)[0] for _ in range(4)] == [["a"], ["b"], ["a"], ["b"]]
+
+
+def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
+    scheduler, runner = make_scheduler(max_num_seqs=4, max_rows=60), StandInRunner()
+    scheduler.add_request(request("running", prompt_length=30))  # 38 rows
+    step(scheduler, runner)
+    scheduler.add_request(request("large", prompt_length=40))
+    scheduler.add_request(request("small", prompt_length=2))
+    assert step(scheduler, runner)[0] == ["running"]
+
+
+def test_canvas_of_exactly_the_budget_runs():
+    scheduler, runner = make_scheduler(max_rows=18), StandInRunner()
+    scheduler.add_request(request("a"))
+    assert step(scheduler, runner)[0] == ["a"]
+
+
+def test_canvas_beyond_the_budget_is_refused_and_others_go_on():
+    scheduler, runner = make_scheduler(max_rows=18), StandInRunner()
+    scheduler.add_request(request("large", prompt_length=11))
+    scheduler.add_request(request("fits"))
+    _, tokens, reasons = run(scheduler, runner)
+    assert reasons == {"large": FinishReason.ERROR, "fits": FinishReason.LENGTH}
+    assert tokens["large"] == []
+    assert_empty(scheduler)
+
+
+def test_pages_are_reserved_at_admission_and_held_until_the_end():
+    scheduler, runner = make_scheduler(num_pages=11, page_demand=lambda spec: 4), StandInRunner()
+    for name in "abc":
+        scheduler.add_request(request(name))
+    ran = []
+    while scheduler.has_unfinished_requests():
+        ids, _ = step(scheduler, runner)
+        ran.append(sorted(ids))
+        assert scheduler.pages.num_reserved == 4 * len(scheduler.running)
+    assert ran == [["a", "b"]] * 4 + [["c"]] * 4
+    assert scheduler.get_kv_cache_usage() == 0.0
+
+
+# End of a response
+
+
+def test_response_ends_with_the_first_end_token_of_a_finished_block():
+    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: EOS if position in (12, 13) else 7)
+    scheduler.add_request(request("a"))
+    ran, tokens, reasons = run(scheduler, runner)
+    assert tokens == {"a": [7, 7, EOS]}
+    assert reasons == {"a": FinishReason.STOP}
+    assert len(ran) == 2, "the second block is not computed"
+    assert_empty(scheduler)
+
+
+def test_ignore_eos_goes_on():
+    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: EOS)
+    scheduler.add_request(request("a", ignore_eos=True))
+    _, tokens, reasons = run(scheduler, runner)
+    assert tokens == {"a": [EOS] * 8}
+    assert reasons == {"a": FinishReason.LENGTH}
+
+
+def test_stop_token_ends_and_is_the_reason():
+    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
+    scheduler.add_request(request("a", stop_token_ids=[15], ignore_eos=True))
+    outs = []
+    while scheduler.has_unfinished_requests():
+        for per_client in step(scheduler, runner)[1].values():
+            outs += per_client.outputs
+    assert [o.new_token_ids for o in outs] == [[10, 11, 12, 13], [14, 15]]
+    assert (outs[-1].finish_reason, outs[-1].stop_reason) == (FinishReason.STOP, 15)
+
+
+# Abort
+
+
+def test_abort_while_waiting():
+    scheduler, runner = make_scheduler(max_num_seqs=1), StandInRunner()
+    scheduler.add_request(request("a"))
+    scheduler.add_request(request("b"))
+    step(scheduler, runner)
+    (aborted,) = scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert aborted.status == RequestStatus.FINISHED_ABORTED
+    assert scheduler.get_request_counts() == (1, 0)
+    _, tokens, _ = run(scheduler, runner)
+    assert set(tokens) == {"a"}
+    assert_empty(scheduler)
+
+
+def test_abort_while_running_tells_the_runner_and_frees_the_place():
+    scheduler, runner = make_scheduler(max_num_seqs=1, page_demand=lambda spec: 3), StandInRunner()
+    scheduler.add_request(request("a"))
+    scheduler.add_request(request("b"))
+    step(scheduler, runner)
+    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    assert scheduler.pages.num_reserved == 0
+    output = scheduler.schedule()
+    assert output.finished_req_ids == {"a"}
+    assert list(output.plans) == ["b"]
+    scheduler.update_from_output(output, runner.execute(output))
+    assert scheduler.schedule().finished_req_ids == set(), "told once"
+
+
+def test_abort_in_the_middle_of_a_step_drops_its_result():
+    scheduler, runner = make_scheduler(), StandInRunner()
+    scheduler.add_request(request("a", gen_length=4, steps=1))
+    scheduler.add_request(request("b", gen_length=4, steps=1))
+    output = scheduler.schedule()
+    result = runner.execute(output)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    outputs = scheduler.update_from_output(output, result)
+    assert [o.request_id for o in outputs[0].outputs] == ["b"]
+    assert_empty(scheduler)
+
+
+def test_abort_of_all_and_of_strangers():
+    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
+    for name in "abcd":
+        scheduler.add_request(request(name))
+    step(scheduler, runner)
+    assert scheduler.finish_requests(["stranger"], RequestStatus.FINISHED_ABORTED) == []
+    assert len(scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)) == 4
+    assert_empty(scheduler)
+    assert scheduler.has_requests(), "the runner has yet to be told"
+    assert scheduler.schedule().finished_req_ids == set("abcd")
+    assert not scheduler.has_requests()
+
+
+def test_naming_a_request_twice_aborts_it_once():
+    scheduler = make_scheduler()
+    scheduler.add_request(request("a"))
+    assert len(scheduler.finish_requests(["a", "a"], RequestStatus.FINISHED_ABORTED)) == 1
+
+
+def test_id_in_use_is_refused_and_can_be_used_again_afterwards():
+    scheduler, runner = make_scheduler(), StandInRunner()
+    scheduler.add_request(request("a"))
+    with pytest.raises(ValueError, match="'a'"):
+        scheduler.add_request(request("a"))
+    run(scheduler, runner)
+    scheduler.schedule()
+    scheduler.add_request(request("a"))
+    assert run(scheduler, runner)[1] == {"a": [7] * 8}
+
+
+# Pause
+
+
+def test_paused_new_finishes_what_runs_and_admits_nothing():
+    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
+    scheduler.add_request(request("a"))
+    step(scheduler, runner)
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    scheduler.add_request(request("b"))
+    assert scheduler.pause_state == PauseState.PAUSED_NEW
+    assert run(scheduler, runner)[0] == [["a"]] * 3
+    assert not scheduler.has_unfinished_requests()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert run(scheduler, runner)[0] == [["b"]] * 4
+    assert_empty(scheduler)
+
+
+def test_paused_all_runs_nothing_and_loses_nothing():
+    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
+    scheduler.add_request(request("a"))
+    step(scheduler, runner)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert step(scheduler, runner)[0] == []
+    assert not scheduler.has_unfinished_requests()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    ran, tokens, _ = run(scheduler, runner)
+    assert len(ran) == 3
+    assert tokens == {"a": list(range(10, 18))}
+
+
+def test_requests_aborted_in_a_pause_are_reported_to_the_runner():
+    scheduler, runner = make_scheduler(), StandInRunner()
+    scheduler.add_request(request("a"))
+    step(scheduler, runner)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.has_requests()
+    assert scheduler.schedule().finished_req_ids == {"a"}
+
+
+def test_throttled_prefills_admit_nothing():
+    scheduler = make_scheduler()
+    scheduler.add_request(request("a"))
+    assert not scheduler.schedule(throttle_prefills=True).plans
+    assert scheduler.schedule().plans
+
+
+# What vLLM reads
+
+
+def test_new_requests_are_described_once():
+    scheduler, runner = make_scheduler(), StandInRunner()
+    scheduler.add_request(request("a", seed=5))
+    output = scheduler.schedule()
+    assert output.new_requests["a"].prompt_token_ids == list(range(1, 11))
+    assert output.new_requests["a"].seed == 5
+    assert [new.req_id for new in output.scheduled_new_reqs] == ["a"]
+    assert output.scheduled_cached_reqs.req_ids == []
+    scheduler.update_from_output(output, runner.execute(output))
+    output = scheduler.schedule()
+    assert not output.new_requests
+    assert output.scheduled_new_reqs == []
+    assert output.scheduled_cached_reqs.req_ids == ["a"]
+
+
+def test_seeds_of_requests_that_name_none_differ_and_repeat_with_the_engine():
+    def seeds() -> list[int]:
+        scheduler = make_scheduler()
+        for name in "abc":
+            scheduler.add_request(request(name))
+        return [new.seed for new in scheduler.schedule().new_requests.values()]
+
+    assert len(set(seeds())) == 3
+    assert seeds() == seeds()
+
+
+def test_stats_count_running_and_waiting_requests():
+    scheduler, runner = make_scheduler(max_num_seqs=2, log_stats=True, page_demand=lambda spec: 9), StandInRunner()
+    for name in "abc":
+        scheduler.add_request(request(name))
+    _, outputs = step(scheduler, runner)
+    stats = outputs[0].scheduler_stats
+    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (2, 1)
+    assert stats.kv_cache_usage == pytest.approx(18 / 99)
+    assert make_scheduler().make_stats() is None
+
+
+def test_one_client_alone_gets_the_stats():
+    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
+    scheduler.add_request(request("a", client=0, gen_length=4, steps=1))
+    scheduler.add_request(request("b", client=2, gen_length=4, steps=1))
+    _, outputs = step(scheduler, runner)
+    assert set(outputs) == {0, 2}
+    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1
+
+
+def test_events_of_a_request_are_queued_then_scheduled():
+    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
+    scheduler.add_request(request("a", gen_length=4, steps=1))
+    _, outputs = step(scheduler, runner)
+    events = [event.type for event in outputs[0].outputs[0].events]
+    assert events == [EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED]
+
+
+def test_finished_ids_go_to_the_client_that_asked():
+    scheduler, runner = make_scheduler(include_finished_set=True), StandInRunner()
+    scheduler.add_request(request("a", client=1, gen_length=4, steps=1))
+    scheduler.add_request(request("b", client=2))
+    _, outputs = step(scheduler, runner)
+    assert outputs[1].finished_requests == {"a"}
+    assert 2 not in outputs
+    _, outputs = step(scheduler, runner)
+    assert not outputs or outputs[2].finished_requests is None
+
+
+def test_plain_sampling_params_get_the_familys_defaults():
+    scheduler = make_scheduler()
+    scheduler.add_request(request("a", params=SamplingParams(temperature=0.0, max_tokens=40)))
+    spec = scheduler.states["a"].spec
+    assert (spec.gen_length, spec.block_length, spec.steps) == (40, 32, 40)
+    assert (spec.schedule, spec.unmasking, spec.top_k) == ("uniform", "low_confidence", 0)
+
+
+def test_many_requests_with_random_aborts_leave_nothing_behind():
+    rng = random.Random(1)
+    scheduler = make_scheduler(max_num_seqs=8, max_rows=300, num_pages=40, page_demand=lambda spec: spec.num_blocks)
+    runner = StandInRunner(token_at=lambda position: rng.choice([7] * 20 + [EOS]))
+    names = [f"r{i}" for i in range(200)]
+    pending, aborted, finished = list(names), set(), set()
+    while pending or scheduler.has_unfinished_requests():
+        for _ in range(rng.randrange(4)):
+            if pending:
+                gen_length = rng.randrange(1, 60)
+                block_length = rng.randrange(1, gen_length + 1)
+                steps = rng.randrange(-(-gen_length // block_length), gen_length + 1)
+                scheduler.add_request(
+                    request(pending.pop(0), prompt_length=rng.randrange(1, 100), gen_length=gen_length,
+                            block_length=block_length, steps=steps)
+                )  # fmt: skip
+        output = scheduler.schedule()
+        result = runner.execute(output)
+        if scheduler.states and rng.random() < 0.15:
+            victim = rng.choice(list(scheduler.states))
+            scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+            aborted.add(victim)
+        outputs = scheduler.update_from_output(output, result)
+        for per_client in outputs.values():
+            finished |= {o.request_id for o in per_client.outputs if o.finish_reason is not None}
+        assert scheduler.pages.num_reserved <= 39
+    assert len(aborted) > 10
+    assert finished | aborted == set(names)
+    assert not finished & aborted
+    assert_empty(scheduler)
+    assert scheduler.pages.num_reserved == 0
+    runner.execute(scheduler.schedule())
+    assert not runner.masked

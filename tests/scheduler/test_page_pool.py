@@ -1,0 +1,88 @@
+"""Reservation and allocation of pages over vLLM's own block pool."""
+
+import pytest
+
+from dllm_engine.scheduler.page_pool import PagePool
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(num_pages=11, hash_block_size=16)  # one of them is vLLM's null block
+
+
+def test_null_block_is_not_handed_out(pool):
+    assert pool.num_pages == 10
+    pool.reserve("a", 10)
+    pages = pool.allocate("a", 10)
+    assert sorted(pages) == list(range(1, 11))
+
+
+def test_reservation_counts_before_allocation(pool):
+    pool.reserve("a", 4)
+    assert (pool.num_reserved, pool.num_allocated) == (4, 0)
+    assert pool.usage == pytest.approx(0.4)
+    pool.allocate("a", 3)
+    assert (pool.num_reserved, pool.num_allocated) == (4, 3)
+    assert pool.can_reserve(6)
+    assert not pool.can_reserve(7)
+
+
+def test_pages_of_two_requests_are_disjoint(pool):
+    pool.reserve("a", 5)
+    pool.reserve("b", 5)
+    pages = pool.allocate("a", 2) + pool.allocate("b", 3) + pool.allocate("a", 3) + pool.allocate("b", 2)
+    assert len(set(pages)) == 10
+
+
+def test_freed_pages_and_reservation_can_be_used_again(pool):
+    pool.reserve("a", 10)
+    pool.allocate("a", 7)
+    pool.free("a")
+    assert (pool.num_reserved, pool.num_allocated, pool.usage) == (0, 0, 0.0)
+    pool.reserve("b", 10)
+    assert len(pool.allocate("b", 10)) == 10
+
+
+def test_request_cannot_allocate_more_than_it_reserved(pool):
+    pool.reserve("a", 4)
+    pool.allocate("a", 3)
+    with pytest.raises(ValueError, match=r"request a holds 3 pages and wants 2 more, but reserved 4"):
+        pool.allocate("a", 2)
+    assert pool.num_allocated == 3
+
+
+def test_reservation_beyond_the_pool_is_refused_with_numbers(pool):
+    pool.reserve("a", 8)
+    with pytest.raises(ValueError, match=r"3 pages wanted, 2 of 10 left"):
+        pool.reserve("b", 3)
+    assert pool.num_reserved == 8
+
+
+def test_second_reservation_of_a_request_is_refused(pool):
+    pool.reserve("a", 1)
+    with pytest.raises(ValueError, match="request a has reserved pages already"):
+        pool.reserve("a", 1)
+
+
+def test_allocation_without_reservation_is_refused(pool):
+    with pytest.raises(KeyError):
+        pool.allocate("a", 1)
+
+
+def test_freeing_twice_or_a_stranger_changes_nothing(pool):
+    pool.reserve("a", 2)
+    pool.allocate("a", 2)
+    pool.free("a")
+    pool.free("a")
+    pool.free("stranger")
+    assert (pool.num_reserved, pool.num_allocated) == (0, 0)
+
+
+def test_request_may_need_no_pages(pool):
+    pool.reserve("a", 0)
+    assert pool.allocate("a", 0) == []
+    pool.free("a")
+
+
+def test_empty_pool_is_not_in_use():
+    assert PagePool(num_pages=1, hash_block_size=16).usage == 0.0

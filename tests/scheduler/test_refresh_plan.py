@@ -1,0 +1,107 @@
+"""Step plans as pure functions of what a request asked for and how far it has come."""
+
+import pytest
+
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, RowRule, unmask_quota
+
+
+def spec(**changes) -> DecodingSpec:
+    settings = {
+        "prompt_length": 10,
+        "gen_length": 21,
+        "block_length": 8,
+        "steps": 11,
+        "schedule": "uniform",
+        "unmasking": "low_confidence",
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+    }
+    return DecodingSpec(**(settings | changes))
+
+
+def test_blocks_follow_the_prompt_and_the_last_may_be_shorter():
+    request = spec()
+    assert request.canvas_length == 31
+    assert request.num_blocks == 3
+    assert [request.block_span(block) for block in range(3)] == [(10, 18), (18, 26), (26, 31)]
+    assert request.block_span(2).size == 5
+    assert [request.steps_in_block(block) for block in range(3)] == [4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("gen_length", "block_length", "num_blocks", "last"),
+    [(8, 8, 1, (10, 18)), (9, 8, 2, (18, 19)), (16, 8, 2, (18, 26)), (1, 1, 1, (10, 11)), (5, 5, 1, (10, 15))],
+)
+def test_number_of_blocks(gen_length, block_length, num_blocks, last):
+    request = spec(gen_length=gen_length, block_length=block_length)
+    assert request.num_blocks == num_blocks
+    assert request.block_span(num_blocks - 1) == last
+
+
+def plans_of(request: DecodingSpec, method: str = "none"):
+    """All plans of a request whose steps unmask exactly what is asked."""
+    progress, plans = Progress(num_masked=request.block_span(0).size), []
+    for block in range(request.num_blocks):
+        progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
+        while progress.num_masked or not plans[-1].last_in_block:
+            plan = REFRESH_PLANS[method](request, progress)
+            plans.append(plan)
+            progress.step += 1
+            progress.num_forwards += 1
+            progress.num_masked -= plan.quota.count
+    return plans
+
+
+def test_without_a_cache_every_step_computes_the_whole_canvas():
+    request = spec()
+    plans = plans_of(request)
+    assert len(plans) == 11
+    for number, plan in enumerate(plans):
+        assert plan.state is RefreshState.FULL
+        assert plan.rows is RowRule.ALL
+        assert plan.span == Span(0, 31)
+        assert plan.max_rows == 31
+        assert plan.forward == number
+    assert [plan.block for plan in plans] == [(10, 18)] * 4 + [(18, 26)] * 4 + [(26, 31)] * 3
+    assert [plan.last_in_block for plan in plans] == [False] * 3 + [True] + [False] * 3 + [True] + [False] * 2 + [True]
+
+
+def test_llada_unmasks_evenly_within_each_block():
+    plans = plans_of(spec())
+    assert [plan.quota.count for plan in plans] == [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]
+    assert all(plan.quota.candidates == plan.block for plan in plans)
+
+
+def test_dream_in_one_block_follows_the_time_grid_over_the_whole_response():
+    plans = plans_of(spec(schedule="timestep", gen_length=8, block_length=8, steps=4))
+    assert [plan.quota.count for plan in plans] == [1, 2, 2, 3]
+    assert all(plan.quota.candidates == (10, 18) for plan in plans)
+
+
+def test_dream_in_blocks_first_fills_the_position_that_a_block_alone_cannot_predict():
+    plans = plans_of(spec(schedule="timestep", gen_length=16, block_length=8, steps=8))
+    # One at the start; then, on the grid of four steps from its second: 7·0.3329 = 2.33, 5·0.499 = 2.495, the rest.
+    assert [plan.quota.count for plan in plans] == [1, 2, 2, 3] * 2
+    assert [plan.quota.candidates for plan in plans[:4]] == [(10, 11)] + [(10, 18)] * 3
+    assert [plan.quota.candidates for plan in plans[4:]] == [(18, 19)] + [(18, 26)] * 3
+
+
+def test_dream_block_of_one_step_unmasks_everything():
+    plans = plans_of(spec(schedule="timestep", gen_length=16, block_length=8, steps=2))
+    assert [(plan.quota.candidates, plan.quota.count) for plan in plans] == [((10, 18), 8), ((18, 26), 8)]
+
+
+@pytest.mark.parametrize("schedule", ["uniform", "timestep"])
+def test_last_step_of_a_block_takes_whatever_is_left(schedule):
+    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5))
+    assert (quota.candidates, quota.count, quota.ratio) == ((10, 18), 5, 1.0)
+    # Also beyond it: a policy that draws positions by chance may have left some.
+    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2)).count == 2
+
+
+def test_ratio_is_the_share_of_what_is_masked():
+    assert unmask_quota(spec(), Progress(step=1, num_masked=6)).ratio == pytest.approx(2 / 6)
+    dream = spec(schedule="timestep", gen_length=8, block_length=8, steps=4)
+    assert unmask_quota(dream, Progress(step=1, num_masked=6)).ratio == pytest.approx(1 - 0.5005 / 0.75025, abs=1e-6)

@@ -1,0 +1,79 @@
+"""A real server in a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+START_TIMEOUT_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    """``command`` (of ``dllm`` or ``vllm``, installed beside this Python) until ``stop``."""
+
+    def __init__(self, program: str, *arguments: str, log: Path) -> None:
+        self.port = free_port()
+        self.log = log
+        environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        executable = str(Path(sys.executable).parent / program)
+        self.process = subprocess.Popen(
+            [executable, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise AssertionError(f"the server is not ready after {START_TIMEOUT_S} s:\n{self.tail()}")
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def stop(self) -> int:
+        """SIGTERM, as a supervisor sends; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                raise
+        return self.process.wait()
+
+
+@contextmanager
+def running(program: str, *arguments: str, log: Path) -> Iterator[Server]:
+    server = Server(program, *arguments, log=log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()

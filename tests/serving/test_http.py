@@ -1,0 +1,186 @@
+"""``vllm serve`` and ``dllm serve`` of the demo model, asked by the real OpenAI client."""
+
+import json
+import urllib.request
+
+import openai
+import pytest
+
+from dllm_engine.demo import demo_model_path
+from dllm_engine.demo.tasks import make_examples
+from tests.engines import start_engine
+from tests.serving.server import Server, running
+
+pytestmark = pytest.mark.slow
+
+MAX_MODEL_LEN = 512
+GEN_LENGTH = 32
+BLOCK = {"vllm_xargs": {"block_length": 8}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN), log=log) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return make_examples("names", 4, seed=11) + make_examples("reverse", 2, seed=11)
+
+
+@pytest.fixture(scope="module")
+def offline(examples):
+    """The same questions answered by ``LLM.chat``."""
+    from dllm_engine import DiffusionParams
+
+    llm = start_engine(demo_model_path(), skip_tokenizer_init=False, dtype="auto", max_model_len=MAX_MODEL_LEN)
+    outputs = llm.chat(
+        [[{"role": "user", "content": example.prompt}] for example in examples],
+        DiffusionParams(gen_length=GEN_LENGTH, block_length=8),
+        use_tqdm=False,
+    )
+    return [output.outputs[0] for output in outputs]
+
+
+def ask(client, model, text, **options):
+    extra = BLOCK | options.pop("extra_body", {})
+    options = {"max_tokens": GEN_LENGTH} | options
+    return client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": text}], extra_body=extra, **options
+    )
+
+
+def test_chat_gives_the_text_of_offline_generation(client, model, examples, offline):
+    for example, expected in zip(examples, offline, strict=True):
+        answer = ask(client, model, example.prompt)
+        assert answer.choices[0].message.content == expected.text
+        assert answer.choices[0].finish_reason == expected.finish_reason
+        assert answer.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_figures_come_with_the_response(client, model, examples, offline):
+    answer = ask(client, model, examples[0].prompt)
+    (figures,) = answer.kv_transfer_params["diffusion"]
+    assert figures["forward_passes"] == offline[0].diffusion.forward_passes
+    assert figures["tokens_per_forward"] == 1.0
+    assert "trace" not in figures
+
+
+def test_completions_take_plain_prompts(client, model, examples, offline):
+    tokenized = json.load(
+        urllib.request.urlopen(
+            urllib.request.Request(
+                str(client.base_url).removesuffix("/v1/") + "/tokenize",
+                data=json.dumps(
+                    {"model": model, "messages": [{"role": "user", "content": examples[0].prompt}]}
+                ).encode(),
+                headers={"Content-Type": "application/json"},
+            ),
+            timeout=30,
+        )
+    )["tokens"]
+    answer = client.completions.create(model=model, prompt=tokenized, max_tokens=GEN_LENGTH, extra_body=BLOCK)
+    assert answer.choices[0].text == offline[0].text
+
+
+def test_streaming_sends_a_chunk_per_block(client, model, examples):
+    whole = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True})
+    chunks = [
+        chunk.choices[0]
+        for chunk in ask(client, model, examples[0].prompt, stream=True, extra_body={"ignore_eos": True})
+    ]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    # One chunk names the role, then one per block of 8.
+    assert len([chunk for chunk in chunks if chunk.delta.role is None]) == GEN_LENGTH // 8
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_n_answers_each_carry_their_figures(client, model, examples):
+    answer = ask(client, model, examples[0].prompt, n=3, temperature=1.0)
+    assert len(answer.choices) == 3
+    assert len(answer.kv_transfer_params["diffusion"]) == 3
+
+
+def test_a_seed_repeats_the_answer(client, model, examples):
+    first, second, other = (
+        ask(client, model, examples[0].prompt, temperature=2.0, seed=seed, extra_body={"ignore_eos": True})
+        for seed in (5, 5, 6)
+    )
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert first.choices[0].message.content != other.choices[0].message.content
+
+
+def test_stop_strings_cut_the_text(client, model, examples, offline):
+    stop = offline[0].text.strip()[1:3]
+    answer = ask(client, model, examples[0].prompt, stop=[stop])
+    assert answer.choices[0].message.content == offline[0].text.split(stop)[0]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
+    answer = ask(client, model, examples[0].prompt, max_tokens=None, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_tokens": 505}, "max_tokens=505"),
+        ({"logprobs": True}, "logprobs"),
+        ({"presence_penalty": 1.0}, "presence_penalty=1.0"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty=1.0"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty=1.5"),
+        ({"extra_body": {"min_tokens": 3}}, "min_tokens=3"),
+        ({"extra_body": {"vllm_xargs": {"steps": 0}}}, "steps=0"),
+        ({"extra_body": {"vllm_xargs": {"steps": 2, "block_length": 8}}}, "steps=2"),
+        ({"extra_body": {"vllm_xargs": {"block_length": 0}}}, "block_length=0"),
+        ({"extra_body": {"vllm_xargs": {"block_length": 33}}}, "block_length=33"),
+        ({"extra_body": {"vllm_xargs": {"unmasking": "best"}}}, "unmasking='best'"),
+        ({"extra_body": {"vllm_xargs": {"stepz": 3}}}, "'stepz'"),
+        ({"extra_body": {"vllm_xargs": {"cfg_scale": 1.5}}}, "cfg_scale"),
+    ],
+)
+def test_what_cannot_be_served_is_answered_with_400_and_loses_nothing(client, model, examples, offline, options, named):
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, model, examples[0].prompt, **options)
+    assert named in error.value.body["message"]
+    assert ask(client, model, examples[0].prompt).choices[0].message.content == offline[0].text
+
+
+def test_the_mask_token_cannot_be_prompted(client, model):
+    with pytest.raises(openai.BadRequestError, match="mask token"):
+        ask(client, model, "say <|mdm_mask|>")
+
+
+def test_a_client_that_hangs_up_frees_its_place(client, server, model, examples, offline):
+    stream = ask(client, model, examples[0].prompt, stream=True, max_tokens=256, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    assert ask(client, model, examples[0].prompt).choices[0].message.content == offline[0].text
+    metrics = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+    (running_now,) = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+    assert float(running_now.split()[-1]) == 0.0
+
+
+def test_sigterm_ends_the_server_with_status_0(tmp_path):
+    server = Server("dllm", "serve", "demo", "--max-model-len", "256", log=tmp_path / "log")
+    server.wait_until_ready()
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    model = client.models.list().data[0].id
+    (example,) = make_examples("names", 1, seed=3)
+    assert ask(client, model, example.prompt).choices[0].message.content
+    assert server.stop() == 0, server.tail()
