@@ -40,7 +40,8 @@ def check_request(
     for name, (unused, what) in _UNSUPPORTED.items():
         value = getattr(params, name)
         if value is not None and value != unused:
-            raise InvalidRequestError(f"{name}={value!r}: {what} not supported for diffusion models; leave it unset")
+            shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+            raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
     for option in params.extra_args or {}:
         if option == "cfg_scale":
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it unset")

@@ -46,6 +46,12 @@ class DiffusionParams(SamplingParams):
     """
 
     temperature: float = 0.0
+    top_p: float = 1.0
+    """Applied to greedy requests too: Dream's confidences are those of the filtered distribution."""
+    top_k: int = 0
+    """As ``top_p``; 0 keeps all tokens."""
+    extra_args: dict[str, Any] | None = None
+    """Filled from the fields below; what the caller puts there as well is kept."""
     max_tokens: int | None = None
     """The same as ``gen_length``, under vLLM's name."""
     gen_length: int | None = None
@@ -70,12 +76,12 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        chosen = {"block_length": self.block_length, "steps": self.steps, "unmasking": self.unmasking}
+        chosen: dict[str, Any] = {"block_length": self.block_length, "steps": self.steps, "unmasking": self.unmasking}
         if top_p != 1.0:
             chosen["top_p"] = top_p
         if top_k > 0:
             chosen["top_k"] = top_k
-        self.extra_args = {**(self.extra_args or {}), **{k: v for k, v in chosen.items() if v is not None}} or None
+        self.extra_args = (self.extra_args or {}) | {k: v for k, v in chosen.items() if v is not None} or None
 
     def to_sampling_params(self) -> SamplingParams:
         """The same request as vLLM's own class, the only one its wire format knows.
@@ -86,7 +92,7 @@ class DiffusionParams(SamplingParams):
 
 
 def request_options(params: SamplingParams) -> RequestOptions:
-    """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is unknown or out of range."""
+    """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
     raw: dict[str, Any] = {k: v for k, v in (params.extra_args or {}).items() if k not in _VLLM_EXTRA_ARGS}
     try:
         return RequestOptions.model_validate(raw)
@@ -96,7 +102,7 @@ def request_options(params: SamplingParams) -> RequestOptions:
 
 
 def resolve_decoding(params: SamplingParams, prompt_length: int, family: ModelFamily) -> DecodingSpec:
-    """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and the allowed range."""
+    """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
     options = request_options(params)
     gen_length = params.max_tokens
     if gen_length is None:

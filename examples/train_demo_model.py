@@ -224,12 +224,32 @@ CONSTANT_DIM = 5 * SLOT_WIDTH
 MASK_DIM = CONSTANT_DIM + 1
 EMBEDDING_NORM = 5.0
 """Scale of the residual stream, large next to one step of the optimizers: smaller ones wreck the start."""
-MATCHED_SLOTS: tuple[tuple[tuple[int, ...], ...], ...] = (
-    ((1,), (2,), (3,), (1, 2)),
-    ((1, 2), (2, 3), (3, 4), (1, 2, 3, 4)),
-    ((1,), (2,), (2, 3), (3, 4)),
+
+
+@dataclass(frozen=True)
+class CopyHead:
+    """What a head of a later layer does at first: attend where slots agree, copy one slot from there to slot 0.
+
+    ``compare`` lists pairs (slot of the query, slot of the key) that should hold the same token.
+    """
+
+    compare: tuple[tuple[int, int], ...]
+    copied_slot: int = 0
+
+
+def same_context(*slots: int) -> CopyHead:
+    """Find the place with the same tokens before it at these distances, and copy what stands there."""
+    return CopyHead(tuple((slot_index, slot_index) for slot_index in slots))
+
+
+PREDECESSOR = CopyHead(compare=((1, 0),), copied_slot=1)
+"""Find the token that stands before the query, and copy the one before it: one step of reversing a list."""
+
+LATER_HEADS: tuple[tuple[CopyHead, ...], ...] = (
+    (PREDECESSOR, same_context(2), same_context(3), same_context(1, 2)),
+    (PREDECESSOR, same_context(2, 3), same_context(3, 4), same_context(1, 2, 3, 4)),
+    (same_context(1), same_context(2), same_context(2, 3), same_context(3, 4)),
 )
-"""For each head of the layers after the first: which context slots its queries and keys compare."""
 
 
 @torch.no_grad()
@@ -240,8 +260,9 @@ def initialise(model: DemoModel) -> None:
     every token. Slot 0 holds the token itself. Head h of the first layer looks h + 1 positions back (the constant
     dimension and the RoPE phase make the attention peak there) and writes that token into slot h + 1. Later heads
     compare some of these context slots between query and key, in the RoPE dimensions that turn slowest, and copy
-    slot 0 of the position they find into slot 0. The output head starts as a copy of the embedding. A mask token
-    starts with an empty slot 0. Training changes all of it; without this start recall takes far longer to appear.
+    a token from the position they find into slot 0 (``LATER_HEADS``). The output head starts as a copy of the
+    embedding, a mask token with an empty slot 0. Training changes all of it; without this start recall takes far
+    longer to appear.
     """
     settings = model.settings
     for parameter in model.parameters():
@@ -263,11 +284,11 @@ def initialise(model: DemoModel) -> None:
     first, *later = blocks
     for head in range(settings.n_heads):
         look_back(first, head, head + 1, settings)
-        copy_slot(first, head, target=head + 1, gain=0.35, settings=settings)
-    for block, layer_slots in zip(later, MATCHED_SLOTS, strict=True):
-        for head, slots in enumerate(layer_slots):
-            match_slots(block, head, slots, settings, gain=2.5)
-            copy_slot(block, head, target=0, gain=0.3, settings=settings)
+        copy_slot(first, head, source=0, target=head + 1, gain=0.35, settings=settings)
+    for block, heads in zip(later, LATER_HEADS, strict=True):
+        for head, plan in enumerate(heads):
+            match_slots(block, head, plan.compare, gain=2.5, settings=settings)
+            copy_slot(block, head, source=plan.copied_slot, target=0, gain=0.3, settings=settings)
 
 
 def slot(index: int) -> slice:
@@ -283,24 +304,26 @@ def look_back(block: Block, head: int, distance: int, settings: ModelSettings, s
         block.k_proj.weight[start + half + pair, CONSTANT_DIM] = strength * math.sin(distance * frequency)
 
 
-def match_slots(block: Block, head: int, slots: tuple[int, ...], settings: ModelSettings, gain: float) -> None:
-    """Make a head attend where the given context slots hold the same tokens as at the query, and not to masks."""
+def match_slots(
+    block: Block, head: int, compare: tuple[tuple[int, int], ...], gain: float, settings: ModelSettings
+) -> None:
+    """Make a head attend where the given slots of query and key hold the same tokens, and not to masks."""
     start, half = head * settings.head_dim, settings.head_dim // 2
     *slow, last = [pair + part for pair in range(start + half // 2, start + half) for part in (0, half)]
-    for index in slots:
+    for query_slot, key_slot in compare:
         projection = torch.empty(len(slow), SLOT_WIDTH)
         nn.init.orthogonal_(projection)
-        block.q_proj.weight[slow, slot(index)] = gain / len(slots) ** 0.5 * projection
-        block.k_proj.weight[slow, slot(index)] = gain / len(slots) ** 0.5 * projection
+        block.q_proj.weight[slow, slot(query_slot)] = gain / len(compare) ** 0.5 * projection
+        block.k_proj.weight[slow, slot(key_slot)] = gain / len(compare) ** 0.5 * projection
     block.q_proj.weight[last, CONSTANT_DIM] = gain
     block.k_proj.weight[last, MASK_DIM] = -gain
 
 
-def copy_slot(block: Block, head: int, target: int, gain: float, settings: ModelSettings) -> None:
-    """Make a head write slot 0 of the attended position into slot ``target``."""
+def copy_slot(block: Block, head: int, source: int, target: int, gain: float, settings: ModelSettings) -> None:
+    """Make a head write slot ``source`` of the attended position into slot ``target``."""
     start = head * settings.head_dim
     rows = slice(start, start + SLOT_WIDTH)
-    block.v_proj.weight[rows, slot(0)] = gain * torch.eye(SLOT_WIDTH)
+    block.v_proj.weight[rows, slot(source)] = gain * torch.eye(SLOT_WIDTH)
     block.attn_out.weight[slot(target), rows] = EMBEDDING_NORM * gain * torch.eye(SLOT_WIDTH)
 
 

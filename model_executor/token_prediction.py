@@ -13,7 +13,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics
+from dllm_engine.model_executor.unmasking.policy import TokenStatistics, required
 
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32)."""
@@ -84,8 +84,8 @@ class TokenPredictor:
         return TokenStatistics(
             token=torch.cat([c.token for c in chunks]),
             probability=torch.cat([c.probability for c in chunks]),
-            negative_entropy=torch.cat([c.negative_entropy for c in chunks]) if with_entropy else None,
-            margin=torch.cat([c.margin for c in chunks]) if with_margin else None,
+            negative_entropy=torch.cat([required(c.negative_entropy) for c in chunks]) if with_entropy else None,
+            margin=torch.cat([required(c.margin) for c in chunks]) if with_margin else None,
             noise=None,
         )
 

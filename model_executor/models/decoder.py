@@ -114,8 +114,8 @@ class DecoderLayer(nn.Module):
 
     def qkv(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``."""
-        fused, _ = self.qkv_proj(normed)
-        return self._split_heads(fused, self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = self._split_heads(self.qkv_proj(normed)[0], self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        return q, k, v
 
     def v(self, normed: torch.Tensor) -> torch.Tensor:
         """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
@@ -126,7 +126,8 @@ class DecoderLayer(nn.Module):
     def qk(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
         fused = self._projection_rows(normed, 0, (self.num_heads + self.num_kv_heads) * self.head_dim)
-        return self._split_heads(fused, self.num_heads, self.num_kv_heads)
+        q, k = self._split_heads(fused, self.num_heads, self.num_kv_heads)
+        return q, k
 
     def rope(self, heads: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Queries or keys ``[num_rows, heads, head_dim]`` rotated to their positions."""

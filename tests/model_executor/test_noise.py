@@ -1,0 +1,90 @@
+"""Counter-based random numbers."""
+
+import math
+
+import pytest
+import torch
+
+from dllm_engine.model_executor import noise
+from dllm_engine.model_executor.noise import NO_TOKEN, gumbel, uniform
+
+
+def counters(*values: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor([value], dtype=torch.int64) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "expected"),
+    [
+        ((0, 0, 0, 0), 0.0),
+        ((1, 0, 0, 0), 0.0),
+        ((42, 3, 17, 126_000), 0.0),
+        ((-1, 0, 5, NO_TOKEN), 0.0),
+        ((2**63 - 1, 511, 4095, 151_999), 0.0),
+    ],
+)
+def test_values_never_change(counter, expected):
+    """A seed must give the same response in every version."""
+    assert uniform(*counters(*counter)).item() == expected
+
+
+def mix_in_python(x: int) -> int:
+    """SplitMix64's finalizer on unsigned 64-bit integers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def test_mixing_is_splitmix64():
+    for x in (0, 1, 2**63 - 1, -1, -(2**63), 123456789012345):
+        assert noise._mix(torch.tensor(x)).item() % 2**64 == mix_in_python(x % 2**64)
+
+
+def test_numbers_are_spread_evenly():
+    draws = uniform(
+        torch.tensor(7), torch.arange(4)[:, None, None], torch.arange(50)[None, :, None], torch.arange(500)[None, None]
+    )
+    assert draws.shape == (4, 50, 500)
+    counts = torch.histc(draws.float(), bins=20, min=0, max=1)
+    expected = draws.numel() / 20
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 43.8  # 0.1% of fair generators exceed it with 19 degrees of freedom
+    assert abs(draws.mean() - 0.5) < 0.003
+
+
+@pytest.mark.parametrize("along", [0, 1, 2, 3])
+def test_neighbours_along_each_counter_are_uncorrelated(along):
+    values = [torch.tensor([5]), torch.tensor([2]), torch.tensor([9]), torch.tensor([4])]
+    values[along] = torch.arange(20_000)
+    draws = uniform(*values) - 0.5
+    correlation = (draws[1:] * draws[:-1]).mean() / draws.var()
+    assert abs(correlation) < 0.03
+    assert draws.unique().numel() == 20_000
+
+
+def test_counters_are_not_interchangeable():
+    values = {uniform(*counters(*order)).item() for order in ((1, 2, 3, 4), (2, 1, 3, 4), (1, 3, 2, 4), (1, 2, 4, 3))}
+    assert len(values) == 4
+
+
+def test_a_draw_does_not_depend_on_those_beside_it():
+    seeds, forwards = torch.tensor([3, 9, 3])[:, None], torch.tensor([0, 1, 2])[:, None]
+    positions, tokens = torch.tensor([10, 11, 12])[:, None], torch.arange(40)[None, :]
+    whole = uniform(seeds, forwards, positions, tokens)
+    assert whole.shape == (3, 40)
+    assert torch.equal(uniform(seeds[1:2], forwards[1:2], positions[1:2], tokens[:, 25:]), whole[1:2, 25:])
+    assert whole[2, 33] == uniform(*counters(3, 2, 12, 33))
+
+
+@pytest.mark.parametrize("bits", [-1, 0, 2**63 - 1, -(2**63), 1 << 11, (1 << 11) - 1])
+def test_interval_is_open_whatever_the_bits(monkeypatch, bits):
+    monkeypatch.setattr(noise, "_mix", lambda x: torch.full_like(x, bits))
+    assert 0 < uniform(*counters(0, 0, 0, 0)).item() < 1
+    assert math.isfinite(gumbel(*counters(0, 0, 0, 0)).item())
+
+
+def test_gumbel_has_its_mean_and_variance():
+    draws = gumbel(torch.tensor(1), torch.tensor(0), torch.arange(200)[:, None], torch.arange(1000)[None, :])
+    assert draws.dtype == torch.float64
+    assert abs(draws.mean() - 0.57722) < 0.01
+    assert abs(draws.var() - math.pi**2 / 6) < 0.03

@@ -1,0 +1,293 @@
+"""Predicted tokens and their statistics, whole and by vocabulary shard."""
+
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dllm_engine.model_executor import token_prediction
+from dllm_engine.model_executor.models.decoder import VocabularyShard
+from dllm_engine.model_executor.noise import uniform
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+
+VOCAB = 150
+MASK = 140
+GREEDY = SamplingSettings(0.0, 1.0, 0, False)
+ALONE = SimpleNamespace(world_size=1)
+
+
+def random_logits(rows: int = 9, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def predictor_of(tp_group=ALONE, first: int = 0, end: int = VOCAB) -> TokenPredictor:
+    """Takes logits for hidden states, so that a test names the distribution it means."""
+    return TokenPredictor(lambda rows: VocabularyShard(rows[:, first:end], first), VOCAB, MASK, tp_group)
+
+
+def counters(rows: int, seed: int = 5, forward: int = 3) -> Counters:
+    return Counters(torch.full((rows,), seed), torch.full((rows,), forward), torch.arange(rows) + 20)
+
+
+def predict(logits: torch.Tensor, settings: SamplingSettings = GREEDY, *, predictor=None, count=None):
+    predictor = predictor if predictor is not None else predictor_of()
+    count = count if count is not None else counters(len(logits))
+    return predictor.predict(logits, settings, count, with_entropy=True, with_margin=True)
+
+
+# Greedy
+
+
+def test_greedy_token_and_statistics_are_those_of_the_softmax():
+    logits = random_logits()
+    logits[:, MASK] = -5
+    got, p = predict(logits), logits.softmax(-1)
+    assert torch.equal(got.token, logits.argmax(-1))
+    torch.testing.assert_close(got.probability, p.amax(-1))
+    torch.testing.assert_close(got.negative_entropy, (p * p.log()).sum(-1))
+    top = p.topk(2).values
+    torch.testing.assert_close(got.margin, top[:, 0] - top[:, 1])
+
+
+def test_statistics_are_left_out_where_nobody_asks():
+    got = predictor_of().predict(random_logits(2), GREEDY, counters(2), with_entropy=False, with_margin=False)
+    assert got.negative_entropy is None
+    assert got.margin is None
+
+
+def test_probabilities_of_half_precision_logits_are_computed_in_float32():
+    logits = random_logits().bfloat16()
+    got = predict(logits)
+    assert got.probability.dtype == torch.float32
+    torch.testing.assert_close(got.probability, logits.float().softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 5), (0.5, 3)])
+def test_mask_token_is_never_predicted(temperature, top_p, top_k):
+    logits = random_logits()
+    best = logits.argmax(-1)
+    logits[:, MASK] = logits.amax(-1) + 1
+    got = predict(logits, SamplingSettings(temperature, top_p, top_k, tempered=True))
+    assert (got.token != MASK).all()
+    if temperature == 0:
+        assert torch.equal(got.token, best)
+
+
+def test_mask_token_is_not_predicted_when_nothing_else_passes_the_filter():
+    logits = random_logits()
+    best = logits.argmax(-1)
+    logits[:, MASK] = logits.amax(-1) + 20
+    for settings in (SamplingSettings(0.0, 1.0, 1, True), SamplingSettings(0.0, 0.5, 0, True)):
+        assert torch.equal(predict(logits, settings).token, best)
+
+
+# Filters
+
+
+def test_temperature_divides_before_the_filters():
+    logits = random_logits()
+    logits[:, MASK] = -50
+    got = predict(logits, SamplingSettings(0.5, 1.0, 0, tempered=True))
+    p = (logits / 0.5).softmax(-1)
+    torch.testing.assert_close(got.probability, p.gather(1, got.token[:, None])[:, 0])
+    torch.testing.assert_close(got.negative_entropy, (p * (p + 1e-10).log()).sum(-1))
+
+
+def test_top_p_keeps_the_token_that_crosses_it():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    for top_p, kept in ((0.4, 1), (0.6, 2), (0.85, 3), (0.99, 4)):
+        filtered = token_prediction._filtered(logits, SamplingSettings(0.0, top_p, 0, True))
+        assert (filtered.softmax(-1) > 1e-6).sum() == kept, top_p
+
+
+def test_top_p_is_applied_in_the_order_of_probability_not_of_ids():
+    logits = torch.log(torch.tensor([[0.05, 0.15, 0.5, 0.3], [0.3, 0.05, 0.15, 0.5]]))
+    filtered = token_prediction._filtered(logits, SamplingSettings(0.0, 0.6, 0, True)).softmax(-1)
+    torch.testing.assert_close(filtered, torch.tensor([[0, 0, 0.625, 0.375], [0.375, 0, 0, 0.625]]))
+
+
+def test_top_k_keeps_k_tokens():
+    filtered = token_prediction._filtered(random_logits(), SamplingSettings(0.0, 1.0, 7, True))
+    assert ((filtered.softmax(-1) > 0).sum(-1) == 7).all()
+    unfiltered = token_prediction._filtered(random_logits(), SamplingSettings(0.0, 1.0, 10 * VOCAB, True))
+    assert torch.equal(unfiltered, random_logits())
+
+
+def test_top_p_of_the_tempered_distribution():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    hot = token_prediction._filtered(logits, SamplingSettings(100.0, 0.6, 0, True))
+    assert (hot.softmax(-1) > 1e-6).sum() == 3, "nearly uniform: 0.25 each"
+
+
+def test_plain_statistics_ignore_the_filters_and_the_temperature():
+    logits = random_logits()
+    got = predict(logits, SamplingSettings(0.7, 0.8, 5, tempered=False))
+    p = logits.softmax(-1)
+    torch.testing.assert_close(got.probability, p.gather(1, got.token[:, None])[:, 0])
+    torch.testing.assert_close(got.negative_entropy, (p * p.log()).sum(-1))
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_sampling_is_lladas_formula(temperature):
+    """argmax of exp(logits) / (-log u)^T in float64."""
+    logits = random_logits(40)
+    logits[:, MASK] = -torch.inf
+    count = counters(40)
+    u = uniform(count.seeds[:, None], count.forwards[:, None], count.positions[:, None], torch.arange(VOCAB)[None])
+    expected = (logits.double().exp() / (-u.log()) ** temperature).argmax(-1)
+    got = predict(logits, SamplingSettings(temperature, 1.0, 0, False), count=count)
+    assert torch.equal(got.token, expected)
+    assert (got.token != logits.argmax(-1)).any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_follow_the_tempered_softmax(temperature):
+    rows = 20_000
+    logits = torch.full((1, VOCAB), -30.0)
+    logits[0, :6] = torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0, 0.9])
+    got = predict(logits.expand(rows, -1), SamplingSettings(temperature, 1.0, 0, False))
+    expected = (logits[0, :6] / temperature).softmax(-1) * rows
+    counts = torch.bincount(got.token, minlength=VOCAB)
+    assert counts[6:].sum() == 0
+    chi_square = ((counts[:6] - expected) ** 2 / expected).sum()
+    assert chi_square < 20.5  # 0.1% of fair samplers exceed it with 5 degrees of freedom
+
+
+def test_samples_stay_within_the_filters():
+    logits = random_logits(1, scale=1.0).expand(5000, -1)
+    allowed = set(logits[0].topk(4).indices.tolist())
+    got = predict(logits, SamplingSettings(1.0, 1.0, 4, True))
+    assert set(got.token.tolist()) == allowed - {MASK}
+
+
+def test_draws_differ_between_seeds_forwards_and_positions():
+    logits = torch.zeros(1, VOCAB).expand(30, -1)
+    base = Counters(torch.full((30,), 5), torch.full((30,), 3), torch.arange(30))
+    settings = SamplingSettings(1.0, 1.0, 0, False)
+    first = predict(logits, settings, count=base).token
+    assert torch.equal(first, predict(logits, settings, count=base).token)
+    assert first.unique().numel() > 15
+    for changed in (
+        Counters(base.seeds + 1, base.forwards, base.positions),
+        Counters(base.seeds, base.forwards + 1, base.positions),
+        Counters(base.seeds, base.forwards, base.positions + 1000),
+    ):
+        assert (predict(logits, settings, count=changed).token != first).sum() > 15
+
+
+# Chunks and shards
+
+SETTINGS = [
+    GREEDY,
+    SamplingSettings(1.0, 1.0, 0, False),
+    SamplingSettings(0.7, 1.0, 0, True),
+    SamplingSettings(0.0, 0.9, 0, True),
+    SamplingSettings(0.0, 1.0, 7, True),
+    SamplingSettings(0.8, 0.9, 20, True),
+    SamplingSettings(0.8, 0.9, 20, False),
+]
+
+
+def assert_same(got, expected) -> None:
+    assert torch.equal(got.token, expected.token)
+    torch.testing.assert_close(got.probability, expected.probability)
+    torch.testing.assert_close(got.negative_entropy, expected.negative_entropy)
+    torch.testing.assert_close(got.margin, expected.margin)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("rows_at_once", [1, 2, 4, 9, 100])
+def test_chunks_change_nothing_and_bound_the_logits(monkeypatch, settings, rows_at_once):
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB + VOCAB - 1)
+    logits, sizes = random_logits(), []
+    predictor = predictor_of()
+    whole = predict(logits, settings)
+    compute = predictor.compute_logits
+
+    def counting(rows: torch.Tensor) -> VocabularyShard:
+        sizes.append(len(rows))
+        return compute(rows)
+
+    predictor.compute_logits = counting
+    assert_same(predict(logits, settings, predictor=predictor), predict(logits, settings))
+    assert_same(predict(logits, settings, predictor=predictor), whole)
+    assert max(sizes) == min(rows_at_once, 9)
+
+
+def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row(monkeypatch):
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 10)
+    assert predictor_of().max_rows == 1
+    assert torch.equal(predict(random_logits()).token, predict(random_logits(), predictor=predictor_of()).token)
+
+
+def on_two_ranks(work):
+    """``work(rank, group)`` on two threads with a process group of their own; returns both results."""
+    store = torch.distributed.HashStore()
+    results: list = [None, None]
+
+    def rank_main(rank: int) -> None:
+        try:
+            group = torch.distributed.ProcessGroupGloo(store, rank, 2)
+
+            def all_reduce(values: torch.Tensor) -> torch.Tensor:
+                values = values.clone()
+                group.allreduce([values]).wait()
+                return values
+
+            results[rank] = work(rank, SimpleNamespace(world_size=2, device_group=group, all_reduce=all_reduce))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("cut", [128, 64, 145], ids=lambda cut: f"cut at {cut}")
+def test_vocabulary_shards_on_two_ranks_equal_the_whole(settings, cut):
+    logits = random_logits(23)
+    logits[3, [10, 140, 149]] = 25.0  # a tie across ranks goes to the lowest token, as in an argmax
+    logits[4, 148] = 25.0
+    logits[5, MASK] = 25.0
+    whole = predict(logits, settings)
+
+    def work(rank: int, group):
+        return predict(logits, settings, predictor=predictor_of(group, *((0, cut) if rank == 0 else (cut, VOCAB))))
+
+    for sharded in on_two_ranks(work):
+        assert_same(sharded, whole)
+
+
+def test_ranks_exchange_per_row_numbers_not_logits():
+    largest = []
+
+    def work(rank: int, group):
+        predictor = predictor_of(group, *((0, 80) if rank == 0 else (80, VOCAB)))
+        gather = predictor._gather
+        predictor._gather = lambda values: largest.append(values.numel()) or gather(values)
+        return predict(random_logits(23), SamplingSettings(1.0, 1.0, 0, True), predictor=predictor)
+
+    on_two_ranks(work)
+    assert max(largest) <= 2 * 23
+
+
+def test_entropy_of_a_certain_token_is_finite():
+    logits = torch.full((1, VOCAB), -1e9)
+    logits[0, 3] = 0
+    got = predict(logits)
+    assert math.isclose(got.probability.item(), 1)
+    assert math.isclose(got.negative_entropy.item(), 0, abs_tol=1e-6)
+    assert math.isclose(got.margin.item(), 1)

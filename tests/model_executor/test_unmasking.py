@@ -1,0 +1,91 @@
+"""Unmasking policies and how many positions a step fills by them."""
+
+import pytest
+import torch
+
+from dllm_engine.model_executor.model_runner import Candidates, Canvas, _fill, _sampling_settings
+from dllm_engine.model_executor.token_prediction import SamplingSettings
+from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.policy import TokenStatistics
+from dllm_engine.scheduler.decoding import DecodingSpec, Span
+from dllm_engine.scheduler.refresh_plan import RefreshState, RowRule, StepPlan, UnmaskQuota
+
+MASK = 99
+BLOCK = Span(4, 9)
+# Masked positions 4, 5, 7, 8; each statistic orders them differently.
+STATISTICS = TokenStatistics(
+    token=torch.tensor([40, 50, 70, 80]),
+    probability=torch.tensor([0.9, 0.2, 0.3, 0.4]),
+    negative_entropy=torch.tensor([-2.0, -0.1, -1.0, -0.5]),
+    margin=torch.tensor([0.1, 0.2, 0.8, 0.3]),
+    noise=torch.tensor([0.7, 0.6, 0.1, 0.95], dtype=torch.float64),
+)
+ORDERS = {
+    "low_confidence": [4, 8, 7, 5],
+    "maskgit_plus": [4, 8, 7, 5],
+    "entropy": [5, 8, 7, 4],
+    "topk_margin": [7, 8, 5, 4],
+    "random": [8, 4, 5, 7],
+}
+
+
+def canvas_of(unmasking: str, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> Canvas:
+    spec = DecodingSpec(4, 10, 5, 10, "uniform", unmasking, temperature, top_p, top_k)
+    tokens = torch.full((14,), MASK)
+    tokens[:4], tokens[6] = 1, 60
+    return Canvas(spec, seed=0, tokens=tokens, masked=tokens == MASK)
+
+
+def fill(unmasking: str, count: int, ratio: float = 0.5) -> tuple[Canvas, list[int]]:
+    canvas = canvas_of(unmasking)
+    plan = StepPlan(
+        RefreshState.FULL, RowRule.ALL, Span(0, 14), 14, BLOCK, UnmaskQuota(BLOCK, count, ratio), 0, False
+    )  # fmt: skip
+    positions = torch.tensor([4, 5, 7, 8])
+    return canvas, _fill(Candidates(0, canvas, plan, positions, positions), STATISTICS)
+
+
+@pytest.mark.parametrize("unmasking", ORDERS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_most_confident_positions_are_filled_with_their_tokens(unmasking, count):
+    canvas, filled = fill(unmasking, count)
+    expected = sorted(ORDERS[unmasking][:count])
+    assert filled == expected
+    assert canvas.tokens.tolist()[4:9] == [p * 10 if p in [*expected, 6] else MASK for p in range(4, 9)]
+    assert torch.equal(canvas.masked, canvas.tokens == MASK)
+
+
+def test_count_beyond_the_candidates_fills_all():
+    assert fill("low_confidence", 10)[1] == [4, 5, 7, 8]
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(0.05, []), (0.5, [7]), (0.65, [5, 7]), (1.0, [4, 5, 7, 8])])
+def test_origin_draws_each_position_with_the_ratio_as_probability(ratio, expected):
+    assert fill("origin", count=1, ratio=ratio)[1] == expected
+
+
+def test_every_policy_is_found_by_its_name_and_says_what_it_needs():
+    assert set(UNMASKING_POLICIES) == {*ORDERS, "origin"}
+    for name, policy in UNMASKING_POLICIES.items():
+        assert policy.name == name
+        assert policy.needs_entropy == (name == "entropy")
+        assert policy.needs_margin == (name == "topk_margin")
+        assert policy.needs_noise == (name in ("random", "origin"))
+        assert policy.tempered == (name not in ("low_confidence", "random"))
+        assert policy.draws_each_position == (name == "origin")
+
+
+@pytest.mark.parametrize(
+    ("canvas", "expected"),
+    [
+        (canvas_of("low_confidence"), SamplingSettings(0.0, 1.0, 0, False)),
+        # The most likely token survives the filters, and LLaDA's confidence is of the plain softmax.
+        (canvas_of("low_confidence", top_p=0.9, top_k=5), SamplingSettings(0.0, 1.0, 0, False)),
+        (canvas_of("low_confidence", 0.7, 0.9, 5), SamplingSettings(0.7, 0.9, 5, False)),
+        (canvas_of("entropy"), SamplingSettings(0.0, 1.0, 0, False)),
+        (canvas_of("entropy", top_k=5), SamplingSettings(0.0, 1.0, 5, True)),
+        (canvas_of("entropy", 0.7), SamplingSettings(0.7, 1.0, 0, True)),
+    ],
+)
+def test_settings_that_make_no_difference_are_shared(canvas, expected):
+    assert _sampling_settings(canvas) == expected
