@@ -1,1 +1,5 @@
-"""The command ``dllm``: one file per subcommand, their common parts beside them."""
+"""The command ``dllm``.
+
+Each subcommand is a file with ``add_parser``, which declares its arguments, and ``run``, which returns the exit
+status; what they share lies beside them.
+"""

@@ -120,13 +120,14 @@ def answer_lines(llm: "LLM", results: ResultFile, params: "DiffusionParams", *, 
         records = []
         while pending and len(running) < window:
             line = pending.popleft()
-            request = None
+            request_id = None
             try:
                 request = parse_request(line)
+                request_id = request.id
                 engine_id = _enqueue(llm, request, _params_of_line(params, line), use_chat=use_chat)
                 running[engine_id] = (line, request)
             except (ValueError, VLLMClientError) as error:
-                records.append(results.record(line, request and request.id, error=one_line(error)))
+                records.append(results.record(line, request_id, error=one_line(error)))
         for output in llm.llm_engine.step() if running else ():
             line, request = running.pop(output.request_id)
             records.append(results.record(line, request.id, **_outcome(output.outputs[0])))

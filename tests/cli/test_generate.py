@@ -132,3 +132,12 @@ def test_a_full_disk_ends_the_run_with_a_message(run, tmp_path, capsys):
     write_input(tmp_path, {"prompt": "Hello!"})
     assert run("--input", "in.jsonl", "--output", "/dev/full") == 2
     assert "cannot write /dev/full: No space left on device" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_run_quietly(run, tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "answer_lines", interrupt)
+    assert run(*write_input(tmp_path, {"prompt": "Hello!"})) == 130
+    assert capsys.readouterr().err.endswith("dllm: interrupted\n")

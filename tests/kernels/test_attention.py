@@ -1,0 +1,116 @@
+"""Bidirectional attention against its formula in float64."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.kernels.attention import bidirectional_attention, bidirectional_attention_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def inputs(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(lengths)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(rows, count, dim, generator=generator).to(dtype)
+
+    return draw(heads), draw(kv_heads), draw(kv_heads), [0, *itertools.accumulate(lengths)]
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (4, 1)]),
+    dim=st.sampled_from([8, 16, 64]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=80, deadline=None)
+def test_equals_the_formula(lengths, heads, dim, dtype, seed):
+    q, k, v, cu_seqlens = inputs(lengths, *heads, dim, dtype, seed)
+    out = bidirectional_attention(q, k, v, cu_seqlens)
+    assert out.shape == q.shape
+    assert out.dtype == dtype
+    assert error(out, bidirectional_attention_reference(q, k, v, cu_seqlens)) < TOLERANCE[dtype]
+
+
+def test_formula_worked_by_hand():
+    """Two rows with scores 0 and ln 3: weights 1/4 and 3/4."""
+    q = torch.tensor([1.0, 0, 0, 0]).expand(2, 1, 4)
+    k = torch.tensor([[[0.0, 0, 0, 0]], [[2 * torch.log(torch.tensor(3.0)), 0, 0, 0]]])
+    v = torch.tensor([[[4.0, 0, 0, 0]], [[0.0, 4, 0, 0]]])
+    expected = torch.tensor([[[1.0, 3, 0, 0]]] * 2)
+    for attention in (bidirectional_attention, bidirectional_attention_reference):
+        torch.testing.assert_close(attention(q, k, v, [0, 2]).float(), expected)
+
+
+def test_every_row_sees_the_rows_after_it():
+    q, k, v, cu_seqlens = inputs([6], 2, 2, 8)
+    before = bidirectional_attention(q, k, v, cu_seqlens)
+    v[5] += 1
+    assert (bidirectional_attention(q, k, v, cu_seqlens)[0] != before[0]).all()
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [5, 7], [7, 5, 5]])
+def test_sequences_do_not_see_each_other(lengths):
+    q, k, v, cu_seqlens = inputs(lengths, 2, 1, 8)
+    whole = bidirectional_attention(q, k, v, cu_seqlens)
+    for start, stop in itertools.pairwise(cu_seqlens):
+        alone = bidirectional_attention(q[start:stop], k[start:stop], v[start:stop], [0, stop - start])
+        torch.testing.assert_close(whole[start:stop], alone)
+
+
+def test_consecutive_query_heads_share_a_kv_head():
+    q, k, v, cu_seqlens = inputs([9], 4, 2, 16)
+    grouped = bidirectional_attention(q, k, v, cu_seqlens)
+    for head in range(4):
+        kv = slice(head // 2, head // 2 + 1)
+        alone = bidirectional_attention(q[:, head : head + 1], k[:, kv], v[:, kv], cu_seqlens)
+        torch.testing.assert_close(grouped[:, head : head + 1], alone)
+
+
+def test_inputs_are_left_as_they_are_and_need_not_be_contiguous():
+    fused = torch.randn(12, 3, 2, 8)
+    q, k, v = fused.unbind(1)
+    copies = [x.clone() for x in (q, k, v)]
+    out = bidirectional_attention(q, k, v, [0, 5, 12])
+    torch.testing.assert_close(out, bidirectional_attention(*copies, [0, 5, 12]))
+    assert all(torch.equal(x, copy) for x, copy in zip((q, k, v), copies, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "cu_seqlens", "message"),
+    [
+        ((4, 2, 8), (4, 2, 8), (4, 1, 8), [0, 4], r"v \[4, 1, 8\] do not belong together"),
+        ((4, 2, 8), (5, 2, 8), (5, 2, 8), [0, 4], r"k \[5, 2, 8\]"),
+        ((4, 2, 8), (4, 2, 16), (4, 2, 16), [0, 4], r"q \[4, 2, 8\]"),
+        ((4, 16), (4, 16), (4, 16), [0, 4], r"q \[4, 16\]"),
+        ((4, 3, 8), (4, 2, 8), (4, 2, 8), [0, 4], "3 query heads are not a multiple of 2 KV heads"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3], r"cu_seqlens=\[0, 3\] does not divide 4 rows"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [1, 4], r"cu_seqlens=\[1, 4\]"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3, 2, 4], r"cu_seqlens=\[0, 3, 2, 4\]"),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_named(q, k, v, cu_seqlens, message):
+    with pytest.raises(ValueError, match=message):
+        bidirectional_attention(torch.zeros(q), torch.zeros(k), torch.zeros(v), cu_seqlens)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_operator_is_registered_correctly(kv_heads):
+    """Schema, fake implementation and tracing, as torch.compile and graphs need them."""
+    arguments = inputs([3, 3, 5], 4, kv_heads, 8)
+    torch.library.opcheck(
+        torch.ops.dllm.bidirectional_attention.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
