@@ -29,6 +29,10 @@ class EngineFactory:
             self._engines[key] = start_engine(model, **settings)
         return self._engines[key]
 
+    def keep(self, llm: Any) -> None:
+        """Take charge of an engine that a test has started itself."""
+        self._engines[("kept", str(id(llm)))] = llm
+
     def shutdown(self) -> None:
         """One for all, for the same reason; half a second each would add up, and the process ends anyway."""
         clients = [llm.llm_engine.engine_core for llm in self._engines.values()]

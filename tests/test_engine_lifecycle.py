@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from tests.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPT = [3, 1, 4, 1, 5]
