@@ -11,7 +11,14 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily, family_of
-from dllm_engine.params import DEFAULT_GEN_LENGTH, DiffusionParams, InvalidRequestError, resolve_decoding
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import (
+    DEFAULT_GEN_LENGTH,
+    DiffusionParams,
+    InvalidRequestError,
+    check_page_demand,
+    resolve_decoding,
+)
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -34,7 +41,12 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
 
 
 def check_request(
-    params: SamplingParams, prompt_token_ids: list[int], family: ModelFamily, mask_token_id: int, max_model_len: int
+    params: SamplingParams,
+    prompt_token_ids: list[int],
+    family: ModelFamily,
+    engine: EngineOptions,
+    mask_token_id: int,
+    max_model_len: int,
 ) -> None:
     """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if the request cannot be served."""
     for name, (unused, what) in _UNSUPPORTED.items():
@@ -52,7 +64,7 @@ def check_request(
             f"the prompt contains the mask token (id {mask_token_id}) at position "
             f"{prompt_token_ids.index(mask_token_id)}; masks mark the response's positions and cannot be prompted"
         )
-    spec = resolve_decoding(params, len(prompt_token_ids), family)
+    spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
     if spec.canvas_length > max_model_len:
         raise InvalidRequestError(
             f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
@@ -89,7 +101,13 @@ def install() -> None:
             if params.max_tokens is None:
                 params = params.clone()
                 params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
-            check_request(params, prompt_token_ids, family_of(config), config.mask_token_id, max_model_len)
+            engine = EngineOptions.from_vllm_config(self.vllm_config)
+            family = family_of(config)
+            check_request(params, prompt_token_ids, family, engine, config.mask_token_id, max_model_len)
+            # The null block is not handed out; before the engine has told its size there is nothing to compare.
+            if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
+                spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
+                check_page_demand(spec, engine, config.num_hidden_layers, num_blocks - 1)
         return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
 
     InputProcessor.process_inputs = checked

@@ -26,7 +26,7 @@ class DiffusionFigures:
     """Rows fed to the model, summed over forward passes."""
     trace: dict[str, list] = field(default_factory=dict)
     """With ``trace=True``, per forward pass: ``unmasked_per_step`` (canvas positions) and ``computed_positions``
-    (None: the whole canvas)."""
+    (None: the whole canvas); per UPDATE step ``retained_positions``, a list per layer."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -40,10 +40,14 @@ class DiffusionFigures:
     def computed_positions(self) -> list[list[int] | None]:
         return self._traced("computed_positions")
 
+    @property
+    def retained_positions(self) -> list[list[list[int]]]:
+        return self._traced("retained_positions")
+
     def _traced(self, name: str) -> list:
         if not self.trace:
             raise ValueError(f"{name} is recorded only by an engine started with trace=True")
-        return self.trace[name]
+        return self.trace.get(name, [])
 
     def to_json(self) -> dict[str, Any]:
         """The HTTP form; the trace only where there is one."""

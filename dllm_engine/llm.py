@@ -1,6 +1,6 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
-from typing import Any
+from typing import Any, Literal
 
 import vllm
 
@@ -22,7 +22,8 @@ class LLM(vllm.LLM):
     Args:
         model: a checkpoint's folder or Hugging Face name, or ``"demo"``.
         cache_method: which cache to use; ``dllm models`` lists them.
-        cache_options: options of the cache method.
+        cache_options: options of the cache method; ``"paper"`` for those of its paper.
+        page_size: tokens per page of one layer.
         trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
 
     Raises:
@@ -34,11 +35,17 @@ class LLM(vllm.LLM):
         model: str,
         *,
         cache_method: str = "none",
-        cache_options: dict[str, Any] | None = None,
+        cache_options: dict[str, Any] | Literal["paper"] | None = None,
+        page_size: int = 32,
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
-        options = {"cache_method": cache_method, "cache_options": cache_options or {}, "trace": trace}
+        options = {
+            "cache_method": cache_method,
+            "cache_options": cache_options or {},
+            "page_size": page_size,
+            "trace": trace,
+        }
         EngineOptions.parse(options)
         # vLLM loads plugins later, but the arguments below are checked against the model's config class.
         register()

@@ -1,8 +1,9 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,14 +24,41 @@ def explain(error: ValidationError, what: str) -> str:
     return "; ".join(lines)
 
 
-class NoCacheOptions(BaseModel):
-    """``cache_method="none"`` has no options."""
+class CacheOptions(BaseModel):
+    """Options of a cache method; the methods without any use this class itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-CACHE_OPTIONS: dict[str, type[BaseModel]] = {"none": NoCacheOptions}
+class SparseOptions(CacheOptions):
+    """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the paper's."""
+
+    retention_ratio: float = Field(default=0.5, ge=0, le=1)
+    """Share of the candidates (positions outside the block) that a layer retains."""
+    pool_kernel_size: int = Field(default=3, ge=1)
+    """Width of the max-pooling over importance scores; odd, 1 is none."""
+    update_delay: int = Field(default=1, ge=0)
+    """FULL steps of a block before the one that selects what is retained."""
+    scope: Literal["bidirectional", "prefix"] = "bidirectional"
+    """Candidates on both sides of the block (Algorithm 4), or before it only, with the suffix kept whole (5)."""
+
+    @field_validator("pool_kernel_size")
+    @classmethod
+    def _odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("must be odd, so that the window has a middle")
+        return value
+
+
+CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
+    "none": CacheOptions,
+    "prefix": CacheOptions,
+    "dual": CacheOptions,
+    "sparse": SparseOptions,
+}
 """Cache methods and the model their ``cache_options`` are validated with."""
+PAPER = "paper"
+"""As ``cache_options``: the settings of the method's paper, which are the defaults."""
 
 
 class EngineOptions(BaseModel):
@@ -39,7 +67,9 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache_method: str = "none"
-    cache_options: dict[str, Any] = {}
+    cache_options: dict[str, Any] | Literal["paper"] = {}
+    page_size: int = Field(default=32, ge=1)
+    """Tokens per page of one layer."""
     trace: bool = False
     """Record per forward pass which positions were unmasked and computed."""
 
@@ -58,15 +88,20 @@ class EngineOptions(BaseModel):
         except ValidationError as error:
             known = ", ".join(cls.model_fields)
             raise ValueError(f"{explain(error, 'engine option')} (engine options: {known})") from None
-        schema = CACHE_OPTIONS[options.cache_method]
+        _ = options.cache
+        return options
+
+    @cached_property
+    def cache(self) -> CacheOptions:
+        """The options of the cache method, validated."""
+        schema = CACHE_OPTIONS[self.cache_method]
         try:
-            schema.model_validate(options.cache_options)
+            return schema.model_validate({} if self.cache_options == PAPER else self.cache_options)
         except ValidationError as error:
             known = ", ".join(schema.model_fields) or "no options"
             raise ValueError(
-                f"{explain(error, 'cache option')} (cache_method={options.cache_method!r} has {known})"
+                f"{explain(error, 'cache option')} (cache_method={self.cache_method!r} has {known})"
             ) from None
-        return options
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "EngineOptions":

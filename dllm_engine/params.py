@@ -8,8 +8,9 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
-from dllm_engine.options import explain
+from dllm_engine.options import CacheOptions, EngineOptions, explain
 from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.refresh_plan import page_demand
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length."""
@@ -33,6 +34,8 @@ class RequestOptions(BaseModel):
     block_length: int | None = Field(default=None, ge=1)
     steps: int | None = Field(default=None, ge=1)
     unmasking: str | None = None
+    threshold: float | None = Field(default=None, gt=0, le=1)
+    retention_ratio: float | None = Field(default=None, ge=0, le=1)
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -62,6 +65,12 @@ class DiffusionParams(SamplingParams):
     """Denoising steps over the whole response; default one per token."""
     unmasking: str | None = None
     """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream."""
+    threshold: float | None = None
+    """Parallel unmasking (Fast-dLLM): each step unmasks every position of the block whose probability reaches this,
+    and at least the best one, until none is left; ``steps`` is ignored. Policies that do not measure a probability
+    (``entropy``, ``topk_margin``, ``random``, ``origin``) keep to their fixed count, as Fast-dLLM's own code does."""
+    retention_ratio: float | None = None
+    """Retain less than the engine's ``retention_ratio`` for this request."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -76,7 +85,8 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        chosen: dict[str, Any] = {"block_length": self.block_length, "steps": self.steps, "unmasking": self.unmasking}
+        own = ("block_length", "steps", "unmasking", "threshold", "retention_ratio")
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
         if top_p != 1.0:
             chosen["top_p"] = top_p
         if top_k > 0:
@@ -101,7 +111,27 @@ def request_options(params: SamplingParams) -> RequestOptions:
         raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
 
 
-def resolve_decoding(params: SamplingParams, prompt_length: int, family: ModelFamily) -> DecodingSpec:
+def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
+    """The engine's cache options with what the request lowers."""
+    wanted = options.retention_ratio
+    if wanted is None:
+        return engine.cache
+    allowed = getattr(engine.cache, "retention_ratio", None)
+    if allowed is None:
+        raise InvalidRequestError(
+            f"retention_ratio={wanted}: cache_method={engine.cache_method!r} evicts nothing; leave it unset"
+        )
+    if wanted > allowed:
+        raise InvalidRequestError(
+            f"retention_ratio={wanted} is out of range: pages are sized for the engine's {allowed}, a request may "
+            f"only lower it"
+        )
+    return engine.cache.model_copy(update={"retention_ratio": wanted})
+
+
+def resolve_decoding(
+    params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
+) -> DecodingSpec:
     """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
     options = request_options(params)
     gen_length = params.max_tokens
@@ -124,8 +154,10 @@ def resolve_decoding(params: SamplingParams, prompt_length: int, family: ModelFa
         temperature=params.temperature,
         top_p=options.top_p if options.top_p is not None else params.top_p,
         top_k=max(options.top_k if options.top_k is not None else params.top_k, 0),
+        threshold=options.threshold,
+        cache=resolve_cache(options, engine),
     )
-    if spec.steps < spec.num_blocks:
+    if spec.threshold is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(
             f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "
             f"needs at least one; raise steps or block_length"
@@ -135,6 +167,16 @@ def resolve_decoding(params: SamplingParams, prompt_length: int, family: ModelFa
             f"unmasking={spec.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
         )
     return spec
+
+
+def check_page_demand(spec: DecodingSpec, engine: EngineOptions, num_layers: int, num_pages: int) -> None:
+    """Raise ``InvalidRequestError`` with the numbers if the pool could never hold the request's pages."""
+    demand = page_demand(spec, engine, num_layers)
+    if demand > num_pages:
+        raise InvalidRequestError(
+            f"the request needs {demand} pages ({num_layers} layers, page_size {engine.page_size}), the pool has "
+            f"{num_pages}; shorten prompt or response, lower retention_ratio, or raise kv_cache_memory_bytes"
+        )
 
 
 def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:

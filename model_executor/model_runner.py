@@ -2,6 +2,7 @@
 
 import itertools
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
-from dllm_engine.model_executor.layer_pass import DensePass
+from dllm_engine.model_executor.layer_pass import DensePass, RetentionPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
+from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
@@ -27,7 +29,7 @@ from dllm_engine.model_executor.unmasking.policy import TokenStatistics, Unmaski
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
-from dllm_engine.scheduler.refresh_plan import StepPlan
+from dllm_engine.scheduler.refresh_plan import RETAINED_TOKENS, StepPlan, pages_for
 
 logger = init_logger(__name__)
 
@@ -42,6 +44,8 @@ class Canvas:
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
     masked: torch.Tensor
     """``[canvas_length]`` bool."""
+    page_table: torch.Tensor
+    """Page ids ``[num_layers, num_pages]`` int32."""
 
     @property
     def policy(self) -> UnmaskingPolicy:
@@ -71,8 +75,9 @@ class DiffusionModelRunner:
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
-        self.cache_method = CACHE_METHODS[self.options.cache_method]()
+        self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
         self.canvases: dict[str, Canvas] = {}
+        self.pages: PageMemory | None = None
         self.model_memory_usage = 0
         # vLLM's CPU worker reads it; there are none outside the page pool.
         self.kv_caches: list[torch.Tensor] = []
@@ -101,11 +106,50 @@ class DiffusionModelRunner:
         return ("generate",)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Without a cache there are no pages to size."""
-        return {}
+        """One pseudo-layer that stands for the page pool; nothing for a method that keeps nothing."""
+        retained = self._retained_at_most()
+        if not retained:
+            return {}
+        layer = self.model.layers[0]
+        spec = PagePoolSpec(
+            block_size=self.options.page_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_dim,
+            dtype=self.model_config.dtype,
+            pages_per_request=len(self.model.layers) * pages_for(retained, self.options.page_size),
+        )
+        return {POOL_LAYER: spec}
+
+    def _retained_at_most(self) -> int:
+        """Tokens per layer that the longest request retains, at any block length."""
+        length = self.model_config.max_model_len
+        longest = DecodingSpec(
+            prompt_length=length - 1,
+            gen_length=1,
+            block_length=1,
+            steps=1,
+            schedule="uniform",
+            unmasking="low_confidence",
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            cache=self.options.cache,
+        )
+        return RETAINED_TOKENS[self.options.cache_method](longest, 0)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
-        """Without a cache there is nothing to allocate."""
+        if POOL_LAYER not in {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}:
+            return
+        layer = self.model.layers[0]
+        with kwargs.get("kv_cache_allocation_context") or nullcontext():
+            self.pages = PageMemory(
+                kv_cache_config.num_blocks,
+                self.options.page_size,
+                layer.num_kv_heads,
+                layer.head_dim,
+                self.model_config.dtype,
+                self.device,
+            )
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Canvases are as long as their requests; nothing here is sized by the longest."""
@@ -141,12 +185,16 @@ class DiffusionModelRunner:
             self.canvases.pop(request_id, None)
         for request_id, request in scheduler_output.new_requests.items():
             self.canvases[request_id] = self._new_canvas(request)
+        for request_id, tables in scheduler_output.page_tables.items():
+            self.canvases[request_id].page_table = torch.tensor(tables, dtype=torch.int32, device=self.device)
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = self._build_batch(scheduler_output.plans)
-        hidden = self.model(batch.input_ids, batch.positions, self.cache_method.layer_pass(batch))
+        layer_pass = self.make_layer_pass(batch, self.pages)
+        hidden = self.model(batch.input_ids, batch.positions, layer_pass)
         unmasked = self._unmask(batch, hidden)
-        return self._report(batch, unmasked)
+        retained = layer_pass.retained_positions if isinstance(layer_pass, RetentionPass) else {}
+        return self._report(batch, unmasked, retained)
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec
@@ -154,17 +202,20 @@ class DiffusionModelRunner:
         tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
         masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
         masked[spec.prompt_length :] = True
-        return Canvas(spec, request.seed, tokens, masked)
+        no_pages = torch.empty(len(self.model.layers), 0, dtype=torch.int32, device=self.device)
+        return Canvas(spec, request.seed, tokens, masked, no_pages)
 
     def _build_batch(self, plans: dict[str, StepPlan]) -> StepBatch:
         # Sequences of equal length side by side share one attention call.
-        ordered = sorted(plans.items(), key=lambda item: item[1].span.size)
+        ordered = sorted(plans.items(), key=lambda item: (item[1].span.size, item[1].retained))
         return StepBatch(
             request_ids=[request_id for request_id, _ in ordered],
             plans=[plan for _, plan in ordered],
+            specs=[self.canvases[request_id].spec for request_id, _ in ordered],
             cu_seqlens=list(itertools.accumulate((plan.span.size for _, plan in ordered), initial=0)),
             input_ids=torch.cat([self.canvases[request_id].tokens[slice(*plan.span)] for request_id, plan in ordered]),
             positions=torch.cat([torch.arange(*plan.span, device=self.device) for _, plan in ordered]),
+            page_tables=[self.canvases[request_id].page_table for request_id, _ in ordered],
         )
 
     def _unmask(self, batch: StepBatch, hidden: torch.Tensor) -> list[list[int]]:
@@ -182,14 +233,18 @@ class DiffusionModelRunner:
 
     def _candidates(self, batch: StepBatch, index: int) -> Candidates | None:
         plan, canvas = batch.plans[index], self.canvases[batch.request_ids[index]]
-        if plan.quota.count == 0 and not canvas.policy.draws_each_position:
+        counted = not canvas.policy.draws_each_position and (
+            plan.quota.threshold is None or not canvas.policy.measures_probability
+        )
+        if counted and plan.quota.count == 0:
             return None
         first, stop = plan.quota.candidates
         positions = canvas.masked[first:stop].nonzero()[:, 0] + first
         if not positions.numel():
             return None
         predicting = (positions - 1).clamp(min=0) if self.model.shifts_logits else positions
-        rows = predicting - plan.span.start + batch.cu_seqlens[index]
+        # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
+        rows = (predicting - plan.span.start).clamp(min=0) + batch.cu_seqlens[index]
         return Candidates(index, canvas, plan, positions, rows)
 
     def _predict(
@@ -230,7 +285,9 @@ class DiffusionModelRunner:
         ]
         return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
 
-    def _report(self, batch: StepBatch, unmasked: list[list[int]]) -> DiffusionRunnerOutput:
+    def _report(
+        self, batch: StepBatch, unmasked: list[list[int]], retained: dict[int, list[torch.Tensor]]
+    ) -> DiffusionRunnerOutput:
         reports = {}
         for index, (request_id, plan) in enumerate(zip(batch.request_ids, batch.plans, strict=True)):
             canvas = self.canvases[request_id]
@@ -240,7 +297,7 @@ class DiffusionModelRunner:
                 rows_computed=batch.cu_seqlens[index + 1] - batch.cu_seqlens[index],
                 num_unmasked=len(unmasked[index]),
                 block_tokens=canvas.tokens[block].tolist() if done else None,
-                trace=self._trace(plan, canvas, unmasked[index]) if self.options.trace else None,
+                trace=_trace(plan, canvas, unmasked[index], retained.get(index)) if self.options.trace else None,
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,
@@ -249,13 +306,19 @@ class DiffusionModelRunner:
             reports=reports,
         )
 
-    @staticmethod
-    def _trace(plan: StepPlan, canvas: Canvas, unmasked: list[int]) -> dict[str, Any]:
-        whole = plan.span.size == canvas.spec.canvas_length
-        return {
-            "unmasked_per_step": unmasked,
-            "computed_positions": None if whole else list(range(*plan.span)),
-        }
+
+def _trace(
+    plan: StepPlan, canvas: Canvas, unmasked: list[int], retained: list[torch.Tensor] | None
+) -> dict[str, Any]:
+    """What a step did, by the names of ``DiffusionFigures.trace``."""
+    whole = plan.span == canvas.spec.canvas_span
+    entry: dict[str, Any] = {
+        "unmasked_per_step": unmasked,
+        "computed_positions": None if whole else list(range(*plan.span)),
+    }
+    if retained is not None:
+        entry["retained_positions"] = [positions.tolist() for positions in retained]
+    return entry
 
 
 def _signed_seed(seed: int) -> int:
@@ -281,6 +344,10 @@ def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
     confidence = canvas.policy.confidence(statistics)
     if canvas.policy.draws_each_position:
         chosen = (confidence < quota.ratio).nonzero()[:, 0]
+    elif quota.threshold is not None and canvas.policy.measures_probability:
+        sure = confidence >= quota.threshold
+        sure[confidence.argmax()] = True
+        chosen = sure.nonzero()[:, 0]
     else:
         chosen = confidence.topk(min(quota.count, confidence.numel())).indices
     positions = candidates.positions[chosen]

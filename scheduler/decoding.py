@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dllm_engine.families import ScheduleKind
+from dllm_engine.options import CacheOptions
 from dllm_engine.scheduler.unmask_schedule import split_steps
 
 
@@ -33,10 +34,18 @@ class DecodingSpec:
     top_p: float
     top_k: int
     """0: all tokens."""
+    threshold: float | None = None
+    """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
+    cache: CacheOptions = CacheOptions()
+    """Options of the engine's cache method, as this request uses them."""
 
     @property
     def canvas_length(self) -> int:
         return self.prompt_length + self.gen_length
+
+    @property
+    def canvas_span(self) -> Span:
+        return Span(0, self.canvas_length)
 
     @property
     def num_blocks(self) -> int:

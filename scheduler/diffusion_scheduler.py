@@ -22,11 +22,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from dllm_engine.families import family_of
 from dllm_engine.figures import figures_message
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import end_token_ids, resolve_decoding
+from dllm_engine.params import check_page_demand, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, page_demand, pages_for
 
 logger = init_logger(__name__)
 
@@ -73,6 +73,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.log_stats = log_stats
         self.plan = REFRESH_PLANS[self.options.cache_method]
+        self.num_layers = self.hf_config.num_hidden_layers
         self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
         self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
         self.running: list[Request] = []
@@ -106,18 +107,15 @@ class DiffusionScheduler(SchedulerInterface):
         params = request.sampling_params
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
-        spec = resolve_decoding(params, len(request.prompt_token_ids), self.family)
+        spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
         if spec.canvas_length > self.max_rows:
             raise ValueError(
                 f"prompt and response need {spec.canvas_length} rows, max_num_batched_tokens={self.max_rows} has fewer"
             )
+        check_page_demand(spec, self.options, self.num_layers, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         progress = Progress(num_masked=spec.block_span(0).size)
         return RequestState(request, spec, progress, seed, end_token_ids(params, self.hf_config))
-
-    def page_demand(self, spec: DecodingSpec) -> int:
-        """Upper bound on the pages a request holds at any time of its life; without a cache, none."""
-        return 0
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)
@@ -165,7 +163,7 @@ class DiffusionScheduler(SchedulerInterface):
         while self.waiting and len(self.running) < self.max_num_running:
             request = self.waiting.peek_request()
             state = self.states[request.request_id]
-            demand = self.page_demand(state.spec)
+            demand = page_demand(state.spec, self.options, self.num_layers)
             if not self.pages.can_reserve(demand) or self.plan(state.spec, state.progress).max_rows > budget:
                 break
             self.waiting.pop_request()
@@ -192,6 +190,9 @@ class DiffusionScheduler(SchedulerInterface):
             return 0
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
+        if plan.state is RefreshState.UPDATE:
+            sizes = [pages_for(plan.retained, self.options.page_size)] * self.num_layers
+            output.page_tables[request.request_id] = self.pages.resize(request.request_id, sizes)
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
         return plan.max_rows
 

@@ -25,7 +25,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
-    """In batch order."""
+    page_tables: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Page ids per layer of the requests whose tables changed."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ class PagePool:
         """``num_pages`` counts vLLM's null block, which is never handed out."""
         self._blocks = BlockPool(num_pages, enable_caching=False, hash_block_size=hash_block_size)
         self._reserved: dict[str, int] = {}
-        self._allocated: dict[str, list[KVCacheBlock]] = {}
+        self._tables: dict[str, list[list[KVCacheBlock]]] = {}
 
     @property
     def num_pages(self) -> int:
@@ -44,21 +44,29 @@ class PagePool:
         if not self.can_reserve(num_pages):
             raise ValueError(f"{num_pages} pages wanted, {self.num_pages - self.num_reserved} of {self.num_pages} left")
         self._reserved[request_id] = num_pages
-        self._allocated[request_id] = []
+        self._tables[request_id] = []
 
-    def allocate(self, request_id: str, num_pages: int) -> list[int]:
-        """Take ``num_pages`` of a request's reservation; returns their page ids."""
-        held = self._allocated[request_id]
-        if len(held) + num_pages > self._reserved[request_id]:
+    def resize(self, request_id: str, table_sizes: list[int]) -> list[list[int]]:
+        """Give a request's page tables these sizes, in pages; returns the page ids of each.
+
+        A table keeps the pages it has as far as they go. Raises ``ValueError`` beyond the request's reservation.
+        """
+        if sum(table_sizes) > self._reserved[request_id]:
             raise ValueError(
-                f"request {request_id} holds {len(held)} pages and wants {num_pages} more, "
-                f"but reserved {self._reserved[request_id]}"
+                f"request {request_id} wants {sum(table_sizes)} pages, but reserved {self._reserved[request_id]}"
             )
-        pages = self._blocks.get_new_blocks(num_pages)
-        held.extend(pages)
-        return [page.block_id for page in pages]
+        tables = self._tables[request_id]
+        tables.extend([] for _ in range(len(table_sizes) - len(tables)))
+        # All surplus first, so that a table may grow on what another gave back.
+        for table, size in zip(tables, table_sizes, strict=True):
+            self._blocks.free_blocks(table[size:])
+            del table[size:]
+        for table, size in zip(tables, table_sizes, strict=True):
+            table.extend(self._blocks.get_new_blocks(size - len(table)))
+        return [[page.block_id for page in table] for table in tables]
 
     def free(self, request_id: str) -> None:
         """Return a request's pages and its reservation; nothing happens for a request that has none."""
         self._reserved.pop(request_id, None)
-        self._blocks.free_blocks(self._allocated.pop(request_id, []))
+        for table in self._tables.pop(request_id, []):
+            self._blocks.free_blocks(table)

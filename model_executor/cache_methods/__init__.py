@@ -1,8 +1,19 @@
 """Cache methods: what a step writes to and reads from pages, and which layer pass it runs.
 
-A new method is one file here, and its row in ``scheduler/refresh_plan.py``.
+A new method is one file here, its entry below, and its row in ``scheduler/refresh_plan.py``.
 """
 
-from dllm_engine.model_executor.cache_methods.none import NoCache
+from collections.abc import Callable
 
-CACHE_METHODS = {"none": NoCache}
+from dllm_engine.model_executor.cache_methods import fast_dllm, none, sparse
+from dllm_engine.model_executor.layer_pass import LayerPass
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.step_batch import StepBatch
+
+CACHE_METHODS: dict[str, Callable[[StepBatch, PageMemory | None], LayerPass]] = {
+    "none": none.layer_pass,
+    "prefix": fast_dllm.prefix_pass,
+    "dual": fast_dllm.dual_pass,
+    "sparse": sparse.layer_pass,
+}
+"""Each makes the layer pass of a step; page memory is None for methods that keep nothing."""

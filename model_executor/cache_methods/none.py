@@ -1,11 +1,10 @@
 """No cache: every step recomputes the whole canvas."""
 
-from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
+from dllm_engine.model_executor.layer_pass import DensePass
+from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import StepBatch
 
 
-class NoCache:
+def layer_pass(batch: StepBatch, pages: PageMemory | None) -> DensePass:
     """The decoding loop of LLaDA and Dream as released."""
-
-    def layer_pass(self, batch: StepBatch) -> LayerPass:
-        return DensePass(batch.cu_seqlens)
+    return DensePass(batch.cu_seqlens)

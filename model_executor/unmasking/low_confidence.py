@@ -2,4 +2,4 @@
 
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy
 
-LOW_CONFIDENCE = UnmaskingPolicy("low_confidence", confidence=lambda statistics: statistics.probability)
+LOW_CONFIDENCE = UnmaskingPolicy("low_confidence", confidence=lambda statistics: statistics.probability, measures_probability=True)

@@ -30,6 +30,8 @@ class UnmaskingPolicy:
     confidence: Callable[[TokenStatistics], torch.Tensor]
     tempered: bool = False
     """Whether probabilities are those after temperature, top-p and top-k (Dream) or of the plain softmax (LLaDA)."""
+    measures_probability: bool = False
+    """Whether the confidence is a probability, which a threshold can be compared with."""
     needs_entropy: bool = False
     needs_margin: bool = False
     needs_noise: bool = False

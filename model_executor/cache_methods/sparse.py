@@ -1,0 +1,35 @@
+"""Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the block that its queries find important."""
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+
+from dllm_engine.kernels.eviction import mean_query_scores, select_retained
+from dllm_engine.model_executor.cache_methods.fast_dllm import outside_block
+from dllm_engine.model_executor.layer_pass import RetentionPass
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.options import SparseOptions
+from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.refresh_plan import StepPlan
+
+
+def layer_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
+    """Bidirectional sparse caching; each layer retains its own set, shared by its heads."""
+    assert pages is not None
+    return RetentionPass(batch, pages, _retain_important)
+
+
+def _retain_important(spec: DecodingSpec, plan: StepPlan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Algorithm 4, lines 8 to 15 (Algorithm 5 for ``scope="prefix"``): mean block query against each candidate's key,
+    mean over heads, max-pooling over the candidates laid end to end, top-k."""
+    options = spec.cache
+    assert isinstance(options, SparseOptions)
+    start, stop = plan.block
+    prefix_only = options.scope == "prefix"
+    candidates = torch.arange(start, device=k.device) if prefix_only else outside_block(spec, plan, k.device)
+    kept_whole = torch.arange(stop, spec.canvas_length, device=k.device) if prefix_only else candidates[:0]
+    # Every rank scores with its own heads; all must retain the same tokens.
+    scores = tensor_model_parallel_all_reduce(mean_query_scores(q[start:stop], k[candidates]))
+    scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
+    chosen = select_retained(scores, plan.retained - kept_whole.numel(), options.pool_kernel_size)
+    return torch.cat((candidates[chosen], kept_whole))

@@ -1,0 +1,47 @@
+"""The tensors behind the pages of one rank, and what vLLM must know to size them."""
+
+from dataclasses import dataclass, field
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+POOL_LAYER = "dllm.pool"
+"""Name of the one pseudo-layer vLLM is told of; its page is one layer's page of ours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagePoolSpec(FullAttentionSpec):
+    """One page: ``block_size`` tokens of keys and values of one layer, local KV heads."""
+
+    pages_per_request: int = field(default=1)
+    """Pages of a request as long as ``max_model_len``, over all layers."""
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.pages_per_request * self.page_size_bytes
+
+
+def register_pool_spec() -> None:
+    """Tell vLLM how to group the spec. Idempotent."""
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        PagePoolSpec, manager_class=FullAttentionManager, uniform_type_base_spec=FullAttentionSpec
+    )
+
+
+class PageMemory:
+    """Keys and values of all pages of a rank: ``[num_pages, slots_per_page, head_dim]`` each.
+
+    A slot is the key or value of one head of one retained token. Page 0 is vLLM's null block and stays unused.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        self.num_kv_heads = num_kv_heads
+        # Not zeroed: on a CPU, memory that no page uses is then never touched.
+        memory = torch.empty(num_pages, 2, page_size * num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.keys, self.values = memory[:, 0], memory[:, 1]
