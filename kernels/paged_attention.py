@@ -175,30 +175,304 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``paged_attention`` after the writes: (out, lse), with lse empty where it is not asked for."""
     bounds = cu_seqlens.tolist()
-    num_kv_heads = k.shape[1]
     _check_lengths(bounds, q.shape[0], k_pages, page_tables, head_start, token_stride, head_len)
     out, lse = _empty_results(q, return_lse)
     for (length, retained), members in _equal_groups(bounds, k_pages, head_start, token_stride, head_len).items():
         rows = _rows(bounds, members, length)
-        requests = torch.tensor(members)
-        fresh = _grouped(k, rows, length), _grouped(v, rows, length)
-        if not attend_fresh:
-            fresh = fresh[0][:, :0], fresh[1][:, :0]
+        num_fresh = length if attend_fresh else 0
+        fresh_k, fresh_v = (x[rows].unflatten(0, (len(members), length))[:, :num_fresh] for x in (k, v))
         if retained is None:
-            keys, values, visible = _gather_ranges(
-                fresh, k_pages, v_pages, page_tables[requests], head_start[requests], token_stride[requests],
-                head_len[requests],
-            )  # fmt: skip
-            last = head_len[requests][:, :, None, None]
+            of_members = torch.tensor(members)
+            last = head_len[of_members]
+            slots, visible = _slots(
+                page_tables[of_members], head_start[of_members], token_stride[of_members], last, k_pages.shape[1]
+            )
+            keys = _gather_slots(fresh_k, k_pages, slots, visible)
+            values = _gather_slots(fresh_v, v_pages, slots, visible)
+            visible = F.pad(visible.transpose(1, 2), (num_fresh, 0), value=True)[:, :, None]
         else:
-            keys, values = _gather_whole_pages(fresh, k_pages, v_pages, page_tables, members, retained)
+            last = torch.full((1, 1), retained)
+            keys = _gather_whole_pages(fresh_k, k_pages, page_tables, members, retained)
+            values = _gather_whole_pages(fresh_v, v_pages, page_tables, members, retained)
             visible = None
-            last = torch.full((1, 1, 1, 1), retained)
         if causal:
-            ahead = _causal(length, keys.shape[1], fresh[0].shape[1], last)
-            visible = ahead if visible is None else visible & ahead
-        group_out, group_lse = _softmax_attention(_grouped(q, rows, length), keys, values, visible, return_lse)
+            seen = _causal(length, keys.shape[1], last, attend_fresh)
+            visible = seen if visible is None else visible & seen
+        group_q = q[rows].unflatten(0, (len(members), length))
+        group_out, group_lse = _softmax_attention(group_q, keys, values, visible, return_lse)
         out[rows] = group_out.flatten(0, 1)
-        if group_lse is not None:
+        if return_lse:
             lse[rows] = group_lse.flatten(0, 1)
     return out, lse
+
+
+@_attend.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+    attend_fresh: bool,
+    causal: bool,
+    return_lse: bool,
+    max_seqlen: int | None,
+    max_head_len: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_results(q, return_lse)
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | Sequence[int],
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+    k_slots: torch.Tensor | None = None,
+    v_slots: torch.Tensor | None = None,
+    *,
+    attend_fresh: bool,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula, in float64, a request and a head at a time: (out, lse). The pages are left as they are."""
+    k_pages, v_pages = (_written(x, pages, slots) for x, pages, slots in ((k, k_pages, k_slots), (v, v_pages, v_slots)))
+    slots_per_page = k_pages.shape[1]
+    group = q.shape[1] // k.shape[1]
+    out = q.new_zeros(q.shape, dtype=torch.float64)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    for request, (start, stop) in enumerate(itertools.pairwise(torch.as_tensor(cu_seqlens).tolist())):
+        for head in range(q.shape[1]):
+            kv_head = head // group
+            tokens = torch.arange(int(head_len[request, kv_head]), device=q.device)
+            slots = head_start[request, kv_head] + tokens * token_stride[request]
+            where = page_tables[request, slots // slots_per_page].long(), slots % slots_per_page
+            keys, values = k_pages[where].double(), v_pages[where].double()
+            i = torch.arange(stop - start, device=q.device)[:, None]
+            visible = (
+                tokens <= len(tokens) - (stop - start) + i if causal and not attend_fresh else tokens <= tokens + i
+            )
+            if attend_fresh:
+                keys = torch.cat((keys, k[start:stop, kv_head].double()))
+                values = torch.cat((values, v[start:stop, kv_head].double()))
+                visible = torch.cat((visible, (i.T <= i) | (not causal)), dim=1)
+            scores = (q[start:stop, head].double() @ keys.T) * q.shape[-1] ** -0.5
+            scores = scores.masked_fill(~visible, -torch.inf)
+            lse[start:stop, head] = scores.logsumexp(dim=-1)
+            weights = (scores - lse[start:stop, head, None]).exp().nan_to_num(0.0)
+            out[start:stop, head] = weights @ values
+    return out, lse
+
+
+def _written(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+    """A copy of ``pages`` with ``values`` written to ``slots``, one at a time."""
+    pages = pages.clone()
+    if slots is not None:
+        for row, head in (slots >= 0).nonzero().tolist():
+            page, offset = divmod(int(slots[row, head]), pages.shape[1])
+            pages[page, offset] = values[row, head]
+    return pages
+
+
+def _equal_groups(
+    bounds: list[int],
+    k_pages: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+) -> dict[tuple[int, int | None], list[int]]:
+    """Requests by (rows, retained tokens); None for those whose retained tokens do not fill whole pages in order."""
+    num_kv_heads = head_len.shape[1]
+    token_major_start = list(range(num_kv_heads))
+    whole_tokens = k_pages.shape[1] % num_kv_heads == 0
+    groups: dict[tuple[int, int | None], list[int]] = {}
+    starts, strides, lengths = head_start.tolist(), token_stride.tolist(), head_len.tolist()
+    for request, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start == stop:
+            continue
+        retained: int | None = lengths[request][0]
+        token_major = whole_tokens and strides[request] == num_kv_heads and starts[request] == token_major_start
+        if lengths[request] != [retained] * num_kv_heads or (retained and not token_major):
+            retained = None
+        groups.setdefault((stop - start, retained), []).append(request)
+    return groups
+
+
+def _rows(bounds: list[int], members: list[int], length: int) -> slice | torch.Tensor:
+    """The rows of requests of equal length; a slice where they follow each other."""
+    starts = [bounds[request] for request in members]
+    if starts == list(range(starts[0], starts[0] + len(starts) * length, length)):
+        return slice(starts[0], starts[0] + len(starts) * length)
+    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
+
+
+def _gather_whole_pages(
+    fresh: torch.Tensor, pages: torch.Tensor, page_tables: torch.Tensor, members: list[int], retained: int
+) -> torch.Tensor:
+    """``fresh`` ``[group, fresh rows, num_kv_heads, head_dim]`` and after it the first ``retained`` tokens of the pages.
+
+    Whole pages are copied behind the fresh rows, where what the last page holds beyond the retained tokens falls off
+    the end: one copy, and no mask.
+    """
+    if not retained:
+        return fresh
+    group, num_fresh, num_kv_heads, head_dim = fresh.shape
+    num_pages = -(-retained * num_kv_heads // pages.shape[1])
+    page_size = pages.shape[1] // num_kv_heads
+    joined = fresh.new_empty(group, num_fresh + num_pages * page_size, num_kv_heads, head_dim)
+    joined[:, :num_fresh] = fresh
+    for target, request in zip(joined[:, num_fresh:], members, strict=True):
+        torch.index_select(
+            pages, 0, page_tables[request, :num_pages], out=target.view(num_pages, *pages.shape[1:])
+        )  # fmt: skip
+    return joined[:, : num_fresh + retained]
+
+
+def _slots(
+    page_tables: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+    slots_per_page: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Physical slots of retained tokens and which of them exist, ``[group, longest, num_kv_heads]`` each."""
+    tokens = torch.arange(int(head_len.max()))[None, :, None]
+    exists = tokens < head_len[:, None]
+    virtual = torch.where(exists, head_start[:, None] + tokens * token_stride[:, None, None], 0)
+    pages = page_tables.gather(1, (virtual // slots_per_page).flatten(1)).view_as(virtual)
+    return torch.where(exists, pages * slots_per_page + virtual % slots_per_page, 0), exists
+
+
+def _gather_slots(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    """``fresh`` and after it the tokens in ``slots``, with zeros where there is none."""
+    retained = pages[slots // pages.shape[1], slots % pages.shape[1]]
+    return torch.cat((fresh, retained.masked_fill_(~exists[..., None], 0)), dim=1)
+
+
+def _causal(length: int, num_keys: int, head_len: torch.Tensor, attend_fresh: bool) -> torch.Tensor:
+    """Which keys (fresh ones first) a row sees: ``[group or 1, num_kv_heads or 1, length, num_keys]``."""
+    row, key = torch.arange(length)[:, None], torch.arange(num_keys)
+    if attend_fresh:
+        return ((key <= row) | (key >= length))[None, None]
+    return key <= head_len[:, :, None, None] - length + row
+
+
+def _softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend within each member of a group.
+
+    Args:
+        q: ``[group, num_rows, num_heads, head_dim]``.
+        k, v: ``[group, num_keys, num_kv_heads, head_dim]``.
+        visible: bool, broadcast to ``[group, num_kv_heads, num_rows, num_keys]``; None: everything.
+
+    Returns:
+        ``[group, num_rows, num_heads, head_dim]`` and, where asked for, float32 ``[group, num_rows, num_heads]``.
+    """
+    sharing = q.shape[2] // k.shape[2]
+    # Query heads that share a KV head become further rows of it, so that K and V are not expanded.
+    queries = q.unflatten(2, (-1, sharing)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    if visible is not None and visible.shape[2] > 1:
+        visible = visible.repeat(1, 1, sharing, 1)
+
+    def per_query_head(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(2, (sharing, -1)).flatten(1, 2).transpose(1, 2)
+
+    if return_lse:
+        scores = queries.float() @ keys.float().transpose(2, 3) * q.shape[-1] ** -0.5
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        lse = scores.logsumexp(dim=-1, keepdim=True)
+        weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
+        return per_query_head((weights @ values.float()).to(q.dtype)), per_query_head(lse)[..., 0]
+    if not k.shape[1]:
+        return torch.zeros_like(q), None
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
+    if visible is not None:
+        out = out.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
+    return per_query_head(out), None
+
+
+def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+def _as_tensor(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
+    if isinstance(cu_seqlens, torch.Tensor):
+        return cu_seqlens
+    return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+) -> None:
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not belong together")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
+    if k_pages.dim() != 3 or k_pages.shape != v_pages.shape or k_pages.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"k_pages {list(k_pages.shape)}, v_pages {list(v_pages.shape)} do not belong together and to q {list(q.shape)}"
+        )
+    if len({x.dtype for x in (q, k, v, k_pages, v_pages)}) > 1:
+        raise ValueError(f"q, k, v and the pages differ in type: {[x.dtype for x in (q, k, v, k_pages, v_pages)]}")
+    num_requests = cu_seqlens.numel() - 1
+    per_head = (num_requests, k.shape[1])
+    if (
+        page_tables.dim() != 2
+        or page_tables.shape[0] != num_requests
+        or head_start.shape != per_head
+        or head_len.shape != per_head
+        or token_stride.shape != (num_requests,)
+    ):
+        raise ValueError(
+            f"for {num_requests} requests and {k.shape[1]} KV heads, page_tables {list(page_tables.shape)}, "
+            f"head_start {list(head_start.shape)}, token_stride {list(token_stride.shape)} and "
+            f"head_len {list(head_len.shape)} do not fit"
+        )
+
+
+def _check_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    if values.dim() != 3 or pages.dim() != 3 or values.shape[2] != pages.shape[2] or slots.shape != values.shape[:2]:
+        raise ValueError(
+            f"values {list(values.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
+        )
+
+
+def _check_lengths(
+    bounds: list[int],
+    num_rows: int,
+    k_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+) -> None:
+    """What only a host can check without waiting for its device."""
+    if bounds[0] != 0 or bounds[-1] != num_rows or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens={bounds} does not divide {num_rows} rows")
+    last_slot = torch.where(head_len > 0, head_start + (head_len - 1) * token_stride[:, None], -1)
+    capacity = page_tables.shape[1] * k_pages.shape[1]
+    if last_slot.numel() and int(last_slot.max()) >= capacity:
+        raise ValueError(f"head_len reaches slot {int(last_slot.max())} of page tables of {capacity} slots")
