@@ -4,17 +4,9 @@ from typing import Any, Literal
 
 import vllm
 
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.plugin import register
-
-DEMO_MODEL = "demo"
-
-
-def model_path(model: str) -> str:
-    """``"demo"`` is the model that ships with the package; every other name is vLLM's to find."""
-    return demo_model_path() if model == DEMO_MODEL else model
-
 
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.

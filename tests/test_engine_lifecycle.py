@@ -140,8 +140,7 @@ def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(llm):
         assert responses[name] == list(generate(llm, [prompt], params(**request))[0].outputs[0].token_ids)
 
 
-def test_step_that_fails_names_no_other_request(llm):
-    """The engine goes on after a request that was refused."""
+def test_engine_goes_on_after_a_request_that_was_refused(llm):
     with pytest.raises(ValueError, match="empty"):
         add(llm, "bad", prompt=[])
     add(llm, "good")

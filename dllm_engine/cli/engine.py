@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-DEMO_MODEL = "demo"
 DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
 """What the demo model was trained with; a real checkpoint uses its family's defaults."""
 VLLM_RELEASE = "0.32."

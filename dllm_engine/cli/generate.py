@@ -120,7 +120,7 @@ def answer_lines(llm: "LLM", results: ResultFile, params: "DiffusionParams", *, 
         records = []
         while pending and len(running) < window:
             line = pending.popleft()
-            request_id = None
+            request_id: str | int | None = None
             try:
                 request = parse_request(line)
                 request_id = request.id
@@ -129,8 +129,8 @@ def answer_lines(llm: "LLM", results: ResultFile, params: "DiffusionParams", *, 
             except (ValueError, VLLMClientError) as error:
                 records.append(results.record(line, request_id, error=one_line(error)))
         for output in llm.llm_engine.step() if running else ():
-            line, request = running.pop(output.request_id)
-            records.append(results.record(line, request.id, **_outcome(output.outputs[0])))
+            line, answered = running.pop(output.request_id)
+            records.append(results.record(line, answered.id, **_outcome(output.outputs[0])))
         results.append(records)
         bar.update(len(records))
 

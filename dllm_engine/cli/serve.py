@@ -5,8 +5,9 @@ import json
 import sys
 from typing import Any
 
-from dllm_engine.cli.engine import DEMO_MODEL, add_cache_arguments, check_vllm, engine_options
+from dllm_engine.cli.engine import add_cache_arguments, check_vllm, engine_options
 from dllm_engine.cli.errors import CommandError
+from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 
 
@@ -42,13 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
 def vllm_arguments(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm`` that does what ``args`` ask for."""
-    from dllm_engine.demo import demo_model_path
-
-    model = [args.model]
-    if args.model == DEMO_MODEL:
-        model = [demo_model_path()]
-        if not any(a.replace("_", "-").startswith("--served-model-name") for a in args.unknown):
-            model += ["--served-model-name", DEMO_MODEL]
+    model = [model_path(args.model)]
+    named = any(a.replace("_", "-").startswith("--served-model-name") for a in args.unknown)
+    if args.model == DEMO_MODEL and not named:
+        model += ["--served-model-name", DEMO_MODEL]
     if any(a.replace("_", "-").startswith("--additional-config.") for a in args.unknown):
         raise CommandError("give --additional-config as one JSON object here; vLLM's dotted form would replace it")
     additional = merged_config(args)

@@ -2,9 +2,16 @@
 
 from pathlib import Path
 
+DEMO_MODEL = "demo"
+"""The name that stands for the demo model wherever a model is named."""
 DEMO_MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
 
 
 def demo_model_path() -> str:
     """Return the folder of the demo checkpoint, ready to pass as a model path."""
     return str(DEMO_MODEL_DIR)
+
+
+def model_path(model: str) -> str:
+    """The demo model's folder for its name; every other name is left to vLLM."""
+    return demo_model_path() if model == DEMO_MODEL else model

@@ -1,7 +1,7 @@
 """How many tokens each step unmasks, by hand-computed tables."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.scheduler.unmask_schedule import split_steps, timestep_count, timestep_ratio, uniform_count
@@ -69,6 +69,7 @@ def test_timestep_ratio_is_the_share_of_the_remaining_tokens():
     assert timestep_ratio(1, 0) == 1.0
 
 
+@settings(deadline=None)
 @given(block_size=st.integers(1, 200), steps=st.integers(1, 200))
 def test_every_token_is_unmasked_exactly_once(block_size, steps):
     uniform = [uniform_count(block_size, steps, step) for step in range(steps)]
@@ -80,6 +81,7 @@ def test_every_token_is_unmasked_exactly_once(block_size, steps):
     assert min(timestep) >= 0
 
 
+@settings(deadline=None)
 @given(steps=st.integers(1, 500), num_blocks=st.integers(1, 100))
 def test_no_step_is_lost_between_blocks(steps, num_blocks):
     split = [split_steps(steps, num_blocks, block) for block in range(num_blocks)]
