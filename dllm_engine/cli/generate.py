@@ -23,6 +23,7 @@ from dllm_engine.cli.engine import (
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -102,7 +103,8 @@ def _check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
     from dllm_engine.families import family_of
     from dllm_engine.params import resolve_decoding
 
-    resolve_decoding(params, 1, family_of(llm.model_config.hf_config))
+    engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
+    resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
 
 def answer_lines(llm: "LLM", results: ResultFile, params: "DiffusionParams", *, use_chat: bool, bar: Any) -> None:
