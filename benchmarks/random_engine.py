@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -23,8 +24,9 @@ def random_llada(
     max_model_len: int,
     dtype: str,
     max_num_seqs: int,
+    **settings: Any,
 ) -> LLM:
-    """A LLaDA of the given shape (MLP three times as wide, as in LLaDA-8B) without tokenizer."""
+    """A LLaDA of the given shape (MLP three times as wide, as in LLaDA-8B) without tokenizer; ``settings`` go to ``LLM``."""
     folder = Path(tempfile.mkdtemp(prefix="dllm-random-"))
     config = {
         "architectures": ["LLaDAModelLM"],
@@ -49,6 +51,7 @@ def random_llada(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs * max_model_len,
+        **settings,
     )
 
 

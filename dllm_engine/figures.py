@@ -25,12 +25,17 @@ class DiffusionFigures:
     tokens_computed: int
     """Rows fed to the model, summed over forward passes."""
     trace: dict[str, list] = field(default_factory=dict)
-    """With ``trace=True``, per forward pass: ``unmasked_per_step`` (canvas positions) and ``computed_positions``
-    (None: the whole canvas); per UPDATE step ``retained_positions``, a list per layer."""
+    """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
+    positions) and ``computed_positions`` (None: the whole canvas); per UPDATE step ``retained_positions``, a list per
+    layer."""
 
     @property
     def tokens_per_forward(self) -> float:
         return self.tokens_unmasked / self.forward_passes if self.forward_passes else 0.0
+
+    @property
+    def refresh_states(self) -> list[str]:
+        return self._traced("refresh_states")
 
     @property
     def unmasked_per_step(self) -> list[list[int]]:

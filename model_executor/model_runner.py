@@ -313,6 +313,7 @@ def _trace(
     """What a step did, by the names of ``DiffusionFigures.trace``."""
     whole = plan.span == canvas.spec.canvas_span
     entry: dict[str, Any] = {
+        "refresh_states": plan.state.value,
         "unmasked_per_step": unmasked,
         "computed_positions": None if whole else list(range(*plan.span)),
     }

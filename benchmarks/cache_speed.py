@@ -1,0 +1,157 @@
+"""Speed of the cache methods over recomputing everything, and over what their shapes alone would take.
+
+For each method the same request is decoded once. The prediction is the sum over its steps of the measured time of that
+step's matrix products and attention at that step's shapes (rows computed, keys attended to), with nothing around them.
+
+    python benchmarks/cache_speed.py [--hidden-size 512 --layers 8 --canvas 1024 --gen-length 64] [--output FILE.json]
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from random_engine import machine, random_llada, runner_of
+
+from dllm_engine import LLM, DiffusionParams
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, StepPlan
+
+METHODS: dict[str, dict[str, float]] = {"none": {}, "prefix": {}, "dual": {}, "sparse": {"retention_ratio": 0.5}}
+BLOCK_LENGTH = 32
+
+
+def plans_of(method: str, spec: DecodingSpec) -> list[StepPlan]:
+    """All steps of a request, one token each."""
+    plans: list[StepPlan] = []
+    for block in range(spec.num_blocks):
+        size = spec.block_span(block).size
+        for step in range(size):
+            plans.append(REFRESH_PLANS[method](spec, Progress(block, step, size - step, len(plans))))
+    return plans
+
+
+def shape_seconds(model: DiffusionDecoder, rows: int, keys: int, masked: int) -> float:
+    """Time of one step's matrix products and attention alone."""
+    shape = model.shape
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(rows, shape.hidden_size, dtype=dtype)
+    gated = torch.randn(rows, shape.intermediate_size, dtype=dtype)
+    q = torch.randn(1, shape.num_heads, rows, shape.head_dim, dtype=dtype)
+    kv = torch.randn(1, shape.num_heads, keys, shape.head_dim, dtype=dtype)
+    with torch.inference_mode():
+        start = time.perf_counter()
+        for layer in model.layers:
+            layer.qkv_proj(x)
+            F.scaled_dot_product_attention(q, kv, kv)
+            layer.out_proj(x)
+            layer.gate_up_proj(x)
+            layer.down_proj(gated)
+        model.lm_head.quant_method.apply(model.lm_head, x[:masked])
+        return time.perf_counter() - start
+
+
+def predict(model: DiffusionDecoder, plans: list[StepPlan]) -> float:
+    """Sum of the steps' times, each distinct shape measured as the median of seven."""
+    masked = BLOCK_LENGTH // 2
+    shapes: dict[tuple[int, int], list[float]] = {}
+    for plan in plans:
+        retained = plan.retained if plan.state is RefreshState.REUSE else 0
+        shapes.setdefault((plan.span.size, plan.span.size + retained), [])
+    for _ in range(7):
+        for (rows, keys), times in shapes.items():
+            times.append(shape_seconds(model, rows, keys, masked))
+    medians = {shape: statistics.median(times) for shape, times in shapes.items()}
+    total = 0.0
+    for plan in plans:
+        retained = plan.retained if plan.state is RefreshState.REUSE else 0
+        total += medians[(plan.span.size, plan.span.size + retained)]
+    return total
+
+
+def decode_seconds(llm: LLM, canvas: int, gen_length: int) -> float:
+    prompt = {"prompt_token_ids": [5 + i % 1000 for i in range(canvas - gen_length)]}
+    params = DiffusionParams(gen_length=gen_length, block_length=BLOCK_LENGTH, ignore_eos=True)
+    start = time.perf_counter()
+    llm.generate([prompt], params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=32_768)
+    parser.add_argument("--canvas", type=int, default=1024)
+    parser.add_argument("--gen-length", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    options = parser.parse_args()
+    engines = {
+        method: random_llada(
+            hidden_size=options.hidden_size,
+            num_layers=options.layers,
+            num_heads=options.heads,
+            vocab_size=options.vocab_size,
+            max_model_len=options.canvas,
+            dtype=options.dtype,
+            max_num_seqs=1,
+            cache_method=method,
+            cache_options=cache_options,
+        )
+        for method, cache_options in METHODS.items()
+    }
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    predictions: dict[str, list[float]] = {method: [] for method in METHODS}
+    for _ in range(options.rounds):
+        for method, llm in engines.items():
+            runner = runner_of(llm)
+            spec = DecodingSpec(
+                prompt_length=options.canvas - options.gen_length,
+                gen_length=options.gen_length,
+                block_length=BLOCK_LENGTH,
+                steps=options.gen_length,
+                schedule="uniform",
+                unmasking="low_confidence",
+                temperature=0.0,
+                top_p=1.0,
+                top_k=0,
+                cache=runner.options.cache,
+            )
+            predictions[method].append(predict(runner.model, plans_of(method, spec)))
+            seconds[method].append(decode_seconds(llm, options.canvas, options.gen_length))
+    print(
+        f"canvas {options.canvas}, response {options.gen_length}, block {BLOCK_LENGTH}, one token per step, "
+        f"d={options.hidden_size}, {options.layers} layers, {options.dtype}, batch 1"
+    )
+    print(f"{machine()}; medians of {options.rounds} rounds")
+    print(f"{'method':>8} {'seconds':>9} {'predicted':>10} {'predicted/measured':>19} {'over none':>10}")
+    base = statistics.median(seconds["none"])
+    figures = []
+    for method in METHODS:
+        measured, predicted = statistics.median(seconds[method]), statistics.median(predictions[method])
+        row = {
+            "method": method,
+            "seconds": measured,
+            "predicted_seconds": predicted,
+            "predicted_over_measured": predicted / measured,
+            "speed_over_none": base / measured,
+        }
+        figures.append(row)
+        print(
+            f"{method:>8} {measured:>9.2f} {predicted:>10.2f} {row['predicted_over_measured']:>19.2f} "
+            f"{row['speed_over_none']:>10.2f}"
+        )
+    if options.output:
+        settings = {k: v for k, v in vars(options).items() if k != "output"}
+        options.output.write_text(json.dumps({"machine": machine(), **settings, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
