@@ -1,11 +1,16 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import vllm
+from vllm.sampling_params import SamplingParams
 
-from dllm_engine.demo import model_path
+from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
+from dllm_engine.families import family_of
+from dllm_engine.inspection import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.params import DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
 
 class LLM(vllm.LLM):
@@ -44,6 +49,51 @@ class LLM(vllm.LLM):
         additional = {**(kwargs.pop("additional_config", None) or {}), OPTIONS_KEY: options}
         super().__init__(model_path(model), additional_config=additional, **kwargs)
 
+    def inspect(self, prompt: Any, params: SamplingParams | None = None) -> Inspection:
+        """Answer one prompt and show what the cache retained and in which order the response was unmasked.
+
+        Args:
+            prompt: messages, as for ``chat``, or a single prompt, as for ``generate``: text, or token ids as
+                ``{"prompt_token_ids": […]}``.
+            params: as for ``generate``.
+
+        Raises:
+            ValueError: the engine was started without ``trace=True``, or ``params`` ask for several responses.
+        """
+        engine = EngineOptions.from_vllm_config(self.llm_engine.vllm_config)
+        if not engine.trace:
+            raise ValueError("inspect needs the records of an engine that traces: start it with trace=True")
+        params = params or DiffusionParams()
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: an inspection shows one response; leave n at 1")
+        ask = self.chat if isinstance(prompt, list) else self.generate
+        (output,) = ask(prompt, params, use_tqdm=False)
+        completion = output.outputs[0]
+        prompt_tokens, response_tokens = list(output.prompt_token_ids), list(completion.token_ids)
+        spec = resolve_decoding(params, len(prompt_tokens), family_of(self.model_config.hf_config), engine)
+        decode = None if self.model_config.skip_tokenizer_init else self.get_tokenizer().decode
+        return Inspection(
+            model=_model_name(self.model_config.model),
+            cache_method=engine.cache_method,
+            cache_options=spec.cache.model_dump(),
+            page_size=engine.page_size,
+            num_layers=self.model_config.hf_config.num_hidden_layers,
+            prompt_tokens=prompt_tokens,
+            prompt_pieces=pieces_of(prompt_tokens, decode),
+            response_tokens=response_tokens,
+            response_pieces=pieces_of(response_tokens, decode),
+            gen_length=spec.gen_length,
+            block_spans=[spec.block_span(block) for block in range(spec.num_blocks)],
+            blocks=replay(spec, completion.diffusion),
+        )
+
     def beam_search(self, *args: Any, **kwargs: Any) -> Any:
         """Beam search extends a prefix token by token, which diffusion models do not have."""
         raise ValueError("beam search is not supported for diffusion models; use n with a temperature above 0")
+
+
+def _model_name(model: str) -> str:
+    """The model as a reader knows it: of a folder its name alone."""
+    if model == demo_model_path():
+        return DEMO_MODEL
+    return Path(model).name if Path(model).is_dir() else model

@@ -124,7 +124,7 @@ def check_vllm() -> None:
         )
 
 
-def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
+def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
     """The engine and the decoding parameters that ``args`` ask for.
 
     On a single device the engine runs in this process: its errors are raised here, where another process would log
@@ -148,7 +148,7 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
         **dict(args.engine_arg),
     }
     try:
-        return LLM(args.model, **options, **arguments), params
+        return LLM(args.model, trace=trace, **options, **arguments), params
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
 

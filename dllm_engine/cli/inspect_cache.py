@@ -1,0 +1,59 @@
+"""``dllm inspect``: draw what the cache of one request retained, and the order of denoising.
+
+Not ``inspect.py``: that is a module of Python.
+"""
+
+import argparse
+from pathlib import Path
+
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, has_chat_template, start_engine
+from dllm_engine.cli.errors import CommandError
+from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo.tasks import make_examples
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="draw which tokens the cache of a request retained, and the order of denoising",
+        description="Answer PROMPT and draw, per block, which canvas positions each layer retained, how many layers "
+        "retained each prompt token, and the step at which each token of the response was unmasked.",
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default, for the demo model only: one of its tasks")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default=Path("inspect.html"),
+        help="an .html page, or a .png (needs matplotlib); default: %(default)s",
+    )
+    parser.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, no chat template")
+    add_decoding_arguments(parser)
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run, cache_method="sparse")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dllm_engine.inspection import drawing_for
+
+    prompt = args.prompt if args.prompt is not None else _demo_prompt(args.model)
+    # Whatever can be known to fail, before the engine takes its time.
+    drawing_for(args.output)
+    if not args.output.parent.is_dir():
+        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    llm, params = start_engine(args, trace=True)
+    messages = [{"role": "user", "content": prompt}]
+    inspection = llm.inspect(prompt if args.raw or not has_chat_template(llm) else messages, params)
+    try:
+        inspection.save(args.output)
+    except OSError as error:
+        raise CommandError(f"cannot write {args.output}: {error.strerror}") from error
+    print(f"wrote {args.output}", *inspection.summary, sep="\n")
+    return 0
+
+
+def _demo_prompt(model: str) -> str:
+    if model != DEMO_MODEL:
+        raise CommandError("give a PROMPT")
+    (example,) = make_examples("facts", 1, seed=3, min_pairs=6, max_pairs=6, filler=0.4, asked=3)
+    return example.prompt
