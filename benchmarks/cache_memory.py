@@ -79,7 +79,7 @@ def main() -> None:
     figures = [measure(options.canvas, pool_bytes, *method) for method in METHODS]
     per_layer = LAYERS * page_bytes
     print(
-        f"canvas {options.canvas}, block {BLOCK_LENGTH}, page_size {PAGE_SIZE}, {LAYERS} layers; pool for 8 dual requests"
+        f"canvas {options.canvas}, block {BLOCK_LENGTH}, pages of {PAGE_SIZE}, {LAYERS} layers; pool of 8 dual requests"
     )
     print(machine())
     print(f"{'method':>8} {'ratio':>6} {'KiB/request':>12} {'of dual':>8} {'running':>8} {'finished':>9}")

@@ -26,7 +26,10 @@ def random_llada(
     max_num_seqs: int,
     **settings: Any,
 ) -> LLM:
-    """A LLaDA of the given shape (MLP three times as wide, as in LLaDA-8B) without tokenizer; ``settings`` go to ``LLM``."""
+    """A LLaDA of the given shape (MLP three times as wide, as in LLaDA-8B) without tokenizer.
+
+    ``settings`` are further arguments of ``LLM``.
+    """
     folder = Path(tempfile.mkdtemp(prefix="dllm-random-"))
     config = {
         "architectures": ["LLaDAModelLM"],

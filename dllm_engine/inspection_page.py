@@ -26,7 +26,7 @@ h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em;
 h2 { font-size: 19px; margin: 0 0 4px; }
 p { margin: 0 0 12px; }
 .muted { color: var(--muted); }
-.lead { max-width: 76ch; }
+.lead { max-width: 100ch; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 20px; margin-top: 20px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 20px 0 0; }
 .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 10px 14px; }
@@ -38,7 +38,8 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .legend .ramp { width: 72px; }
 figure { margin: 0; padding: 14px 0 0; border-top: 1px solid var(--line); }
 figure + figure { margin-top: 16px; }
-figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 20px; margin-bottom: 6px; }
+figcaption { display: flex; flex-wrap: wrap; gap: 0 12px; margin-bottom: 6px; }
+figcaption .held { margin-left: auto; }
 figcaption span { color: var(--muted); font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
 .heat { display: grid; grid-template-columns: 46px 1fr; column-gap: 8px; font-size: 11px; line-height: 1.2; }
@@ -49,8 +50,10 @@ figcaption span { color: var(--muted); font-variant-numeric: tabular-nums; }
 .parts span { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; border-bottom: 2px solid var(--line);
   padding: 0 3px 2px; }
 .parts span + span { border-left: 2px solid var(--edge); border-bottom-color: var(--muted); }
-.ticks { position: relative; height: 16px; margin-top: 3px; color: var(--muted); font-variant-numeric: tabular-nums; }
+.ticks { position: relative; height: 16px; margin-top: 3px; color: var(--muted); font-size: 11px; font-variant-numeric: tabular-nums; }
 .ticks b { position: absolute; font-weight: 400; transform: translateX(-50%); }
+.heat .ticks b:first-child { transform: none; }
+.heat .ticks b:last-child { transform: translateX(-100%); }
 .share { margin-top: 5px; }
 .text { font: 14px/2 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
@@ -100,7 +103,11 @@ def draw_page(inspection: "Inspection") -> bytes:
 
 def _header(inspection: "Inspection") -> str:
     tiles = [
-        ("canvas", f"{inspection.canvas_length:,}", f"{inspection.prompt_length} prompt + {inspection.gen_length} response"),
+        (
+            "canvas",
+            f"{inspection.canvas_length:,}",
+            f"{inspection.prompt_length} prompt + {inspection.gen_length} response",
+        ),
         ("blocks denoised", f"{len(inspection.blocks)} of {len(inspection.block_spans)}", _block_sizes(inspection)),
     ]
     blocks = inspection.updated_blocks
@@ -185,7 +192,7 @@ def _heat_map(inspection: "Inspection", index: int) -> str:
     sizes = [len(layer) for layer in block.retained]
     share = sum(sizes) / (outside * len(sizes)) if outside else 0.0
     caption += (
-        f"<span>retained <b>{_range(sizes)}</b> of {outside} outside the block ({share:.0%}) · "
+        f'<span class="held">retained <b>{_range(sizes)}</b> of {outside} outside the block ({share:.0%}) · '
         f"{_count(inspection.pages(block), 'page')}</span>"
     )
     layers, canvas = inspection.num_layers, inspection.canvas_length
@@ -204,10 +211,10 @@ def _heat_map(inspection: "Inspection", index: int) -> str:
 <div class="scroll"><div class="heat" style="min-width:{min(canvas * 2, 4000)}px">
 <div></div><div class="parts"><span style="width:{_percent(inspection.prompt_length, canvas)}">prompt · {
         inspection.prompt_length
-    }</span><span style="width:{_percent(inspection.gen_length, canvas)}">response · {inspection.gen_length}</span></div>
-<div class="names">{names}</div>{
-        _strip(inspection, block, layers, layers * height, rows, label)
-    }
+    }</span><span style="width:{_percent(inspection.gen_length, canvas)}">response · {
+        inspection.gen_length
+    }</span></div>
+<div class="names">{names}</div>{_strip(inspection, block, layers, layers * height, rows, label)}
 <div class="names share"><b style="top:7px">share</b></div><div class="share">{
         _strip(inspection, block, 1, 14, _share_row(inspection, block), "share of the layers")
     }</div>
@@ -227,7 +234,9 @@ def _strip(inspection: "Inspection", block: "InspectedBlock", rows: int, height:
 <path d="{_strokes([block.span], middle - 0.5)}" stroke="var(--block)"/></g>
 {cells}{_row_lines(canvas, rows)}
 <path d="{borders}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>
-<path d="M{inspection.prompt_length} 0v{rows}" stroke="var(--edge)" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>"""
+<path d="M{inspection.prompt_length} 0v{
+        rows
+    }" stroke="var(--edge)" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>"""
 
 
 def _row_lines(canvas: int, rows: int) -> str:

@@ -13,6 +13,7 @@ from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
 
+
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
 

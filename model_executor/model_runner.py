@@ -69,6 +69,9 @@ class Candidates:
 class DiffusionModelRunner:
     """Runs one model on one rank. Every rank runs the same code on the same tokens."""
 
+    # Read by vLLM's GPU worker.
+    is_pooling_model = False
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -87,7 +90,7 @@ class DiffusionModelRunner:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.vllm_config.load_config.load_format = "dummy"
-        if self.vllm_config.load_config.load_format not in ("dummy",):
+        if self.vllm_config.load_config.load_format != "dummy":
             check_safetensors(self.model_config.model)
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         model = get_model(vllm_config=self.vllm_config)
@@ -307,9 +310,7 @@ class DiffusionModelRunner:
         )
 
 
-def _trace(
-    plan: StepPlan, canvas: Canvas, unmasked: list[int], retained: list[torch.Tensor] | None
-) -> dict[str, Any]:
+def _trace(plan: StepPlan, canvas: Canvas, unmasked: list[int], retained: list[torch.Tensor] | None) -> dict[str, Any]:
     """What a step did, by the names of ``DiffusionFigures.trace``."""
     whole = plan.span == canvas.spec.canvas_span
     entry: dict[str, Any] = {

@@ -19,7 +19,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Answer PROMPT and draw, per block, which canvas positions each layer retained, how many layers "
         "retained each prompt token, and the step at which each token of the response was unmasked.",
     )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default, for the demo model only: one of its tasks")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="default, for the demo model only: one of its tasks"
+    )
     parser.add_argument(
         "--output",
         type=Path,

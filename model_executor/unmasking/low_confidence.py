@@ -2,4 +2,6 @@
 
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy
 
-LOW_CONFIDENCE = UnmaskingPolicy("low_confidence", confidence=lambda statistics: statistics.probability, measures_probability=True)
+LOW_CONFIDENCE = UnmaskingPolicy(
+    "low_confidence", confidence=lambda statistics: statistics.probability, measures_probability=True
+)

@@ -2,4 +2,6 @@
 
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy
 
-MASKGIT_PLUS = UnmaskingPolicy("maskgit_plus", confidence=lambda statistics: statistics.probability, tempered=True, measures_probability=True)
+MASKGIT_PLUS = UnmaskingPolicy(
+    "maskgit_plus", confidence=lambda statistics: statistics.probability, tempered=True, measures_probability=True
+)
