@@ -4,16 +4,16 @@ Every example is a pure function of its task, its seed and its settings, so an e
 exactly anywhere. Seeds below ``TRAINING_SEED_START`` are for evaluation; training uses only the seeds from
 there on. Word lists are shared, contents (which code belongs to which name, ...) are random.
 
-======= ==================================================== ========================
-task    prompt                                                answer
-======= ==================================================== ========================
-names   ``Tom=48. Ida=07. Give: Ida, Tom``                    ``Ida=07, Tom=48``
-keys    ``QX=48. RT=07. Give: RT``                            ``RT=07``
-facts   ``Tom lives in Paris. ... Where does Tom live?``      ``Tom lives in Paris.``
-reverse ``Reverse: Rome Tom Oslo``                           ``Oslo Tom Rome``
-copy    ``Copy: Rome Tom Oslo``                               ``Rome Tom Oslo``
-chat    one of a few fixed lines                              its fixed reply
-======= ==================================================== ========================
+======= ================================================ =======================
+task    prompt                                           answer
+======= ================================================ =======================
+names   ``Tom=48. Ida=07. Give: Ida, Tom``               ``Ida=07, Tom=48``
+keys    ``QX=48. RT=07. Give: RT``                       ``RT=07``
+facts   ``Tom lives in Paris. ... Where does Tom live?`` ``Tom lives in Paris.``
+reverse ``Reverse: Rome Tom Oslo``                       ``Oslo Tom Rome``
+copy    ``Copy: Rome Tom Oslo``                          ``Rome Tom Oslo``
+chat    one of a few fixed lines                         its fixed reply
+======= ================================================ =======================
 """
 
 import random
