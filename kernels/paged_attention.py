@@ -16,11 +16,195 @@ hold no retained token are never used in arithmetic: they may hold NaN.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
+
+from dllm_engine.kernels._triton import jit, tl, triton
+
+# The arguments of Triton kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+@jit
+def _attention_kernel(
+    q, k, v, cu_seqlens, k_pages, v_pages, page_tables, head_start, token_stride, head_len, out, lse,
+    q_row, q_head, k_row, k_head, v_row, v_head, k_page, v_page, table_row, out_split, lse_split, num_blocks,
+    scale: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    SHARING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS_PER_PAGE: tl.constexpr,
+    ATTEND_FRESH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of a request's (row, query head) pairs that share a KV head, over one split of the keys.
+
+    The keys of a request and head, retained then fresh, are a row of tiles of ``BLOCK_K``; split s of n takes the s-th
+    n-th of the tiles. ``scale`` includes log2(e), so that exponentials are powers of two.
+    """
+    request = tl.program_id(0) // num_blocks
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(cu_seqlens + request)
+    num_rows = tl.load(cu_seqlens + request + 1) - start
+    pair = tl.program_id(0) % num_blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    if tl.program_id(0) % num_blocks * BLOCK_Q >= num_rows * SHARING:
+        return
+    row = pair // SHARING
+    head = kv_head * SHARING + pair % SHARING
+    dim = tl.arange(0, BLOCK_D)
+    in_range = row < num_rows
+    in_head = dim < HEAD_DIM
+    tile_q = tl.load(
+        q + (start + row).to(tl.int64)[:, None] * q_row + head[:, None] * q_head + dim[None, :],
+        mask=in_range[:, None] & in_head[None, :],
+        other=0.0,
+    )
+
+    retained = tl.load(head_len + request * NUM_KV_HEADS + kv_head)
+    num_retained_tiles = tl.cdiv(retained, BLOCK_K)
+    num_tiles = num_retained_tiles
+    if ATTEND_FRESH:
+        num_tiles += tl.cdiv(num_rows, BLOCK_K)
+    tiles_per_split = tl.cdiv(num_tiles, tl.num_programs(2))
+    first = split * tiles_per_split
+    stop = tl.minimum(first + tiles_per_split, num_tiles)
+
+    highest = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    first_slot = tl.load(head_start + request * NUM_KV_HEADS + kv_head)
+    stride = tl.load(token_stride + request)
+    table = page_tables + request.to(tl.int64) * table_row
+    for tile in range(first, tl.minimum(stop, num_retained_tiles)):
+        token = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        exists = token < retained
+        slot = first_slot + token * stride
+        page = tl.load(table + slot // SLOTS_PER_PAGE, mask=exists, other=0).to(tl.int64)
+        offset = slot % SLOTS_PER_PAGE * HEAD_DIM
+        keys = tl.load(
+            k_pages + (page * k_page + offset)[None, :] + dim[:, None],
+            mask=exists[None, :] & in_head[:, None],
+            other=0.0,
+        )
+        values = tl.load(
+            v_pages + (page * v_page + offset)[:, None] + dim[None, :],
+            mask=exists[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        visible = exists[None, :] & in_range[:, None]
+        if CAUSAL and not ATTEND_FRESH:
+            visible = visible & (token[None, :] <= retained - num_rows + row[:, None])
+        highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, scale)
+
+    if ATTEND_FRESH:
+        for tile in range(tl.maximum(first, num_retained_tiles), stop):
+            token = (tile - num_retained_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+            exists = token < num_rows
+            fresh = (start + token).to(tl.int64)
+            keys = tl.load(
+                k + fresh[None, :] * k_row + kv_head * k_head + dim[:, None],
+                mask=exists[None, :] & in_head[:, None],
+                other=0.0,
+            )
+            values = tl.load(
+                v + fresh[:, None] * v_row + kv_head * v_head + dim[None, :],
+                mask=exists[:, None] & in_head[None, :],
+                other=0.0,
+            )
+            visible = exists[None, :] & in_range[:, None]
+            if CAUSAL:
+                visible = visible & (token[None, :] <= row[:, None])
+            highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, scale)
+
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    # Results are contiguous: [splits, rows, heads, dims] and [splits, rows, heads].
+    target = (start + row).to(tl.int64) * NUM_KV_HEADS * SHARING + head
+    tl.store(
+        out + split.to(tl.int64) * out_split + target[:, None] * HEAD_DIM + dim[None, :],
+        (weighted / total[:, None]).to(out.dtype.element_ty),
+        mask=in_range[:, None] & in_head[None, :],
+    )
+    if WITH_LSE:
+        natural = tl.where(empty, -float("inf"), (highest + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse + split.to(tl.int64) * lse_split + target, natural, mask=in_range)
+
+
+@jit
+def _accumulate(q, keys, values, visible, highest, total, weighted, scale):
+    """One tile of the online softmax."""
+    # float32 products in full precision: TF32 would lose what float32 was asked for.
+    scores = tl.where(visible, tl.dot(q, keys, input_precision="ieee") * scale, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    # While nothing is visible the maximum is -inf, and -inf - -inf is not a number.
+    shift = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(highest - shift)
+    total = total * decay + tl.sum(weights, axis=1)
+    product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_highest, total, weighted * decay[:, None] + product
+
+
+@jit
+def _combine_kernel(
+    partial_out, partial_lse, out, lse, out_split, lse_split,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: a row and query head; out = Σ_s exp(lse_s − lse) out_s."""
+    target = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    dim = tl.arange(0, BLOCK_D)
+    in_head = dim < HEAD_DIM
+    lses = tl.load(partial_lse + split * lse_split + target, mask=split < NUM_SPLITS, other=-float("inf"))
+    highest = tl.max(lses, axis=0)
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    weights = tl.exp(lses - shift)
+    total = tl.sum(weights, axis=0)
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    parts = tl.load(
+        partial_out + split.to(tl.int64)[:, None] * out_split + target * HEAD_DIM + dim[None, :],
+        mask=(split < NUM_SPLITS)[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    combined = tl.sum(parts * weights[:, None], axis=0) / total
+    tl.store(out + target * HEAD_DIM + dim, combined.to(out.dtype.element_ty), mask=in_head)
+    if WITH_LSE:
+        tl.store(lse + target, tl.where(empty, -float("inf"), shift + tl.log(total)))
+
+
+@jit
+def _write_slots_kernel(
+    values, pages, slots, values_row, values_head, page_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS_PER_PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: all heads of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    slot = tl.load(slots + row * NUM_KV_HEADS + head, mask=head < NUM_KV_HEADS, other=-1)
+    kept = (slot >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
+    written = tl.load(values + row * values_row + head[:, None] * values_head + dim[None, :], mask=kept)
+    target = slot // SLOTS_PER_PAGE * page_stride + slot % SLOTS_PER_PAGE * HEAD_DIM
+    tl.store(pages + target[:, None] + dim[None, :], written, mask=kept)
 
 
 @overload
@@ -118,7 +302,10 @@ def paged_attention(
     Raises:
         ValueError: shapes or lengths that do not belong together; slots to write with ``attend_fresh=True``.
     """
-    cu_seqlens = _as_tensor(cu_seqlens, q.device)
+    if not isinstance(cu_seqlens, torch.Tensor):
+        if max_seqlen is None:
+            max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
+        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
     _check(q, k, v, cu_seqlens, k_pages, v_pages, page_tables, head_start, token_stride, head_len)
     if attend_fresh and (k_slots is not None or v_slots is not None):
         raise ValueError("attend_fresh=True reads fresh K/V directly; k_slots and v_slots belong to attend_fresh=False")
@@ -147,7 +334,24 @@ def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) 
     if not kept.all():
         values, slots = values[kept], slots[kept]
     slots_per_page = pages.shape[1]
-    pages[slots // slots_per_page, slots % slots_per_page] = values.to(pages.dtype)
+    pages[slots // slots_per_page, slots % slots_per_page] = values
+
+
+@write_slots.register_kernel("cuda")
+def write_slots_with_triton(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    _check_slots(values, pages, slots)
+    num_rows, num_kv_heads, head_dim = values.shape
+    if not values.numel():
+        return
+    values = values if values.stride(2) == 1 else values.contiguous()
+    _write_slots_kernel[(num_rows,)](
+        values, pages, slots.contiguous(), *values.stride()[:2], pages.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        SLOTS_PER_PAGE=pages.shape[1],
+        BLOCK_H=triton.next_power_of_2(num_kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
 
 
 @write_slots.register_fake
@@ -175,34 +379,115 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``paged_attention`` after the writes: (out, lse), with lse empty where it is not asked for."""
     bounds = cu_seqlens.tolist()
-    _check_lengths(bounds, q.shape[0], k_pages, page_tables, head_start, token_stride, head_len)
+    if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
     out, lse = _empty_results(q, return_lse)
-    for (length, retained), members in _equal_groups(bounds, k_pages, head_start, token_stride, head_len).items():
+    groups = _equal_groups(bounds, k_pages, page_tables, head_start, token_stride, head_len)
+    for (length, retained), members in groups.items():
         rows = _rows(bounds, members, length)
         num_fresh = length if attend_fresh else 0
         fresh_k, fresh_v = (x[rows].unflatten(0, (len(members), length))[:, :num_fresh] for x in (k, v))
         if retained is None:
             of_members = torch.tensor(members)
-            last = head_len[of_members]
             slots, visible = _slots(
-                page_tables[of_members], head_start[of_members], token_stride[of_members], last, k_pages.shape[1]
+                page_tables[of_members],
+                head_start[of_members],
+                token_stride[of_members],
+                head_len[of_members],
+                k_pages.shape[1],
             )
             keys = _gather_slots(fresh_k, k_pages, slots, visible)
             values = _gather_slots(fresh_v, v_pages, slots, visible)
             visible = F.pad(visible.transpose(1, 2), (num_fresh, 0), value=True)[:, :, None]
         else:
-            last = torch.full((1, 1), retained)
             keys = _gather_whole_pages(fresh_k, k_pages, page_tables, members, retained)
             values = _gather_whole_pages(fresh_v, v_pages, page_tables, members, retained)
             visible = None
         if causal:
-            seen = _causal(length, keys.shape[1], last, attend_fresh)
+            seen = _causal(length, keys.shape[1], head_len[members], attend_fresh)
             visible = seen if visible is None else visible & seen
         group_q = q[rows].unflatten(0, (len(members), length))
         group_out, group_lse = _softmax_attention(group_q, keys, values, visible, return_lse)
+        if len(groups) == 1 and group_lse is None:
+            return group_out.flatten(0, 1), lse
         out[rows] = group_out.flatten(0, 1)
-        if return_lse:
+        if group_lse is not None:
             lse[rows] = group_lse.flatten(0, 1)
+    return out, lse
+
+
+@_attend.register_kernel("cuda")
+def attend_with_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+    attend_fresh: bool,
+    causal: bool,
+    return_lse: bool,
+    max_seqlen: int | None,
+    max_head_len: int | None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``_attend`` in Triton; ``num_splits`` programs share the keys of a row (None: as many as fill the device)."""
+    out, lse = _empty_results(q, return_lse)
+    num_requests, num_kv_heads = head_len.shape
+    num_heads, head_dim = q.shape[1:]
+    if not num_requests or not q.numel():
+        return out, lse
+    if max_seqlen is None:
+        max_seqlen = int(cu_seqlens.diff().max())
+    if max_head_len is None:
+        max_head_len = int(head_len.max())
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    page_tables = page_tables if page_tables.stride(1) == 1 else page_tables.contiguous()
+    sharing = num_heads // num_kv_heads
+    block_q, block_k, num_warps, num_stages = _tiles(max_seqlen * sharing, head_dim, q.dtype)
+    num_blocks = triton.cdiv(max_seqlen * sharing, block_q)
+    if num_splits is None:
+        num_tiles = triton.cdiv(max_head_len, block_k) + (triton.cdiv(max_seqlen, block_k) if attend_fresh else 0)
+        num_splits = _num_splits(num_requests * num_blocks * num_kv_heads, num_tiles, q.device)
+    split = num_splits > 1
+    if split:
+        parts = q.new_empty(num_splits, *q.shape, dtype=torch.float32)
+        part_lse = q.new_empty(num_splits, *q.shape[:2], dtype=torch.float32)
+    else:
+        parts, part_lse = out[None], lse[None]
+    block_d = triton.next_power_of_2(head_dim)
+    _attention_kernel[num_requests * num_blocks, num_kv_heads, num_splits](
+        q, k, v, cu_seqlens, k_pages, v_pages, page_tables,
+        head_start.contiguous(), token_stride.contiguous(), head_len.contiguous(), parts, part_lse,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_pages.stride(0), v_pages.stride(0), page_tables.stride(0),
+        parts.stride(0), part_lse.stride(0), num_blocks,
+        scale=head_dim**-0.5 * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads,
+        SHARING=sharing,
+        HEAD_DIM=head_dim,
+        SLOTS_PER_PAGE=k_pages.shape[1],
+        ATTEND_FRESH=attend_fresh,
+        CAUSAL=causal,
+        WITH_LSE=split or return_lse,
+        BLOCK_Q=block_q,
+        BLOCK_K=block_k,
+        BLOCK_D=block_d,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )  # fmt: skip
+    if split:
+        _combine_kernel[(q.shape[0] * num_heads,)](
+            parts, part_lse, out, lse, parts.stride(0), part_lse.stride(0),
+            HEAD_DIM=head_dim,
+            NUM_SPLITS=num_splits,
+            WITH_LSE=return_lse,
+            BLOCK_S=triton.next_power_of_2(num_splits),
+            BLOCK_D=block_d,
+        )  # fmt: skip
     return out, lse
 
 
@@ -264,7 +549,7 @@ def paged_attention_reference(
             if attend_fresh:
                 keys = torch.cat((keys, k[start:stop, kv_head].double()))
                 values = torch.cat((values, v[start:stop, kv_head].double()))
-                visible = torch.cat((visible, (i.T <= i) | (not causal)), dim=1)
+                visible = torch.cat((visible, (i >= i.T) | (not causal)), dim=1)
             scores = (q[start:stop, head].double() @ keys.T) * q.shape[-1] ** -0.5
             scores = scores.masked_fill(~visible, -torch.inf)
             lse[start:stop, head] = scores.logsumexp(dim=-1)
@@ -286,24 +571,29 @@ def _written(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor | No
 def _equal_groups(
     bounds: list[int],
     k_pages: torch.Tensor,
+    page_tables: torch.Tensor,
     head_start: torch.Tensor,
     token_stride: torch.Tensor,
     head_len: torch.Tensor,
 ) -> dict[tuple[int, int | None], list[int]]:
     """Requests by (rows, retained tokens); None for those whose retained tokens do not fill whole pages in order."""
     num_kv_heads = head_len.shape[1]
-    token_major_start = list(range(num_kv_heads))
+    capacity = page_tables.shape[1] * k_pages.shape[1]
     whole_tokens = k_pages.shape[1] % num_kv_heads == 0
+    token_major = list(range(num_kv_heads))
     groups: dict[tuple[int, int | None], list[int]] = {}
-    starts, strides, lengths = head_start.tolist(), token_stride.tolist(), head_len.tolist()
-    for request, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        if start == stop:
+    layout = zip(head_start.tolist(), token_stride.tolist(), head_len.tolist(), strict=True)
+    for request, (starts, stride, lengths) in enumerate(layout):
+        num_rows = bounds[request + 1] - bounds[request]
+        if not num_rows:
             continue
-        retained: int | None = lengths[request][0]
-        token_major = whole_tokens and strides[request] == num_kv_heads and starts[request] == token_major_start
-        if lengths[request] != [retained] * num_kv_heads or (retained and not token_major):
-            retained = None
-        groups.setdefault((stop - start, retained), []).append(request)
+        end = max((start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n), default=0)
+        if end > capacity:
+            raise ValueError(f"request {request} retains tokens up to slot {end} of page tables of {capacity} slots")
+        in_order = (
+            whole_tokens and stride == num_kv_heads and starts == token_major and end == num_kv_heads * lengths[0]
+        )
+        groups.setdefault((num_rows, lengths[0] if in_order or not end else None), []).append(request)
     return groups
 
 
@@ -318,7 +608,7 @@ def _rows(bounds: list[int], members: list[int], length: int) -> slice | torch.T
 def _gather_whole_pages(
     fresh: torch.Tensor, pages: torch.Tensor, page_tables: torch.Tensor, members: list[int], retained: int
 ) -> torch.Tensor:
-    """``fresh`` ``[group, fresh rows, num_kv_heads, head_dim]`` and after it the first ``retained`` tokens of the pages.
+    """``fresh`` ``[group, fresh rows, num_kv_heads, head_dim]`` and after it the pages' first ``retained`` tokens.
 
     Whole pages are copied behind the fresh rows, where what the last page holds beyond the retained tokens falls off
     the end: one copy, and no mask.
@@ -359,7 +649,10 @@ def _gather_slots(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor,
 
 
 def _causal(length: int, num_keys: int, head_len: torch.Tensor, attend_fresh: bool) -> torch.Tensor:
-    """Which keys (fresh ones first) a row sees: ``[group or 1, num_kv_heads or 1, length, num_keys]``."""
+    """Which keys (fresh ones first) a row sees: ``[group or 1, num_kv_heads or 1, length, num_keys]``.
+
+    ``head_len``: of the group, ``[group, num_kv_heads]``.
+    """
     row, key = torch.arange(length)[:, None], torch.arange(num_keys)
     if attend_fresh:
         return ((key <= row) | (key >= length))[None, None]
@@ -404,15 +697,30 @@ def _softmax_attention(
     return per_query_head(out), None
 
 
+def _tiles(num_pairs: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(queries per program, keys per tile, warps, stages) for ``num_pairs`` (row, query head) pairs of a KV head.
+
+    As large as leaves registers to spare; at most 96 KiB of shared memory, which every GPU since 2020 has.
+    """
+    if dtype == torch.float32:
+        limit, block_k, num_stages = 32 if head_dim <= 64 else 16, 32, 1
+    elif head_dim > 128:
+        limit, block_k, num_stages = 64, 32, 2
+    else:
+        limit, block_k, num_stages = 128, 64, 2
+    block_q = min(max(16, triton.next_power_of_2(num_pairs)), limit)
+    return block_q, block_k, 8 if head_dim > 128 or block_q > 64 else 4, num_stages
+
+
+def _num_splits(num_programs: int, num_tiles: int, device: torch.device) -> int:
+    """Programs that share the keys of a row, so that two per multiprocessor run; each gets two tiles at least."""
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(wanted // num_programs, num_tiles // 2, 32))
+
+
 def _empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
-
-
-def _as_tensor(cu_seqlens: torch.Tensor | Sequence[int], device: torch.device) -> torch.Tensor:
-    if isinstance(cu_seqlens, torch.Tensor):
-        return cu_seqlens
-    return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
 
 
 def _check(
@@ -433,8 +741,10 @@ def _check(
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
     if k_pages.dim() != 3 or k_pages.shape != v_pages.shape or k_pages.shape[2] != q.shape[2]:
         raise ValueError(
-            f"k_pages {list(k_pages.shape)}, v_pages {list(v_pages.shape)} do not belong together and to q {list(q.shape)}"
+            f"k_pages {list(k_pages.shape)}, v_pages {list(v_pages.shape)} and q {list(q.shape)} do not belong together"
         )
+    if k_pages.stride()[1:] != (q.shape[2], 1) or v_pages.stride()[1:] != (q.shape[2], 1):
+        raise ValueError(f"a page is not contiguous: k_pages {k_pages.stride()}, v_pages {v_pages.stride()} in strides")
     if len({x.dtype for x in (q, k, v, k_pages, v_pages)}) > 1:
         raise ValueError(f"q, k, v and the pages differ in type: {[x.dtype for x in (q, k, v, k_pages, v_pages)]}")
     num_requests = cu_seqlens.numel() - 1
@@ -458,21 +768,3 @@ def _check_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor)
         raise ValueError(
             f"values {list(values.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
         )
-
-
-def _check_lengths(
-    bounds: list[int],
-    num_rows: int,
-    k_pages: torch.Tensor,
-    page_tables: torch.Tensor,
-    head_start: torch.Tensor,
-    token_stride: torch.Tensor,
-    head_len: torch.Tensor,
-) -> None:
-    """What only a host can check without waiting for its device."""
-    if bounds[0] != 0 or bounds[-1] != num_rows or sorted(bounds) != bounds:
-        raise ValueError(f"cu_seqlens={bounds} does not divide {num_rows} rows")
-    last_slot = torch.where(head_len > 0, head_start + (head_len - 1) * token_stride[:, None], -1)
-    capacity = page_tables.shape[1] * k_pages.shape[1]
-    if last_slot.numel() and int(last_slot.max()) >= capacity:
-        raise ValueError(f"head_len reaches slot {int(last_slot.max())} of page tables of {capacity} slots")

@@ -6,6 +6,7 @@ closest decision of a run was, so that a test on random weights can tell a wrong
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 Tensors = dict[str, torch.Tensor]
+Uniform = Callable[[int, int], torch.Tensor]
+"""Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
 
 
 @dataclass
@@ -163,8 +166,10 @@ def decode(
     unmasking: str,
     top_p: float = 1.0,
     top_k: int = 0,
+    temperature: float = 0.0,
+    uniform: Uniform | None = None,
 ) -> Decoded:
-    """Greedy decoding without a cache."""
+    """Decoding without a cache; above temperature 0, ``uniform`` supplies the random numbers."""
     canvas = prompt + [model.mask] * gen_length
     blocks = [
         (len(prompt) + offset, len(prompt) + min(offset + block_length, gen_length))
@@ -187,7 +192,8 @@ def decode(
                 candidates, count = [first], 1
             else:
                 count = _dream_count(len(masked), in_block, step)
-            _fill(model, canvas, candidates, count, unmasking, top_p, top_k, result)
+            rows = _Rows(model, top_p, top_k, temperature, uniform, result)
+            _fill(canvas, candidates, count, unmasking, rows)
     result.tokens = canvas[len(prompt) :]
     return result
 
@@ -197,32 +203,51 @@ def _dream_count(num_masked: int, steps: int, step: int) -> int:
     return int(num_masked * (1 - t[step + 1] / t[step]))
 
 
-def _fill(
-    model: PlainModel,
-    canvas: list[int],
-    candidates: list[int],
-    count: int,
-    unmasking: str,
-    top_p: float,
-    top_k: int,
-    result: Decoded,
-) -> None:
+@dataclass
+class _Rows:
+    """Turns a row of logits into a distribution and a token."""
+
+    model: PlainModel
+    top_p: float
+    top_k: int
+    temperature: float
+    uniform: Uniform | None
+    result: Decoded
+
+    def distribution(self, row: torch.Tensor) -> torch.Tensor:
+        """Logits that confidences are of: Dream's after temperature and filters, LLaDA's as they are."""
+        if not self.model.is_dream:
+            return row
+        if self.temperature > 0:
+            row = row / self.temperature
+        return _keep_top_k(_keep_top_p(row, self.top_p, self.result), self.top_k, self.result)
+
+    def token(self, row: torch.Tensor, position: int) -> tuple[int, float]:
+        """The predicted token, and by how much it won. Gumbel-max: argmax of exp(logits) / (-log u)^T."""
+        score = self.distribution(row).double()
+        if self.uniform is not None:
+            temperature = 1.0 if self.model.is_dream else self.temperature  # Dream's rows are tempered already
+            score = score - temperature * (-self.uniform(len(self.result.order), position).log()).log()
+            score[self.model.mask] = -math.inf
+        best, second = score.topk(2).values.tolist()
+        return int(score.argmax()), _gap(best, second)
+
+
+def _fill(canvas: list[int], candidates: list[int], count: int, unmasking: str, rows: _Rows) -> None:
     """One forward pass; fills the ``count`` most confident candidates of ``canvas`` in place."""
-    logits = model.predictions(canvas)
+    logits, result = rows.model.predictions(canvas), rows.result
     scored = []
     for position in candidates:
-        row = logits[position].clone()
-        if model.is_dream:
-            row = _keep_top_k(_keep_top_p(row, top_p, result), top_k, result)
-        p = row.softmax(-1)
-        best_two = row.topk(2).values
+        token, token_gap = rows.token(logits[position], position)
+        p = rows.distribution(logits[position]).softmax(-1)
+        top = p.topk(2).values
         confidence = {
-            "low_confidence": p.max(),
-            "maskgit_plus": p.max(),
-            "topk_margin": p.topk(2).values[0] - p.topk(2).values[1],
+            "low_confidence": p[token],
+            "maskgit_plus": p[token],
+            "topk_margin": top[0] - top[1],
             "entropy": (p * (p + 1e-10).log()).sum(),
         }[unmasking]
-        scored.append((float(confidence), position, int(row.argmax()), _gap(*best_two.tolist())))
+        scored.append((float(confidence), position, token, token_gap))
     scored.sort(reverse=True)
     if 0 < count < len(scored):
         result.closest = min(result.closest, _gap(scored[count - 1][0], scored[count][0]))

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -233,7 +234,7 @@ def on_two_ranks(work):
 
     def rank_main(rank: int) -> None:
         try:
-            group = torch.distributed.ProcessGroupGloo(store, rank, 2)
+            group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
 
             def all_reduce(values: torch.Tensor) -> torch.Tensor:
                 values = values.clone()
@@ -244,14 +245,15 @@ def on_two_ranks(work):
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    # A rank that failed makes the other one run into a timeout; its error tells more.
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: "imed out" in str(error)):
+        raise error
     return results
 
 

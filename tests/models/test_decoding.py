@@ -1,10 +1,11 @@
 """Decoding on random checkpoints: the engine against a plain implementation, in settings the reference cases lack."""
 
 import pytest
+import torch
 
 from tests import tiny_checkpoints
 from tests.engines import generate
-from tests.plain_reference import Decoded, PlainModel, decode
+from tests.plain_reference import Decoded, PlainModel, Uniform, decode
 
 PROMPTS = [
     [(7 * i * i + 3 * i * k + 11 * k) % 140 for i in range(length)]
@@ -44,7 +45,19 @@ DREAM_SETTINGS = {
 }  # fmt: skip
 
 
-def assert_decodes_like_the_plain_model(llm, folder, settings) -> None:
+SAMPLED_SETTINGS = {
+    "llada": {"gen_length": 18, "block_length": 8, "steps": 14, "unmasking": "low_confidence", "temperature": 1.0},
+    "llada, cool": {"gen_length": 9, "block_length": 9, "steps": 6, "unmasking": "low_confidence", "temperature": 0.4},
+    "dream": {"gen_length": 16, "block_length": 16, "steps": 9, "unmasking": "maskgit_plus", "temperature": 0.7},
+    "dream, blocks": {"gen_length": 18, "block_length": 8, "steps": 14, "unmasking": "entropy", "temperature": 1.3},
+    "dream, filters": {
+        "gen_length": 10, "block_length": 10, "steps": 8, "unmasking": "topk_margin", "temperature": 0.8, "top_p": 0.8,
+        "top_k": 7,
+    },
+}  # fmt: skip
+
+
+def assert_decodes_like_the_plain_model(llm, folder, settings, seed: int | None = None) -> None:
     """Two prompts of different lengths in one batch: tokens, order and number of forward passes."""
     from dllm_engine import DiffusionParams
 
@@ -52,18 +65,36 @@ def assert_decodes_like_the_plain_model(llm, folder, settings) -> None:
     expected: dict[int, tuple[list[int], Decoded]] = {}
     for prompt in PROMPTS:
         if len(prompt) not in expected:
-            decoded = decode(plain, prompt, **settings)
+            decoded = decode(plain, prompt, **settings, uniform=None if seed is None else uniform_of(seed))
             if decoded.closest > MARGIN:
                 expected[len(prompt)] = (prompt, decoded)
         if len(expected) == 2:
             break
     assert len(expected) == 2, "these weights leave every prompt to rounding; choose another seed"
-    outputs = generate(llm, [prompt for prompt, _ in expected.values()], DiffusionParams(**settings, ignore_eos=True))
+    params = DiffusionParams(**settings, seed=seed, ignore_eos=True)
+    outputs = generate(llm, [prompt for prompt, _ in expected.values()], params)
     for (_, decoded), output in zip(expected.values(), outputs, strict=True):
         figures = output.outputs[0].diffusion
         assert figures.unmasked_per_step == decoded.order
         assert list(output.outputs[0].token_ids) == decoded.tokens
         assert figures.forward_passes == len(decoded.order)
+
+
+def uniform_of(seed: int) -> Uniform:
+    """The engine's random numbers of a request; their own tests hold them to plain arithmetic."""
+    from dllm_engine.model_executor.noise import uniform
+
+    def draw(forward: int, position: int) -> torch.Tensor:
+        counters = (torch.tensor(value) for value in (seed, forward, position))
+        return uniform(*counters, torch.arange(tiny_checkpoints.VOCAB_SIZE))
+
+    return draw
+
+
+@pytest.mark.parametrize("name", SAMPLED_SETTINGS)
+def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, name):
+    folder = unsure_dream if "filters" in name else tiny_dream if "dream" in name else tiny_llada
+    assert_decodes_like_the_plain_model(engines(folder), folder, SAMPLED_SETTINGS[name], seed=17)
 
 
 @pytest.mark.parametrize("name", LLADA_SETTINGS)

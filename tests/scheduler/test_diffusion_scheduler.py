@@ -211,7 +211,7 @@ def test_running_requests_take_turns_when_the_budget_holds_one():
     scheduler.add_request(request("a"))  # 18 rows
     scheduler.add_request(request("b", prompt_length=4))  # 12 rows
     step(scheduler, runner)
-    scheduler.max_rows = 20
+    scheduler.max_rows = 29
     assert [step(scheduler, runner)[0] for _ in range(4)] == [["a"], ["b"], ["a"], ["b"]]
 
 
@@ -222,6 +222,14 @@ def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
     scheduler.add_request(request("large", prompt_length=40))
     scheduler.add_request(request("small", prompt_length=2))
     assert step(scheduler, runner)[0] == ["running"]
+
+
+@pytest.mark.parametrize(("max_rows", "together"), [(35, ["a"]), (36, ["a", "b"])])
+def test_requests_run_together_when_their_rows_fit_exactly(max_rows, together):
+    scheduler, runner = make_scheduler(max_rows=max_rows), StandInRunner()
+    scheduler.add_request(request("a"))  # 18 rows each
+    scheduler.add_request(request("b"))
+    assert step(scheduler, runner)[0] == together
 
 
 def test_canvas_of_exactly_the_budget_runs():
