@@ -45,7 +45,7 @@ def check_request(
     prompt_token_ids: list[int],
     family: ModelFamily,
     engine: EngineOptions,
-    mask_token_id: int,
+    hf_config: Any,
     max_model_len: int,
 ) -> None:
     """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if the request cannot be served."""
@@ -59,10 +59,17 @@ def check_request(
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it unset")
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token")
-    if mask_token_id in prompt_token_ids:
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= hf_config.vocab_size:
+        position = next(i for i, token in enumerate(prompt_token_ids) if not 0 <= token < hf_config.vocab_size)
         raise InvalidRequestError(
-            f"the prompt contains the mask token (id {mask_token_id}) at position "
-            f"{prompt_token_ids.index(mask_token_id)}; masks mark the response's positions and cannot be prompted"
+            f"the prompt contains token id {prompt_token_ids[position]} at position {position}, outside the "
+            f"vocabulary of {hf_config.vocab_size}"
+        )
+    if hf_config.mask_token_id in prompt_token_ids:
+        raise InvalidRequestError(
+            f"the prompt contains the mask token (id {hf_config.mask_token_id}) at position "
+            f"{prompt_token_ids.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be "
+            f"prompted"
         )
     spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
     if spec.canvas_length > max_model_len:
@@ -103,7 +110,7 @@ def install() -> None:
                 params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
             engine = EngineOptions.from_vllm_config(self.vllm_config)
             family = family_of(config)
-            check_request(params, prompt_token_ids, family, engine, config.mask_token_id, max_model_len)
+            check_request(params, prompt_token_ids, family, engine, config, max_model_len)
             # The null block is not handed out; before the engine has told its size there is nothing to compare.
             if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
                 spec = resolve_decoding(params, len(prompt_token_ids), family, engine)

@@ -109,6 +109,10 @@ class Inspection:
         """Positions outside a block: all that a layer could retain."""
         return self.canvas_length - block.span.size
 
+    def evicts(self, block: InspectedBlock) -> bool:
+        """Whether some layer neither retained nor recomputes some position."""
+        return any(len(set(layer).union(block.recomputed)) < self.canvas_length for layer in block.retained)
+
     def pages(self, block: InspectedBlock) -> int:
         """Pages that hold what a block's layers retained."""
         return sum(pages_for(len(layer), self.page_size) for layer in block.retained)
@@ -128,17 +132,17 @@ class Inspection:
         """One line on the cache, one on the computation."""
         computed, uncached = sum(map(self.rows, self.passes)), self.canvas_length * len(self.passes)
         cost = (
-            f"{len(self.passes)} forward passes computed {computed:,} tokens, {computed / uncached:.0%} of the "
-            f"{uncached:,} that recomputing the whole canvas takes"
+            f"{count_of(len(self.passes), 'denoising step')} computed {computed:,} tokens, {computed / uncached:.0%} "
+            f"of the {uncached:,} that computing the whole canvas in each takes"
         )
         blocks = self.updated_blocks
         if not blocks:
-            return f"{self.settings}: nothing was retained, every forward pass computed the whole canvas", cost
+            return f"{self.settings}: nothing was retained, every step computed the whole canvas", cost
         retained = sum(len(layer) for block in blocks for layer in block.retained)
         offered = sum(self.outside(block) * len(block.retained) for block in blocks)
         cache = (
-            f"{self.settings}: a layer retained {retained / offered:.0%} of the positions outside the block; "
-            f"at most {max(map(self.pages, blocks))} pages of {self.page_size} tokens over {self.num_layers} layers"
+            f"{self.settings}: a layer retained {retained / offered:.0%} of the positions outside the block; at most "
+            f"{count_of(max(map(self.pages, blocks)), 'page')} of {self.page_size} tokens over {self.num_layers} layers"
         )
         return cache, cost
 
@@ -213,3 +217,8 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[list[int]], str] | None) 
             pieces.append(text)
             pending = []
     return pieces
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 page``, ``2 pages``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

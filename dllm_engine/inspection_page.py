@@ -5,6 +5,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from dllm_engine import __version__
+from dllm_engine.inspection import count_of
 from dllm_engine.scheduler.decoding import Span
 from dllm_engine.scheduler.refresh_plan import RefreshState
 
@@ -27,14 +28,17 @@ h2 { font-size: 19px; margin: 0 0 4px; }
 p { margin: 0 0 12px; }
 .muted { color: var(--muted); }
 .lead { max-width: 100ch; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 20px; margin-top: 20px; }
+section, .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+section { padding: 20px; margin-top: 20px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 20px 0 0; }
-.tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 10px 14px; }
+.tiles div { padding: 10px 14px; }
 .tiles dt { color: var(--muted); font-size: 13px; }
 .tiles dd { margin: 0; font-size: 22px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .tiles small { display: block; font-size: 13px; font-weight: 400; color: var(--muted); }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 0 0 14px; padding: 0; list-style: none; font-size: 13px; }
-.legend i { display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 6px; vertical-align: -2px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 0 0 14px; padding: 0; list-style: none;
+  font-size: 13px; }
+.legend i { display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 6px;
+  vertical-align: -2px; }
 .legend .ramp { width: 72px; }
 figure { margin: 0; padding: 14px 0 0; border-top: 1px solid var(--line); }
 figure + figure { margin-top: 16px; }
@@ -44,13 +48,14 @@ figcaption span { color: var(--muted); font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
 .heat { display: grid; grid-template-columns: 46px 1fr; column-gap: 8px; font-size: 11px; line-height: 1.2; }
 .heat svg { display: block; width: 100%; }
-.names { position: relative; color: var(--muted); text-align: right; }
+.names { position: sticky; left: 0; z-index: 1; background: var(--card); color: var(--muted); text-align: right; }
 .names b { position: absolute; right: 0; font-weight: 400; transform: translateY(-50%); white-space: nowrap; }
 .parts { display: flex; margin-bottom: 3px; color: var(--muted); }
 .parts span { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; border-bottom: 2px solid var(--line);
   padding: 0 3px 2px; }
 .parts span + span { border-left: 2px solid var(--edge); border-bottom-color: var(--muted); }
-.ticks { position: relative; height: 16px; margin-top: 3px; color: var(--muted); font-size: 11px; font-variant-numeric: tabular-nums; }
+.ticks { position: relative; height: 16px; margin-top: 3px; color: var(--muted); font-size: 11px;
+  font-variant-numeric: tabular-nums; }
 .ticks b { position: absolute; font-weight: 400; transform: translateX(-50%); }
 .heat .ticks b:first-child { transform: none; }
 .heat .ticks b:last-child { transform: translateX(-100%); }
@@ -72,7 +77,8 @@ figcaption span { color: var(--muted); font-variant-numeric: tabular-nums; }
 .bars svg { display: block; width: 100%; height: 110px; }
 footer { margin-top: 20px; font-size: 13px; color: var(--muted); }
 @media (max-width: 600px) { main { padding: 20px 12px 32px; } section { padding: 14px 12px; } h1 { font-size: 22px; }
-  .order { grid-template-columns: 1fr; gap: 4px; } .order > p span { display: inline; } .order > p + * + p { margin-top: 8px; }
+  .order { grid-template-columns: 1fr; gap: 4px; } .order > p span { display: inline; }
+  .order > p + * + p { margin-top: 8px; }
   .heat { grid-template-columns: 34px 1fr; column-gap: 5px; } }
 """
 """``--s``, from 0 to 1, shades a token; the end of each ramp stays readable under ``--ink``."""
@@ -129,8 +135,9 @@ def _header(inspection: "Inspection") -> str:
         ("tokens computed", f"{computed:,}", f"{computed / uncached:.0%} of {uncached:,} without a cache"),
     ]
     shown = "".join(f"<div><dt>{name}</dt><dd>{value} <small>{note}</small></dd></div>" for name, value, note in tiles)
+    title = "What the cache retained" if blocks else "How the response was denoised"
     return f"""<header>
-<h1>What the cache retained</h1>
+<h1>{title}</h1>
 <p class="muted">{escape(inspection.model)} · {escape(inspection.settings)}</p>
 </header>
 <dl class="tiles">{shown}</dl>
@@ -164,16 +171,14 @@ def _retention(inspection: "Inspection") -> str:
     if not inspection.updated_blocks:
         lead = "Nothing was retained: every forward pass computed the whole canvas."
         return _section(title, lead, (), "")
-    legend = [
-        ("var(--retained)", "retained in pages"),
-        ("var(--evicted)", "evicted"),
-        ("var(--block)", "the block itself, computed in every step"),
-    ]
+    legend = [("var(--retained)", "retained in pages"), ("var(--block)", "the block itself, computed in every step")]
     if any(len(block.recomputed) > block.span.size for block in inspection.updated_blocks):
         legend.append(("var(--again)", "computed in every step as well"))
+    if any(inspection.evicts(block) for block in inspection.updated_blocks):
+        legend.append(("var(--evicted)", "evicted: neither computed nor read"))
     lead = (
-        "One map per block: a row per layer, a column per canvas position. The last row is the share of the layers that "
-        "retained a position: the darker, the more of them. The line separates prompt and response."
+        "One map per block: a row per layer, a column per canvas position. The last row is the share of the layers "
+        "that retained a position. The line separates prompt and response."
     )
     return _section(title, lead, legend, "\n".join(_heat_map(inspection, i) for i in range(len(inspection.blocks))))
 
@@ -186,20 +191,19 @@ def _heat_map(inspection: "Inspection", index: int) -> str:
         f"{_steps(first, last)}</span>"
     )
     if not block.retained:
-        note = f'<p class="muted">No step of this block updated the cache, so it was done in full: {_count(len(block.passes), "step")}.</p>'
-        return f"<figure><figcaption>{caption}</figcaption>{note}</figure>"
+        note = f"Every step of this block ({len(block.passes)} in all) came before its update: nothing was retained."
+        return f'<figure><figcaption>{caption}</figcaption><p class="muted">{note}</p></figure>'
     outside = inspection.outside(block)
     sizes = [len(layer) for layer in block.retained]
-    share = sum(sizes) / (outside * len(sizes)) if outside else 0.0
+    share = sum(sizes) / (outside * len(sizes))
     caption += (
         f'<span class="held">retained <b>{_range(sizes)}</b> of {outside} outside the block ({share:.0%}) · '
-        f"{_count(inspection.pages(block), 'page')}</span>"
+        f"{count_of(inspection.pages(block), 'page')}</span>"
     )
     layers, canvas = inspection.num_layers, inspection.canvas_length
     height = 18 if layers <= 8 else 11 if layers <= 16 else 7
     names = "".join(
-        f'<b style="top:{(layer + 0.5) * height}px">{"layer " if layer == 0 else ""}{layer}</b>'
-        for layer in range(0, layers, max(1, -(-12 // height)))
+        f'<b style="top:{(layer + 0.5) * height}px">{layer}</b>' for layer in range(0, layers, max(1, -(-12 // height)))
     )
     rows = "".join(
         f"<g><title>layer {layer}: {len(positions)} retained</title>"
@@ -208,12 +212,12 @@ def _heat_map(inspection: "Inspection", index: int) -> str:
     )
     label = f"Block {index + 1}: positions that each of {layers} layers retained"
     return f"""<figure><figcaption>{caption}</figcaption>
-<div class="scroll"><div class="heat" style="min-width:{min(canvas * 2, 4000)}px">
-<div></div><div class="parts"><span style="width:{_percent(inspection.prompt_length, canvas)}">prompt · {
-        inspection.prompt_length
-    }</span><span style="width:{_percent(inspection.gen_length, canvas)}">response · {
-        inspection.gen_length
-    }</span></div>
+<div class="scroll"><div class="heat" style="min-width:{canvas * 0.75:.0f}px">
+<div class="names"><b style="bottom:-4px">layer</b></div><div class="parts"><span style="width:{
+        _percent(inspection.prompt_length, canvas)
+    }">prompt · {inspection.prompt_length}</span><span style="width:{
+        _percent(inspection.gen_length, canvas)
+    }">response · {inspection.gen_length}</span></div>
 <div class="names">{names}</div>{_strip(inspection, block, layers, layers * height, rows, label)}
 <div class="names share"><b style="top:7px">share</b></div><div class="share">{
         _strip(inspection, block, 1, 14, _share_row(inspection, block), "share of the layers")
@@ -293,13 +297,14 @@ def _prompt(inspection: "Inspection") -> str:
         return ""
     layers = inspection.num_layers
     body = "".join(
-        f'<span style="--s:{share:.3g}" title="position {position}: retained by {share * layers:.3g} of {layers} layers">'
-        f"{_inline(piece)}</span>"
+        f'<span style="--s:{share:.3g}" title="position {position}: retained by {share * layers:.3g} of {layers} '
+        f'layers">{_inline(piece)}</span>'
         for position, (piece, share) in enumerate(zip(inspection.prompt_pieces, shares, strict=True))
     )
     lead = (
-        f"The prompt as the model sees it. A token is shaded by the share of the {layers} layers that retained it, averaged "
-        f"over {_count(len(inspection.updated_blocks), 'block')}; {sum(shares) / len(shares):.0%} on average."
+        f"The prompt as the model sees it. A token is shaded by the share of the {layers} layers that retained it, "
+        f"averaged over {count_of(len(inspection.updated_blocks), 'block')}; the mean is "
+        f"{sum(shares) / len(shares):.0%}."
     )
     legend = [("linear-gradient(90deg, var(--card), var(--cool))", "no layer … every layer")]
     return _section(title, lead, legend, f'<div class="text">{body}</div>')
@@ -337,14 +342,14 @@ def _order(inspection: "Inspection") -> str:
         rows.append(f'<div class="tokens">{"".join(tokens)}</div>')
     left = inspection.block_spans[len(inspection.blocks) :]
     lead = (
-        "The response, block by block. The number under a token is the step that unmasked it; the darker, the later in its "
-        "block."
+        "The response, block by block. The number under a token is the step that unmasked it; the stronger "
+        "its colour, the later in its block."
     )
     if len(inspection.response_pieces) < sum(block.span.size for block in inspection.blocks):
         lead += " Dashed: after the end token, not part of the answer."
     if left:
         masked = sum(span.size for span in left)
-        lead += f" The response ended early: {_count(len(left), 'block')} ({masked} positions) stayed masked."
+        lead += f" The response ended early: {count_of(len(left), 'block')} ({masked} positions) stayed masked."
     legend = [("linear-gradient(90deg, var(--card), var(--warm))", "first step of the block … last step")]
     return _section("Order of denoising", lead, legend, f'<div class="order">{"".join(rows)}</div>')
 
@@ -372,11 +377,15 @@ def _cost(inspection: "Inspection") -> str:
         for step in passes
     )
     starts = "".join(f"M{block.passes[0].number - 1} 0v{canvas}" for block in inspection.blocks[1:])
-    body = f"""<div class="bars"><svg viewBox="0 0 {len(passes)} {canvas}" preserveAspectRatio="none" role="img" aria-label="tokens computed per step">
+    body = f"""<div class="bars"><svg viewBox="0 0 {len(passes)} {canvas}" preserveAspectRatio="none" role="img"
+ aria-label="tokens computed per step">
 <g stroke-width=".8">{bars}</g>
 <path d="{starts}" stroke="var(--muted)" stroke-dasharray="3 3" vector-effect="non-scaling-stroke"/></svg>
 <div class="ticks">{_step_ticks(len(passes))}</div></div>"""
-    lead = f"The tokens each forward pass fed to the model; a full bar is the canvas of {canvas}. Dashed lines separate blocks."
+    lead = (
+        f"The tokens each forward pass fed to the model; a full bar is the canvas of {canvas}. Dashed lines separate "
+        f"blocks."
+    )
     return _section("Tokens computed per step", lead, [(f"var(--{s.value})", names[s]) for s in used], body)
 
 
@@ -388,7 +397,3 @@ def _step_ticks(length: int) -> str:
 
 def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}–{last}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

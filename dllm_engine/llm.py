@@ -11,6 +11,7 @@ from dllm_engine.families import family_of
 from dllm_engine.inspection import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.params import DiffusionParams, resolve_decoding
+from dllm_engine.params import DEFAULT_GEN_LENGTH
 from dllm_engine.plugin import register
 
 
@@ -87,6 +88,13 @@ class LLM(vllm.LLM):
             block_spans=[spec.block_span(block) for block in range(spec.num_blocks)],
             blocks=replay(spec, completion.diffusion),
         )
+
+    def get_default_sampling_params(self) -> vllm.SamplingParams:
+        """The model's. A length that is only our default stays open, so that admission takes 256 or what fits."""
+        params = super().get_default_sampling_params().clone()
+        if params.max_tokens == DEFAULT_GEN_LENGTH:
+            params.max_tokens = None
+        return params
 
     def beam_search(self, *args: Any, **kwargs: Any) -> Any:
         """Beam search extends a prefix token by token, which diffusion models do not have."""

@@ -58,7 +58,7 @@ class DiffusionParams(SamplingParams):
     max_tokens: int | None = None
     """The same as ``gen_length``, under vLLM's name."""
     gen_length: int | None = None
-    """Response tokens; default 256."""
+    """Response tokens; None: 256, or what fits where that is less."""
     block_length: int | None = None
     """Response tokens denoised together; default 32 for LLaDA, the whole response for Dream."""
     steps: int | None = None
@@ -78,8 +78,8 @@ class DiffusionParams(SamplingParams):
                 f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name the same length; give one"
             )
         if self.gen_length is None:
-            self.gen_length = self.max_tokens if self.max_tokens is not None else DEFAULT_GEN_LENGTH
-        if self.gen_length < 1:
+            self.gen_length = self.max_tokens
+        if self.gen_length is not None and self.gen_length < 1:
             raise InvalidRequestError(f"gen_length={self.gen_length} is out of range: it must be at least 1")
         self.max_tokens = self.gen_length
         top_p, top_k = self.top_p, self.top_k

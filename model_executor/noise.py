@@ -35,7 +35,8 @@ def uniform(
     key = seeds
     for counter in (forwards, positions, token_ids):
         key = _mix(key + (counter + 2) * _signed(_GOLDEN_GAMMA))
-    return (_shift_right(key, 11).to(torch.float64) + 0.5) * 2.0**-53
+    # 52 bits: with 53, the half would round the largest one up to 1.
+    return (_shift_right(key, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def gumbel(

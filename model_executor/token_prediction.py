@@ -104,6 +104,11 @@ class TokenPredictor:
         sharded = self.tp_group.world_size > 1 and not gathered
 
         drawn_from = _filtered(logits, settings) if settings.filters or settings.temperature > 0 else logits
+        if settings.filters:
+            # Where the mask token is all that passed the filters, the best other token passes too.
+            column = (self._best_token(logits, first_token)[1] - first_token)[:, None]
+            tempered = logits / settings.temperature if settings.temperature > 0 else logits
+            drawn_from = drawn_from.scatter(-1, column, tempered.gather(-1, column))
         measured = drawn_from if settings.tempered else logits
         # `drawn_from` is divided by the temperature already, so plain Gumbel noise draws from its softmax.
         scores = drawn_from

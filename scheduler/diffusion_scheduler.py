@@ -117,6 +117,10 @@ class DiffusionScheduler(SchedulerInterface):
         progress = Progress(num_masked=spec.block_span(0).size)
         return RequestState(request, spec, progress, seed, end_token_ids(params, self.hf_config))
 
+    def page_demand(self, spec: DecodingSpec) -> int:
+        """Pages reserved for a request at admission."""
+        return page_demand(spec, self.options, self.num_layers)
+
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)
         if request_ids is None:
@@ -163,7 +167,7 @@ class DiffusionScheduler(SchedulerInterface):
         while self.waiting and len(self.running) < self.max_num_running:
             request = self.waiting.peek_request()
             state = self.states[request.request_id]
-            demand = page_demand(state.spec, self.options, self.num_layers)
+            demand = self.page_demand(state.spec)
             if not self.pages.can_reserve(demand) or self.plan(state.spec, state.progress).max_rows > budget:
                 break
             self.waiting.pop_request()

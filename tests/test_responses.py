@@ -133,7 +133,7 @@ def test_gen_length_and_max_tokens_are_the_same_field():
     assert DiffusionParams(gen_length=12).max_tokens == 12
     assert DiffusionParams(max_tokens=12).gen_length == 12
     assert DiffusionParams(gen_length=12, max_tokens=12).gen_length == 12
-    assert DiffusionParams().gen_length == 256
+    assert DiffusionParams().gen_length is None  # open until the prompt is known
 
 
 def test_parameters_survive_a_clone_and_the_wire():

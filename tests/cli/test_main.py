@@ -26,6 +26,9 @@ from dllm_engine.demo import demo_model_path
         (["generate", "--input", "/no/such/file", "--output", "o"], "cannot read /no/such/file: No such file"),
         (["eval", "--tasks", "names,poems"], "unknown task 'poems'"),
         (["serve", "demo", "--cache-method", "magic"], "unknown cache method"),
+        (["inspect", "Hello!", "--output", "picture.svg"], "as .html or .png"),
+        (["inspect", "Hello!", "--output", "/no/such/folder/o.html"], "there is no folder /no/such/folder"),
+        (["inspect", "--model", "some/model"], "give a PROMPT"),
     ],
 )
 def test_errors_are_one_line_and_exit_status_2(argv, message, capsys):

@@ -90,6 +90,29 @@ def test_a_model_that_does_not_exist_is_one_line(run):
     assert result.stderr.count("\n") == 1
 
 
+def test_inspect_writes_a_page_and_says_so(run, tmp_path):
+    command = [*DLLM, "inspect", PROMPT, "--cache-option", "retention_ratio=0.5", "--output", "sparse.html"]
+    result = run(*command)
+    assert result.returncode == 0, result.stderr
+    written, cache, cost = result.stdout.splitlines()
+    assert written == "wrote sparse.html"
+    assert cache.startswith("sparse (retention_ratio=0.5, ")
+    assert "denoising steps computed" in cost
+    page = (tmp_path / "sparse.html").read_text(encoding="utf-8")
+    assert page.endswith("</html>\n")
+    assert "Ida" in page
+
+
+def test_sparse_example_compares_the_caches(run):
+    result = run(sys.executable, CHECKOUT / "examples" / "offline_sparse.py")
+    assert result.returncode == 0, result.stderr
+    table = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()[-4:]}
+    computed_sparse, computed_none = (int(cell.replace(",", "")) for cell in table["tokens computed"])
+    assert computed_sparse < computed_none
+    assert int(table["pages held"][0]) > 0
+    assert table["pages held"][1] == "0"
+
+
 @pytest.mark.parametrize("name", ["offline_generate.py", "plain_vllm.py"])
 def test_example_answers(run, name):
     result = run(sys.executable, CHECKOUT / "examples" / name)

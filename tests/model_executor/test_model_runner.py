@@ -16,7 +16,7 @@ MASK = 99
 def make_runner(*, shifts_logits: bool) -> DiffusionModelRunner:
     runner = object.__new__(DiffusionModelRunner)
     runner.device, runner.mask_token_id = torch.device("cpu"), MASK
-    runner.model = SimpleNamespace(shifts_logits=shifts_logits)
+    runner.model = SimpleNamespace(shifts_logits=shifts_logits, layers=[None, None])
     runner.canvases = {}
     return runner
 

@@ -33,7 +33,7 @@ def canvas_of(unmasking: str, temperature: float = 0.0, top_p: float = 1.0, top_
     spec = DecodingSpec(4, 10, 5, 10, "uniform", unmasking, temperature, top_p, top_k)
     tokens = torch.full((14,), MASK)
     tokens[:4], tokens[6] = 1, 60
-    return Canvas(spec, seed=0, tokens=tokens, masked=tokens == MASK)
+    return Canvas(spec, seed=0, tokens=tokens, masked=tokens == MASK, page_table=torch.empty(1, 0, dtype=torch.int32))
 
 
 def fill(unmasking: str, count: int, ratio: float = 0.5) -> tuple[Canvas, list[int]]:

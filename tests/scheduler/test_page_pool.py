@@ -13,7 +13,7 @@ def pool() -> PagePool:
 def test_null_block_is_not_handed_out(pool):
     assert pool.num_pages == 10
     pool.reserve("a", 10)
-    pages = pool.allocate("a", 10)
+    (pages,) = pool.resize("a", [10])
     assert sorted(pages) == list(range(1, 11))
 
 
@@ -21,7 +21,7 @@ def test_reservation_counts_before_allocation(pool):
     pool.reserve("a", 4)
     assert (pool.num_reserved, pool.num_allocated) == (4, 0)
     assert pool.usage == pytest.approx(0.4)
-    pool.allocate("a", 3)
+    pool.resize("a", [1, 2])
     assert (pool.num_reserved, pool.num_allocated) == (4, 3)
     assert pool.can_reserve(6)
     assert not pool.can_reserve(7)
@@ -30,24 +30,43 @@ def test_reservation_counts_before_allocation(pool):
 def test_pages_of_two_requests_are_disjoint(pool):
     pool.reserve("a", 5)
     pool.reserve("b", 5)
-    pages = pool.allocate("a", 2) + pool.allocate("b", 3) + pool.allocate("a", 3) + pool.allocate("b", 2)
-    assert len(set(pages)) == 10
+    pool.resize("a", [1, 1])
+    pool.resize("b", [3])
+    tables = pool.resize("a", [2, 3]) + pool.resize("b", [5])
+    assert [len(table) for table in tables] == [2, 3, 5]
+    assert len({page for table in tables for page in table}) == 10
+
+
+def test_a_table_keeps_the_pages_it_has(pool):
+    pool.reserve("a", 6)
+    before = pool.resize("a", [2, 3])
+    grown = pool.resize("a", [4, 2])
+    assert grown[0][:2] == before[0]
+    assert grown[1] == before[1][:2]
+    assert pool.num_allocated == 6
+
+
+def test_a_table_may_grow_on_what_another_gives_back():
+    pool = PagePool(num_pages=5, hash_block_size=16)
+    pool.reserve("a", 4)
+    pool.resize("a", [1, 3])
+    assert [len(table) for table in pool.resize("a", [3, 1])] == [3, 1]
 
 
 def test_freed_pages_and_reservation_can_be_used_again(pool):
     pool.reserve("a", 10)
-    pool.allocate("a", 7)
+    pool.resize("a", [7])
     pool.free("a")
     assert (pool.num_reserved, pool.num_allocated, pool.usage) == (0, 0, 0.0)
     pool.reserve("b", 10)
-    assert len(pool.allocate("b", 10)) == 10
+    assert len(pool.resize("b", [10])[0]) == 10
 
 
 def test_request_cannot_allocate_more_than_it_reserved(pool):
     pool.reserve("a", 4)
-    pool.allocate("a", 3)
-    with pytest.raises(ValueError, match=r"request a holds 3 pages and wants 2 more, but reserved 4"):
-        pool.allocate("a", 2)
+    pool.resize("a", [3])
+    with pytest.raises(ValueError, match=r"request a wants 5 pages, but reserved 4"):
+        pool.resize("a", [3, 2])
     assert pool.num_allocated == 3
 
 
@@ -66,12 +85,12 @@ def test_second_reservation_of_a_request_is_refused(pool):
 
 def test_allocation_without_reservation_is_refused(pool):
     with pytest.raises(KeyError):
-        pool.allocate("a", 1)
+        pool.resize("a", [1])
 
 
 def test_freeing_twice_or_a_stranger_changes_nothing(pool):
     pool.reserve("a", 2)
-    pool.allocate("a", 2)
+    pool.resize("a", [2])
     pool.free("a")
     pool.free("a")
     pool.free("stranger")
@@ -80,7 +99,7 @@ def test_freeing_twice_or_a_stranger_changes_nothing(pool):
 
 def test_request_may_need_no_pages(pool):
     pool.reserve("a", 0)
-    assert pool.allocate("a", 0) == []
+    assert pool.resize("a", [0, 0]) == [[], []]
     pool.free("a")
 
 

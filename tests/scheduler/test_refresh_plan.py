@@ -3,7 +3,8 @@
 import pytest
 
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, RowRule, unmask_quota
+from dllm_engine.options import EngineOptions, SparseOptions
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, RowRule, page_demand, unmask_quota
 
 
 def spec(**changes) -> DecodingSpec:
@@ -45,7 +46,7 @@ def plans_of(request: DecodingSpec, method: str = "none"):
     progress, plans = Progress(num_masked=request.block_span(0).size), []
     for block in range(request.num_blocks):
         progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
-        while progress.num_masked or not plans[-1].last_in_block:
+        while progress.num_masked:
             plan = REFRESH_PLANS[method](request, progress)
             plans.append(plan)
             progress.step += 1
@@ -65,7 +66,6 @@ def test_without_a_cache_every_step_computes_the_whole_canvas():
         assert plan.max_rows == 31
         assert plan.forward == number
     assert [plan.block for plan in plans] == [(10, 18)] * 4 + [(18, 26)] * 4 + [(26, 31)] * 3
-    assert [plan.last_in_block for plan in plans] == [False] * 3 + [True] + [False] * 3 + [True] + [False] * 2 + [True]
 
 
 def test_llada_unmasks_evenly_within_each_block():
@@ -95,13 +95,55 @@ def test_dream_block_of_one_step_unmasks_everything():
 
 @pytest.mark.parametrize("schedule", ["uniform", "timestep"])
 def test_last_step_of_a_block_takes_whatever_is_left(schedule):
-    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5))
+    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5), in_blocks=True)
     assert (quota.candidates, quota.count, quota.ratio) == ((10, 18), 5, 1.0)
     # Also beyond it: a policy that draws positions by chance may have left some.
-    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2)).count == 2
+    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2), in_blocks=True).count == 2
 
 
 def test_ratio_is_the_share_of_what_is_masked():
-    assert unmask_quota(spec(), Progress(step=1, num_masked=6)).ratio == pytest.approx(2 / 6)
+    assert unmask_quota(spec(), Progress(step=1, num_masked=6), in_blocks=True).ratio == pytest.approx(2 / 6)
     dream = spec(schedule="timestep", gen_length=8, block_length=8, steps=4)
-    assert unmask_quota(dream, Progress(step=1, num_masked=6)).ratio == pytest.approx(1 - 0.5005 / 0.75025, abs=1e-6)
+    quota = unmask_quota(dream, Progress(step=1, num_masked=6), in_blocks=False)
+    assert quota.ratio == pytest.approx(1 - 0.5005 / 0.75025, abs=1e-6)
+
+
+FULL, UPDATE, REUSE = RefreshState.FULL, RefreshState.UPDATE, RefreshState.REUSE
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "first_block", "reused_span", "retained"),
+    [
+        ("prefix", {}, [UPDATE, REUSE, REUSE, REUSE], (10, 31), [10, 18, 26]),
+        ("dual", {}, [UPDATE, REUSE, REUSE, REUSE], (10, 18), [23, 23, 26]),
+        ("sparse", {"update_delay": 0}, [UPDATE, REUSE, REUSE, REUSE], (10, 18), [11, 11, 13]),
+        ("sparse", {}, [FULL, UPDATE, REUSE, REUSE], (10, 18), [11, 11, 13]),
+        ("sparse", {"update_delay": 2, "retention_ratio": 0.3}, [FULL, FULL, UPDATE, REUSE], (10, 18), [6, 6, 7]),
+        # Before the block int(start · 0.5), and the whole suffix of 13, 5 and 0.
+        ("sparse", {"scope": "prefix"}, [FULL, UPDATE, REUSE, REUSE], (10, 18), [18, 14, 13]),
+        ("sparse", {"update_delay": 9}, [FULL] * 4, None, []),
+    ],
+)
+def test_states_and_retained_tokens_of_a_cache_method(method, options, first_block, reused_span, retained):
+    request = spec(cache=SparseOptions(**options)) if method == "sparse" else spec()
+    plans = plans_of(request, method)
+    assert [plan.state for plan in plans[:4]] == first_block
+    assert {plan.span for plan in plans if plan.state is not REUSE} <= {Span(0, 31)}
+    assert {plan.span for plan in plans[:4] if plan.state is REUSE} <= {reused_span}
+    assert [plan.retained for plan in plans if plan.state is UPDATE] == retained
+    assert all(plan.retained == 0 for plan in plans if plan.state is FULL)
+    assert [plan.quota.count for plan in plans] == [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]
+
+
+def test_dream_with_a_cache_decodes_in_blocks_even_where_there_is_one():
+    request = spec(schedule="timestep", gen_length=8, block_length=8, steps=4)
+    assert [plan.quota.candidates for plan in plans_of(request, "dual")] == [(10, 11)] + [(10, 18)] * 3
+
+
+@pytest.mark.parametrize(
+    ("method", "pages"),
+    [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4)],  # 26, 26 and 13 tokens in pages of 4
+)
+def test_page_demand_is_that_of_the_largest_block(method, pages):
+    options = EngineOptions(cache_method=method, page_size=4)
+    assert page_demand(spec(cache=options.cache), options, num_layers=4) == pages
