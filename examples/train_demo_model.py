@@ -262,9 +262,9 @@ def initialise(model: DemoModel) -> None:
     token and one that marks masks. Slot 0 holds the token itself. Head h of the first layer looks h + 1 positions
     back (the constant dimension and the RoPE phase make the attention peak there) and writes that token into slot
     h + 1. Later heads compare some of these context slots between query and key, in the RoPE dimensions that turn
-    slowest, and copy a token from the position they find into slot 0 (``LATER_HEADS``). The output head starts as a copy of the
-    embedding, a mask token with an empty slot 0. Training changes all of it; without this start recall takes far
-    longer to appear.
+    slowest, and copy a token from the position they find into slot 0 (``LATER_HEADS``). The output head starts as
+    a copy of the embedding, a mask token with an empty slot 0. Training changes all of it; without this start
+    recall takes far longer to appear.
     """
     settings = model.settings
     for parameter in model.parameters():

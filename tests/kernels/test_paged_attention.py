@@ -41,7 +41,7 @@ def paged_cases(draw: st.DrawFn, longest: int = 2000) -> PagedCase:
 
 
 @given(case=paged_cases(), semantics=st.sampled_from(SEMANTICS), return_lse=st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_equals_the_formula_and_reads_only_what_is_retained(case, semantics, return_lse):
     attend_fresh, causal = semantics
     slots = () if attend_fresh else (case.k_slots, case.v_slots)
@@ -119,7 +119,7 @@ def test_a_row_with_nothing_to_attend_to_is_zero(packed):
         assert not out[:3, :2].any()
         assert out[:3, 2:].all()
     assert (result[1][3:] == -torch.inf).all()
-    # Three rows are taken to be the last of four tokens: the first of five would see nothing.
+    # Five rows as the last of four tokens: the first comes before all of them.
     case = paged_case([5], [[4, 4]], heads=2, dim=8, packed=packed)
     out = paged_attention(*case.tables, attend_fresh=False, causal=True)
     assert not out[0].any()
