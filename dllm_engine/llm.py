@@ -10,8 +10,7 @@ from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
 from dllm_engine.inspection import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
-from dllm_engine.params import DiffusionParams, resolve_decoding
-from dllm_engine.params import DEFAULT_GEN_LENGTH
+from dllm_engine.params import DEFAULT_GEN_LENGTH, DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
 
 

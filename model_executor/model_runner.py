@@ -113,11 +113,10 @@ class DiffusionModelRunner:
         retained = self._retained_at_most()
         if not retained:
             return {}
-        layer = self.model.layers[0]
         spec = PagePoolSpec(
             block_size=self.options.page_size,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_dim,
+            num_kv_heads=self.model.num_kv_heads,
+            head_size=self.model.shape.head_dim,
             dtype=self.model_config.dtype,
             pages_per_request=len(self.model.layers) * pages_for(retained, self.options.page_size),
         )
@@ -143,13 +142,12 @@ class DiffusionModelRunner:
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
         if POOL_LAYER not in {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}:
             return
-        layer = self.model.layers[0]
         with kwargs.get("kv_cache_allocation_context") or nullcontext():
             self.pages = PageMemory(
                 kv_cache_config.num_blocks,
                 self.options.page_size,
-                layer.num_kv_heads,
-                layer.head_dim,
+                self.model.num_kv_heads,
+                self.model.shape.head_dim,
                 self.model_config.dtype,
                 self.device,
             )

@@ -36,7 +36,7 @@ class DecodingSpec:
     """0: all tokens."""
     threshold: float | None = None
     """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
-    cache: CacheOptions = CacheOptions()
+    cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
 
     @property

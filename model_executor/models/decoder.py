@@ -194,6 +194,13 @@ class DiffusionDecoder(nn.Module, ABC):
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this tensor-parallel rank."""
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer.num_kv_heads
+
     @staticmethod
     @abstractmethod
     def decoder_shape(config: object) -> DecoderShape:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.options import EngineOptions, SparseOptions
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, RowRule, page_demand, unmask_quota
 
 
