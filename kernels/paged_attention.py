@@ -590,9 +590,8 @@ def _equal_groups(
         end = max((start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n), default=0)
         if end > capacity:
             raise ValueError(f"request {request} retains tokens up to slot {end} of page tables of {capacity} slots")
-        in_order = (
-            whole_tokens and stride == num_kv_heads and starts == token_major and end == num_kv_heads * lengths[0]
-        )
+        uniform = lengths == [lengths[0]] * num_kv_heads
+        in_order = uniform and whole_tokens and stride == num_kv_heads and starts == token_major
         groups.setdefault((num_rows, lengths[0] if in_order or not end else None), []).append(request)
     return groups
 
@@ -691,10 +690,8 @@ def _softmax_attention(
         return per_query_head((weights @ values.float()).to(q.dtype)), per_query_head(lse)[..., 0]
     if not k.shape[1]:
         return torch.zeros_like(q), None
-    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
-    if visible is not None:
-        out = out.masked_fill(~visible.any(dim=-1, keepdim=True), 0)
-    return per_query_head(out), None
+    # Gives zeros where nothing is visible.
+    return per_query_head(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)), None
 
 
 def _tiles(num_pairs: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:

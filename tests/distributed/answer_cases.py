@@ -1,6 +1,8 @@
 """Run as a program: answers requests with a sharded engine and prints the tokens as JSON.
 
-python -m tests.distributed.answer_cases CHECKPOINT TENSOR_PARALLEL_SIZE BACKEND < requests.json
+python -m tests.distributed.answer_cases CHECKPOINT TENSOR_PARALLEL_SIZE BACKEND < task.json
+
+The task is ``{"engine": arguments of LLM, "requests": [{"prompt": token ids, "params": fields of DiffusionParams}]}``.
 """
 
 import json
@@ -11,7 +13,8 @@ from dllm_engine import LLM, DiffusionParams
 
 def main() -> None:
     checkpoint, size, backend = sys.argv[1:]
-    requests = json.load(sys.stdin)
+    task = json.load(sys.stdin)
+    requests = task["requests"]
     llm = LLM(
         checkpoint,
         tensor_parallel_size=int(size),
@@ -20,6 +23,7 @@ def main() -> None:
         dtype="float32",
         max_model_len=512,
         trace=True,
+        **task["engine"],
     )
     outputs = llm.generate(
         [{"prompt_token_ids": request["prompt"]} for request in requests],
@@ -31,6 +35,7 @@ def main() -> None:
             "tokens": list(output.outputs[0].token_ids),
             "order": output.outputs[0].diffusion.unmasked_per_step,
             "forward_passes": output.outputs[0].diffusion.forward_passes,
+            "retained": output.outputs[0].diffusion.retained_positions,
         }
         for output in outputs
     ]

@@ -22,7 +22,7 @@ SAMPLED = [
 ]
 
 
-def answer_sharded(checkpoint: Path, backend: str, requests: list[dict]) -> list[dict]:
+def answer_sharded(checkpoint: Path, backend: str, requests: list[dict], **engine: object) -> list[dict]:
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -32,7 +32,7 @@ def answer_sharded(checkpoint: Path, backend: str, requests: list[dict]) -> list
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.distributed.answer_cases", str(checkpoint), "2", backend],
-        input=json.dumps(requests),
+        input=json.dumps({"engine": engine, "requests": requests}),
         capture_output=True,
         text=True,
         env=environment,
@@ -66,3 +66,22 @@ def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model,
     expected = generate(alone, [r["prompt"] for r in sampled], [DiffusionParams(**r["params"]) for r in sampled])
     for params, answer, output in zip(SAMPLED, answers[len(rows) :], expected, strict=True):
         assert answer["tokens"] == list(output.outputs[0].token_ids), params
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_retain_the_same_tokens_as_one(engines, reference_checkpoints, model):
+    from dllm_engine import DiffusionParams
+
+    engine = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}, "page_size": 16}
+    prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
+    params = {"gen_length": 40, "block_length": 16, "unmasking": "maskgit_plus", "ignore_eos": True}
+    requests = [{"prompt": prompt, "params": params} for prompt in prompts]
+
+    answers = answer_sharded(reference_checkpoints / model, "mp", requests, **engine)
+
+    alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
+    for answer, output in zip(answers, generate(alone, prompts, DiffusionParams(**params)), strict=True):
+        figures = output.outputs[0].diffusion
+        assert answer["retained"] == figures.retained_positions
+        assert answer["tokens"] == list(output.outputs[0].token_ids)
+        assert answer["order"] == figures.unmasked_per_step

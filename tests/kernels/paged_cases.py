@@ -25,7 +25,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-@dataclass(repr=False)
+@dataclass
 class PagedCase:
     """Arguments of ``paged_attention``; every slot without a retained token holds NaN, unused page ids are no pages."""
 

@@ -11,38 +11,39 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_reference, write_slots
-from tests.kernels.paged_cases import TOLERANCE, PagedCase, error, paged_case
+from tests.kernels.paged_cases import TOLERANCE, error, paged_case
 
 SEMANTICS = [(True, False), (True, True), (False, False), (False, True)]
 """(attend_fresh, causal)"""
 
 
 @st.composite
-def paged_cases(draw: st.DrawFn, longest: int = 2000) -> PagedCase:
+def paged_arguments(draw: st.DrawFn, longest: int = 2000) -> dict:
     num_requests = draw(st.integers(1, 4))
     kv_heads, sharing = draw(st.sampled_from([(1, 1), (4, 1), (2, 2), (1, 4), (2, 7)]))
     length = st.one_of(st.integers(0, 3), st.integers(0, longest))
     # Few values, so that requests of equal shape meet in a batch.
-    lengths = draw(st.lists(length, min_size=1, max_size=2))
-    uniform = st.sampled_from(lengths).map(lambda n: [n] * kv_heads)
+    uniform = st.sampled_from(draw(st.lists(length, min_size=1, max_size=2))).map(lambda n: [n] * kv_heads)
     ragged = st.lists(length, min_size=kv_heads, max_size=kv_heads)
-    retained = draw(st.lists(draw(st.sampled_from([uniform, ragged])), min_size=num_requests, max_size=num_requests))
-    rows = draw(st.lists(st.sampled_from([0, 1, 5, 33]), min_size=num_requests, max_size=num_requests).filter(any))
-    return paged_case(
-        rows,
-        retained,
-        kv_heads * sharing,
-        dim=draw(st.sampled_from([8, 32, 96])),
-        page_size=draw(st.sampled_from([1, 4, 16])),
-        packed=draw(st.booleans()),
-        dtype=draw(st.sampled_from(list(TOLERANCE))),
-        seed=draw(st.integers(0, 1000)),
-    )
+    lengths = draw(st.sampled_from([uniform, ragged]))
+    return {
+        "rows": draw(
+            st.lists(st.sampled_from([0, 1, 5, 33]), min_size=num_requests, max_size=num_requests).filter(any)
+        ),
+        "retained": draw(st.lists(lengths, min_size=num_requests, max_size=num_requests)),
+        "heads": kv_heads * sharing,
+        "dim": draw(st.sampled_from([8, 32, 96])),
+        "page_size": draw(st.sampled_from([1, 4, 16])),
+        "packed": draw(st.booleans()),
+        "dtype": draw(st.sampled_from(list(TOLERANCE))),
+        "seed": draw(st.integers(0, 1000)),
+    }
 
 
-@given(case=paged_cases(), semantics=st.sampled_from(SEMANTICS), return_lse=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_equals_the_formula_and_reads_only_what_is_retained(case, semantics, return_lse):
+@given(arguments=paged_arguments(), semantics=st.sampled_from(SEMANTICS), return_lse=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_equals_the_formula_and_reads_only_what_is_retained(arguments, semantics, return_lse):
+    case = paged_case(**arguments)
     attend_fresh, causal = semantics
     slots = () if attend_fresh else (case.k_slots, case.v_slots)
     expected, expected_lse = paged_attention_reference(*case.tables, *slots, attend_fresh=attend_fresh, causal=causal)
@@ -56,9 +57,10 @@ def test_equals_the_formula_and_reads_only_what_is_retained(case, semantics, ret
         torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
-@given(case=paged_cases(longest=40))
+@given(arguments=paged_arguments(longest=40))
 @settings(max_examples=30, deadline=None)
-def test_writes_keys_and_values_to_their_own_slots_and_nowhere_else(case):
+def test_writes_keys_and_values_to_their_own_slots_and_nowhere_else(arguments):
+    case = paged_case(**arguments)
     expected = []
     for values, pages, slots in ((case.k, case.k_pages, case.k_slots), (case.v, case.v_pages, case.v_slots)):
         written = pages.clone()

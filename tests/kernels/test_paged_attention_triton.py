@@ -45,7 +45,7 @@ CASES = {
         1,
     ),
     "split, some splits empty": ([16, 3], [[150, 150], [0, 0]], 4, 64, 16, False, FLOAT16, True, False, 4),
-    "grouped queries": ([9, 20], [[33, 33], [80, 80]], 14, 128, 8, False, FLOAT16, True, False, 2),
+    "grouped queries": ([3, 9], [[33, 33], [80, 80]], 6, 128, 8, False, FLOAT16, True, False, 2),
     "ranges per head": ([8, 8], [[3, 90], [50, 0]], 4, 32, 4, True, FLOAT32, True, False, 3),
     "head_dim 96": ([12], [[40, 40]], 2, 96, 16, False, FLOAT32, True, False, 1),
     "head_dim 256": ([12], [[40, 17]], 2, 256, 16, True, FLOAT16, True, False, 2),
