@@ -19,6 +19,7 @@ from dllm_engine.params import (
     check_page_demand,
     resolve_decoding,
 )
+from dllm_engine.scheduler.decoding import DecodingSpec
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -47,8 +48,11 @@ def check_request(
     engine: EngineOptions,
     hf_config: Any,
     max_model_len: int,
-) -> None:
-    """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if the request cannot be served."""
+) -> DecodingSpec:
+    """The request with every default filled in.
+
+    Raises ``InvalidRequestError`` naming the setting, its value and what to do, if it cannot be served.
+    """
     for name, (unused, what) in _UNSUPPORTED.items():
         value = getattr(params, name)
         if value is not None and value != unused:
@@ -77,6 +81,7 @@ def check_request(
             f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
             f"{spec.canvas_length}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
         )
+    return spec
 
 
 def default_gen_length(prompt_length: int, max_model_len: int) -> int:
@@ -109,11 +114,9 @@ def install() -> None:
                 params = params.clone()
                 params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
             engine = EngineOptions.from_vllm_config(self.vllm_config)
-            family = family_of(config)
-            check_request(params, prompt_token_ids, family, engine, config, max_model_len)
+            spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
             # The null block is not handed out; before the engine has told its size there is nothing to compare.
             if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
-                spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
                 check_page_demand(spec, engine, config.num_hidden_layers, num_blocks - 1)
         return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
 

@@ -71,6 +71,9 @@ class RetentionPass:
         self.retained_positions: dict[int, list[torch.Tensor]] = {i: [] for i in self.updating}
         """Per UPDATE request of the batch: what each layer retained."""
         self.any_reuse = any(reused)
+        # On the host already, so that a GPU launch does not wait to learn them.
+        self.max_head_len = max(reused)
+        self.max_seqlen = max(plan.span.size for plan in batch.plans)
         if self.any_reuse:
             num_requests = len(batch.plans)
             widest = max(table.shape[1] for table in batch.page_tables)
@@ -110,6 +113,8 @@ class RetentionPass:
             self.token_stride,
             self.head_len,
             attend_fresh=True,
+            max_seqlen=self.max_seqlen,
+            max_head_len=self.max_head_len,
         )
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
