@@ -4,14 +4,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vllm
-from vllm.sampling_params import SamplingParams
 
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
 from dllm_engine.inspection import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
-from dllm_engine.params import DiffusionParams, resolve_decoding
-from dllm_engine.params import DEFAULT_GEN_LENGTH
+from dllm_engine.params import DEFAULT_GEN_LENGTH, DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
 
 
@@ -51,7 +49,7 @@ class LLM(vllm.LLM):
         additional = {**(kwargs.pop("additional_config", None) or {}), OPTIONS_KEY: options}
         super().__init__(model_path(model), additional_config=additional, **kwargs)
 
-    def inspect(self, prompt: Any, params: SamplingParams | None = None) -> Inspection:
+    def inspect(self, prompt: Any, params: vllm.SamplingParams | None = None) -> Inspection:
         """Answer one prompt and show what the cache retained and in which order the response was unmasked.
 
         Args:
