@@ -167,7 +167,7 @@ def drawing_for(path: Path) -> Callable[[Inspection], bytes]:
         try:
             from dllm_engine.inspection_figure import draw_figure
         except ModuleNotFoundError as error:
-            if error.name != "matplotlib":
+            if (error.name or "").partition(".")[0] != "matplotlib":
                 raise
             raise ValueError(
                 f"{path}: .png needs matplotlib, which is not installed; run pip install 'dllm-engine[bench]', or "

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from dllm_engine.inspection import count_of
 from dllm_engine.scheduler.refresh_plan import RefreshState
@@ -99,7 +99,7 @@ def _draw(inspection: "Inspection", sheet: Sheet) -> Sheet:
         layers = inspection.num_layers
         _section(sheet, "How many layers retained each prompt token", _ramp(COOL, "no layer", f"all {layers} layers"))
         prompt = zip(inspection.prompt_pieces, inspection.prompt_share, strict=True)
-        _tokens(sheet, (Shaded(piece.replace("\n", "↵\n"), share) for piece, share in prompt), COOL)
+        _tokens(sheet, (Shaded(piece.replace("\n", "↵"), share) for piece, share in prompt), COOL)
     _section(sheet, "Order of denoising", _ramp(WARM, "first step of the block", "last step"))
     for index, block in enumerate(inspection.blocks):
         first, last = block.passes[0].number, block.passes[-1].number
@@ -187,42 +187,34 @@ def _response_tokens(inspection: "Inspection", block: "InspectedBlock") -> Itera
 
 
 def _tokens(sheet: Sheet, tokens: Iterable[Shaded], color: str) -> None:
-    """Write tokens in lines; those with something below them as boxes apart from each other."""
+    """Write tokens in lines; those with something below them apart from each other."""
     widest = (WIDTH - 2 * MARGIN) / _CHARACTER
     placed: list[tuple[float, int, float, Shaded]] = []
     column, line = 0.0, 0
-    boxed = False
+    apart = False
     for token in tokens:
-        boxed = bool(token.below)
-        length = max(len(token.text.rstrip("\n")), len(token.below)) + (1 if boxed else 0)
+        apart = bool(token.below)
+        length = max(len(token.text), len(token.below)) + (1.0 if apart else 0.0)
         if column and column + length > widest:
             column, line = 0.0, line + 1
         placed.append((column, line, length, token))
-        column += length + (0.7 if boxed else 0)
-        if token.text.endswith("\n"):
+        column += length + (0.7 if apart else 0.0)
+        if token.text.endswith("↵") and not apart:
             column, line = 0.0, line + 1
-    height = 0.36 if boxed else 0.21
     num_lines = line + (1 if column else 0)
+    height, gap = (0.36, 0.06) if apart else (0.21, 0.02)
     axes = sheet.axes(num_lines * height)
     axes.set(xlim=(0, widest), ylim=(num_lines * height, 0), xticks=[], yticks=[])
+    style = {"ha": "center", "va": "center", "color": INK, "parse_math": False, "clip_on": True}
     for x, row, length, token in placed:
-        top = row * height
-        paint = {"facecolor": _mix(color, token.shade), "edgecolor": LINE if boxed else "white", "linewidth": 0.6}
-        if boxed:
-            axes.add_patch(FancyBboxPatch((x, top + 0.02), length, height - 0.06, boxstyle="square,pad=0", **paint))
-        else:
-            axes.add_patch(Rectangle((x, top + 0.01), length, height - 0.02, **paint))
-        middle = x + length / 2
-        style = {"ha": "center", "va": "center", "color": INK, "parse_math": False}
-        axes.text(
-            middle,
-            top + (0.115 if boxed else height / 2),
-            token.text.rstrip("\n"),
-            size=_FONT_SIZE,
-            family=_FONT,
-            **style,
+        top, middle = row * height, x + length / 2
+        edge = LINE if apart else "white"
+        box = Rectangle(
+            (x, top), length, height - gap, facecolor=_mix(color, token.shade), edgecolor=edge, linewidth=0.6
         )
-        axes.text(middle, top + 0.25, token.below, size=6.5, **style)
+        axes.add_patch(box)
+        axes.text(middle, top + 0.1, token.text, size=_FONT_SIZE, family=_FONT, **style)
+        axes.text(middle, top + 0.23, token.below, size=6.5, **style)
     sheet.top += 0.1
 
 

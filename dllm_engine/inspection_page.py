@@ -156,7 +156,7 @@ def _range(values: list[int]) -> str:
 def _section(title: str, lead: str, legend: Iterable[tuple[str, str]], body: str) -> str:
     """``legend``: pairs of a CSS background and what it stands for."""
     items = "".join(
-        f'<li><i style="background:{paint}"{" class=ramp" if "gradient" in paint else ""}></i>{meaning}</li>'
+        f'<li><i class="{"ramp" if "gradient" in paint else "flat"}" style="background:{paint}"></i>{meaning}</li>'
         for paint, meaning in legend
     )
     shown = f'<ul class="legend">{items}</ul>' if items else ""
@@ -260,15 +260,11 @@ def _share_row(inspection: "Inspection", block: "InspectedBlock") -> str:
 
 def _runs(positions: list[int]) -> Iterator[Span]:
     """The positions, ascending, as spans without gaps."""
-    start = previous = None
-    for position in positions:
-        if previous is None or position != previous + 1:
-            if start is not None:
-                yield Span(start, previous + 1)
-            start = position
-        previous = position
-    if start is not None:
-        yield Span(start, previous + 1)
+    first = 0
+    for i, position in enumerate(positions):
+        if i + 1 == len(positions) or positions[i + 1] != position + 1:
+            yield Span(positions[first], position + 1)
+            first = i + 1
 
 
 def _strokes(spans: Iterable[Span], row: float) -> str:
@@ -333,10 +329,10 @@ def _order(inspection: "Inspection") -> str:
             assert step is not None
             shade = (step - first + 1) / (last - first + 1)
             known = offset < len(inspection.response_pieces)
-            piece = inspection.response_pieces[offset] if known else "·"
+            kind, piece = ("part", inspection.response_pieces[offset]) if known else ("cut", "·")
             tokens.append(
-                f'<span style="--s:{shade:.3g}" title="position {position}: unmasked in step {step}"'
-                f"{'' if known else ' class=cut'}>{_boxed(piece)}<small>{step}</small></span>"
+                f'<span class="{kind}" style="--s:{shade:.3g}" title="position {position}: unmasked in step {step}">'
+                f"{_boxed(piece)}<small>{step}</small></span>"
             )
         rows.append(f"<p><b>Block {index + 1}</b> <span>{_steps(first, last)}</span></p>")
         rows.append(f'<div class="tokens">{"".join(tokens)}</div>')

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vllm
-from vllm.sampling_params import SamplingParams
 
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
@@ -50,7 +49,7 @@ class LLM(vllm.LLM):
         additional = {**(kwargs.pop("additional_config", None) or {}), OPTIONS_KEY: options}
         super().__init__(model_path(model), additional_config=additional, **kwargs)
 
-    def inspect(self, prompt: Any, params: SamplingParams | None = None) -> Inspection:
+    def inspect(self, prompt: Any, params: vllm.SamplingParams | None = None) -> Inspection:
         """Answer one prompt and show what the cache retained and in which order the response was unmasked.
 
         Args:
