@@ -91,6 +91,10 @@ class EngineOptions(BaseModel):
         _ = options.cache
         return options
 
+    @property
+    def uses_pages(self) -> bool:
+        return self.cache_method != "none"
+
     @cached_property
     def cache(self) -> CacheOptions:
         """The options of the cache method, validated."""

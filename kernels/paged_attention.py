@@ -294,7 +294,8 @@ def paged_attention(
             taken to be the last n of the retained tokens: row i sees tokens t ≤ head_len − n + i.
         return_lse: also return the natural logarithm of each softmax's denominator.
         max_seqlen, max_head_len: upper bounds of rows per request and of ``head_len``. A CUDA device needs them on
-            the host to launch; left out, they are copied from the device, which waits for it.
+            the host to launch; left out, they are copied from the device, which waits for it. A captured launch stays
+            correct for any tables within ``max_seqlen``; ``max_head_len`` only decides how finely it is split.
 
     Returns:
         ``[num_rows, num_heads, head_dim]``; with ``return_lse`` also float32 ``[num_rows, num_heads]``.
@@ -409,7 +410,7 @@ def _attend(
         group_q = q[rows].unflatten(0, (len(members), length))
         group_out, group_lse = _softmax_attention(group_q, keys, values, visible, return_lse)
         if len(groups) == 1 and group_lse is None:
-            return group_out.flatten(0, 1), lse
+            return group_out.flatten(0, 1).contiguous(), lse
         out[rows] = group_out.flatten(0, 1)
         if group_lse is not None:
             lse[rows] = group_lse.flatten(0, 1)
@@ -543,9 +544,8 @@ def paged_attention_reference(
             where = page_tables[request, slots // slots_per_page].long(), slots % slots_per_page
             keys, values = k_pages[where].double(), v_pages[where].double()
             i = torch.arange(stop - start, device=q.device)[:, None]
-            visible = (
-                tokens <= len(tokens) - (stop - start) + i if causal and not attend_fresh else tokens <= tokens + i
-            )
+            num_hidden = stop - start if causal and not attend_fresh else 0
+            visible = tokens <= len(tokens) - num_hidden + i
             if attend_fresh:
                 keys = torch.cat((keys, k[start:stop, kv_head].double()))
                 values = torch.cat((values, v[start:stop, kv_head].double()))
@@ -620,9 +620,7 @@ def _gather_whole_pages(
     joined = fresh.new_empty(group, num_fresh + num_pages * page_size, num_kv_heads, head_dim)
     joined[:, :num_fresh] = fresh
     for target, request in zip(joined[:, num_fresh:], members, strict=True):
-        torch.index_select(
-            pages, 0, page_tables[request, :num_pages], out=target.view(num_pages, *pages.shape[1:])
-        )  # fmt: skip
+        torch.index_select(pages, 0, page_tables[request, :num_pages], out=target.view(-1, *pages.shape[1:]))
     return joined[:, : num_fresh + retained]
 
 
@@ -637,7 +635,7 @@ def _slots(
     tokens = torch.arange(int(head_len.max()))[None, :, None]
     exists = tokens < head_len[:, None]
     virtual = torch.where(exists, head_start[:, None] + tokens * token_stride[:, None, None], 0)
-    pages = page_tables.gather(1, (virtual // slots_per_page).flatten(1)).view_as(virtual)
+    pages = page_tables.gather(1, (virtual // slots_per_page).flatten(1)).view_as(virtual).long()
     return torch.where(exists, pages * slots_per_page + virtual % slots_per_page, 0), exists
 
 

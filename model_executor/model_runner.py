@@ -110,15 +110,15 @@ class DiffusionModelRunner:
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """One pseudo-layer that stands for the page pool; nothing for a method that keeps nothing."""
-        retained = self._retained_at_most()
-        if not retained:
+        if not self.options.uses_pages:
             return {}
+        pages_per_layer = pages_for(self._retained_at_most(), self.options.page_size)
         spec = PagePoolSpec(
             block_size=self.options.page_size,
             num_kv_heads=self.model.num_kv_heads,
             head_size=self.model.shape.head_dim,
             dtype=self.model_config.dtype,
-            pages_per_request=len(self.model.layers) * pages_for(retained, self.options.page_size),
+            pages_per_request=max(1, len(self.model.layers) * pages_per_layer),
         )
         return {POOL_LAYER: spec}
 

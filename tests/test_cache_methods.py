@@ -147,6 +147,13 @@ def test_what_a_request_cannot_have_is_named(engine, params, named):
     assert len(responses(llm, [[1, 2, 3]])[0]) == 40
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.001])
+def test_a_ratio_that_retains_nothing_leaves_the_block_to_itself(engine, ratio):
+    llm = engine("sparse", retention_ratio=ratio)
+    assert [len(tokens) for tokens in responses(llm, prompts(3, seed=6))] == [40] * 3
+    assert_nothing_left(llm)
+
+
 def test_lowering_retention_needs_a_method_that_evicts(engine):
     with pytest.raises(ValueError, match="'dual' evicts nothing"):
         responses(engine("dual"), [[1, 2, 3]], retention_ratio=0.5)
