@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from dllm_engine.kernels.unmask import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics, required
 
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32)."""
-_ENTROPY_EPS = 1e-10
 
 
 @dataclass(frozen=True)
@@ -97,70 +97,46 @@ class TokenPredictor:
         with_entropy: bool,
         with_margin: bool,
     ) -> TokenStatistics:
-        logits, first_token = shard.logits.float(), shard.first_token
-        gathered = settings.filters and self.tp_group.world_size > 1
-        if gathered:
-            logits, first_token = torch.cat(self._gather(logits), dim=-1), 0
-        sharded = self.tp_group.world_size > 1 and not gathered
-
-        drawn_from = _filtered(logits, settings) if settings.filters or settings.temperature > 0 else logits
-        if settings.filters:
-            # Where the mask token is all that passed the filters, the best other token passes too.
-            column = (self._best_token(logits, first_token)[1] - first_token)[:, None]
-            tempered = logits / settings.temperature if settings.temperature > 0 else logits
-            drawn_from = drawn_from.scatter(-1, column, tempered.gather(-1, column))
-        measured = drawn_from if settings.tempered else logits
-        # `drawn_from` is divided by the temperature already, so plain Gumbel noise draws from its softmax.
-        scores = drawn_from
-        if settings.temperature > 0:
-            token_ids = torch.arange(first_token, first_token + logits.shape[-1], device=logits.device)
-            noise = gumbel(
-                counters.seeds[:, None], counters.forwards[:, None], counters.positions[:, None], token_ids[None, :]
-            )
-            scores = drawn_from.double() + noise
-        best, token = self._best_token(scores, first_token)
-        measure = torch.stack(
-            (torch.logsumexp(measured, dim=-1), measured.gather(-1, (token - first_token)[:, None])[:, 0])
-        )
-        top2 = measured.topk(2, dim=-1).values if with_margin else None
-        if sharded:
-            log_total, token, token_logit, top2 = self._combine(best, token, measure, top2)
-        else:
-            log_total, token_logit = measure
-        negative_entropy = None
-        if with_entropy:
-            p = (measured - log_total[:, None]).exp()
-            negative_entropy = (p * (p + _ENTROPY_EPS).log()).sum(dim=-1)
-            if sharded:
-                negative_entropy = self.tp_group.all_reduce(negative_entropy)
-        margin = None
-        if top2 is not None:
-            p = (top2 - log_total[:, None]).exp()
-            margin = p[:, 0] - p[:, 1]
-        return TokenStatistics(token, (token_logit - log_total).exp(), negative_entropy, margin, None)
-
-    def _best_token(self, scores: torch.Tensor, first_token: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best token of this shard that is not the mask (a position filled with it would never count as filled)."""
+        logits, first_token = shard
+        sharded = self.tp_group.world_size > 1
+        if sharded and settings.filters:
+            logits, first_token, sharded = torch.cat(self._gather(logits), dim=-1), 0, False
         column = self.mask_token_id - first_token
-        if 0 <= column < scores.shape[-1]:
-            scores = scores.clone()
-            scores[:, column] = -torch.inf
-        best, index = scores.max(dim=-1)
-        return best, index + first_token
+        # A position filled with the mask would never count as filled, so the mask is never predicted.
+        mask_column = column if 0 <= column < logits.shape[-1] else -1
 
-    def _combine(
-        self, best: torch.Tensor, token: torch.Tensor, measure: torch.Tensor, top2: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Reduce the shards' per-row numbers: (log of the total, token, its logit, two largest logits)."""
-        all_best = torch.stack(self._gather(best))
-        winner = all_best.argmax(dim=0, keepdim=True)  # the lowest rank, so the lowest token, on a tie
-        token = torch.stack(self._gather(token)).gather(0, winner)[0]
-        measures = torch.stack(self._gather(measure))  # [ranks, 2, num_rows]
-        log_total = torch.logsumexp(measures[:, 0], dim=0)
-        token_logit = measures[:, 1].gather(0, winner)[0]
-        if top2 is not None:
-            top2 = torch.cat(self._gather(top2), dim=-1).topk(2, dim=-1).values
-        return log_total, token, token_logit, top2
+        drawn_from = measured = logits
+        if settings.filters or settings.temperature > 0:
+            drawn_from = _tempered(logits.float(), settings, mask_column)
+            measured = drawn_from if settings.tempered else logits
+        token, token_logit, log_total, negative_entropy, top2 = token_statistics(
+            measured, mask_column, with_entropy, with_margin
+        )
+        best = token_logit
+        if settings.temperature > 0:
+            best, token = _draw(drawn_from, counters, first_token, mask_column)
+            token_logit = measured.gather(-1, token[:, None])[:, 0].float()
+        token = token + first_token
+        if sharded:
+            winner = torch.stack(self._gather(best)).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
+            token = torch.stack(self._gather(token)).gather(0, winner)[0]
+            token_logit = torch.stack(self._gather(token_logit)).gather(0, winner)[0]
+            log_totals = torch.stack(self._gather(log_total))
+            log_total = torch.logsumexp(log_totals, dim=0)
+            if with_entropy:
+                weights = (log_totals - log_total).exp()
+                entropies = torch.stack(self._gather(negative_entropy))
+                negative_entropy = (weights * entropies - torch.special.entr(weights)).sum(dim=0)
+            if with_margin:
+                top2 = torch.cat(self._gather(top2), dim=-1).topk(2, dim=-1).values
+        p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1) if with_margin else (None, None)
+        return TokenStatistics(
+            token=token,
+            probability=(token_logit - log_total).exp(),
+            negative_entropy=negative_entropy if with_entropy else None,
+            margin=p1 - p2 if p1 is not None else None,
+            noise=None,
+        )
 
     def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """``values`` of every rank, in rank order. Shards of a vocabulary may differ in their last dimension."""
@@ -176,11 +152,12 @@ class TokenPredictor:
         return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]
 
 
-def _filtered(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+def _tempered(logits: torch.Tensor, settings: SamplingSettings, mask_column: int) -> torch.Tensor:
     """Temperature, then top-p, then top-k, in Dream's order; what is filtered out has the lowest finite logit."""
     lowest = torch.finfo(logits.dtype).min
     if settings.temperature > 0:
         logits = logits / settings.temperature
+    unfiltered = logits
     if settings.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         before = ordered.softmax(dim=-1).cumsum(dim=-1) > settings.top_p
@@ -190,4 +167,30 @@ def _filtered(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
     if settings.top_k > 0:
         kept = logits.topk(min(settings.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kept, lowest)
+    if settings.filters:
+        # Where the mask token is all that passed, the best other token passes too.
+        best = _without(unfiltered, mask_column).argmax(dim=-1, keepdim=True)
+        logits = logits.scatter(-1, best, unfiltered.gather(-1, best))
     return logits
+
+
+def _draw(
+    logits: torch.Tensor, counters: Counters, first_token: int, mask_column: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(score, column) of a draw from each row's softmax, by Gumbel-max in float64.
+
+    The logits are divided by the temperature already, so the noise is plain.
+    """
+    token_ids = torch.arange(first_token, first_token + logits.shape[-1], device=logits.device)
+    noise = gumbel(counters.seeds[:, None], counters.forwards[:, None], counters.positions[:, None], token_ids[None, :])
+    best, column = _without(logits.double() + noise, mask_column).max(dim=-1)
+    return best, column
+
+
+def _without(scores: torch.Tensor, mask_column: int) -> torch.Tensor:
+    """``scores`` with the mask token's column out of the running."""
+    if mask_column < 0:
+        return scores
+    scores = scores.clone()
+    scores[:, mask_column] = -torch.inf
+    return scores
