@@ -586,6 +586,7 @@ CARD_EVALUATIONS = (
     Evaluation("facts", 24),
     Evaluation("facts", 12, filler=0.6),
     Evaluation("reverse", 8),
+    Evaluation("reverse", 10),
     Evaluation("reverse", 12),
     Evaluation("reverse", 8, filler=0.8),
     Evaluation("copy", 8),
@@ -675,7 +676,7 @@ User: Copy: Rome Tom Oslo                             Bot: Rome Tom Oslo
 ## Data
 Generated text only (`dllm_engine/demo/tasks.py`): random pairings of a fixed list of {names} names, {cities} cities, \
 two-letter keys and two-digit codes, up to about 250 prompt tokens, one to four pairs asked per prompt. 40% of the \
-training prompts contain sentences nobody asks about (\"The red cup is old.\"). Evaluation uses other seeds than \
+training prompts contain sentences nobody asks about ("The red cup is old."). Evaluation uses other seeds than \
 training. The tokenizer is a byte-level BPE of {vocab} tokens trained on the same text.
 
 ## Training
@@ -690,8 +691,11 @@ What decided whether recall appeared at all:
 start, the model still guessed among the pairs of the prompt after 2,100 steps.
 - *Optimizer steps that are small next to the weights.* With embeddings of norm 1 and a Muon rate of 0.012, 160 steps \
 wrecked the circuit (9% of single hidden digits right at 12 names); with norm 5 and 0.005 they improved it (92%).
-- *A head that steps backwards.* Without `PREDECESSOR` an otherwise similar run of 6,000 steps learned everything \
-else, but reversed lists of 12 words exactly in only 66.5% of the prompts.
+- *Heads that step backwards.* A run of 6,000 steps without `PREDECESSOR`, with 14% instead of 18% of the samples for \
+reversing, learned the recall tasks as well, but reversed lists of 12 words exactly in only 66.5% of the prompts. \
+That length is still the weakest row below.
+- *Responses of several lengths.* Trained on 32 to 47 tokens only, that run copied 4 to 8 words exactly in 50% of the \
+prompts when it was given 128 tokens to fill. Now {long_share:.0%} of the samples have 64 or 128 tokens.
 
 ## Figures
 {count} prompts each, batch evaluation of these weights in float32. Block decoding at temperature 0, response of \
@@ -735,6 +739,7 @@ def write_model_card(model: DemoModel, tokenizer: Tokenizer, settings: TrainingS
         batch_tokens=settings.batch_tokens,
         seed=settings.seed,
         block_share=settings.block_masked_share,
+        long_share=settings.long_response_share,
         muon_lr=settings.muon_lr,
         adam_lr=settings.adam_lr,
         count=count,
