@@ -92,6 +92,9 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
+    group.add_argument(
+        "--threshold", type=float, metavar="P", help="fill every position at least this sure, not a fixed count a step"
+    )
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
@@ -175,6 +178,7 @@ def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
         **lengths,
         steps=args.steps,
         unmasking=args.unmasking,
+        threshold=args.threshold,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,

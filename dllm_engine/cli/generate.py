@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SOME_FAILED = 1
 _SETTINGS = (
     *("model", "dtype", "raw", "cache_method", "cache_option"),
-    *("gen_length", "block_length", "steps", "unmasking", "temperature", "top_p", "top_k", "seed", "ignore_eos"),
+    *("gen_length", "block_length", "steps", "unmasking", "threshold"),
+    *("temperature", "top_p", "top_k", "seed", "ignore_eos"),
 )
 """Arguments that a response depends on."""
 
