@@ -41,6 +41,8 @@ class DiffusionConfig(VerifyAndUpdateConfig):
                 f"vocabulary of {config.vocab_size}"
             )
         model_config.is_dllm_engine = True
+        # Our classes stand for all that `auto_map` names; nothing a checkpoint brings is ever run, asked for or not.
+        model_config.trust_remote_code = False
         # Defaults for callers that name neither: greedy as the authors decode, and a bounded response.
         own = _generation_config(model_config)
         defaults = {"temperature": own.get("temperature", 0.0), "max_new_tokens": DEFAULT_GEN_LENGTH}

@@ -13,6 +13,7 @@ def register() -> None:
     from dllm_engine.model_executor.models import configs
     from dllm_engine.model_executor.models.dream import DreamModel
     from dllm_engine.model_executor.models.llada import LLaDAModelLM
+    from dllm_engine.model_executor.models.tokenizers import register_tokenizers
     from dllm_engine.model_executor.page_memory import register_pool_spec
 
     AutoConfig.register("llada", configs.LLaDAConfig, exist_ok=True)
@@ -21,6 +22,7 @@ def register() -> None:
         # The class, not its import path: vLLM inspects a path in a subprocess, for 16 s.
         ModelRegistry.register_model(family.architecture, model)
         MODELS_CONFIG_MAP[family.architecture] = DiffusionConfig
+    register_tokenizers()
     register_pool_spec()
     admission.install()
     figures.install()
