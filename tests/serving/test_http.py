@@ -113,9 +113,10 @@ def test_n_answers_each_carry_their_figures(client, model, examples):
     assert len(answer.kv_transfer_params["diffusion"]) == 3
 
 
-def test_a_seed_repeats_the_answer(client, model, examples):
+def test_a_seed_repeats_the_answer(client, model):
+    unheard_of = "zq vx kj 9? ww"  # the model is unsure, so that draws differ
     first, second, other = (
-        ask(client, model, examples[0].prompt, temperature=2.0, seed=seed, extra_body={"ignore_eos": True})
+        ask(client, model, unheard_of, temperature=2.0, seed=seed, extra_body={"ignore_eos": True})
         for seed in (5, 5, 6)
     )
     assert first.choices[0].message.content == second.choices[0].message.content
