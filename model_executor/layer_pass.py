@@ -23,7 +23,10 @@ class LayerPass(Protocol):
     """Runs all layers in one forward pass."""
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows."""
+        """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows.
+
+        ``hidden`` belongs to the pass, which may write into it.
+        """
 
 
 class DensePass:
@@ -37,8 +40,8 @@ class DensePass:
         for layer in layers:
             q, k, v = layer.qkv(layer.attn_norm(hidden))
             attended = bidirectional_attention(layer.rope(q, phases), layer.rope(k, phases), v, self.cu_seqlens)
-            hidden = hidden + layer.o_proj(attended)
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+            hidden += layer.o_proj(attended)
+            hidden += layer.mlp(layer.mlp_norm(hidden))
         return hidden
 
 
@@ -93,8 +96,8 @@ class RetentionPass:
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(hidden))
             q, k = layer.rope(q, phases), layer.rope(k, phases)
-            hidden = hidden + layer.o_proj(self._attend(index, q, k, v))
-            hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+            hidden += layer.o_proj(self._attend(index, q, k, v))
+            hidden += layer.mlp(layer.mlp_norm(hidden))
             self._retain(index, q, k, v)
         return hidden
 

@@ -65,9 +65,12 @@ def apply_rope(x: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
     thousands bfloat16 phases are off by whole radians.
     """
     first, second = x.to(torch.float32).chunk(2, dim=-1)
-    return torch.cat((first * phases.cos - second * phases.sin, second * phases.cos + first * phases.sin), dim=-1).to(
-        x.dtype
-    )
+    rotated = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    # Four passes into one buffer; a formula of whole tensors takes seven and as many temporaries.
+    out_first, out_second = rotated.chunk(2, dim=-1)
+    torch.mul(first, phases.cos, out=out_first).addcmul_(second, phases.sin, value=-1)
+    torch.mul(second, phases.cos, out=out_second).addcmul_(first, phases.sin)
+    return rotated.to(x.dtype)
 
 
 class DecoderLayer(nn.Module):
@@ -141,7 +144,7 @@ class DecoderLayer(nn.Module):
         """The feed-forward branch's output, ``[num_rows, hidden_size]``."""
         gate, up = self.gate_up_proj(normed)[0].chunk(2, dim=-1)
         # Not vLLM's SiluAndMul, which needs compiled ops on CUDA.
-        return self.down_proj(F.silu(gate) * up)[0]
+        return self.down_proj(F.silu(gate).mul_(up))[0]
 
     def _split_heads(self, fused: torch.Tensor, *heads: int) -> tuple[torch.Tensor, ...]:
         parts = fused.split([n * self.head_dim for n in heads], dim=-1)
