@@ -166,6 +166,8 @@ def _be_quiet() -> None:
     # For messages before vLLM sets up its own handler, which replaces this one.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
     warnings.simplefilter("ignore", FutureWarning)
+    # Without Triton, as in a plain CPU installation, PyTorch warns that its own look-up finds no kernels.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
