@@ -15,8 +15,6 @@ class ModelFamily:
     """``model_type`` in the checkpoint's config.json."""
     architecture: str
     """The entry of ``architectures`` in config.json, under which vLLM finds the model class."""
-    model_class: str
-    """Import path of the model class, ``module:class``."""
     schedule: ScheduleKind
     """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
     default_unmasking: str
@@ -29,7 +27,6 @@ LLADA = ModelFamily(
     name="LLaDA",
     model_type="llada",
     architecture="LLaDAModelLM",
-    model_class="dllm_engine.model_executor.models.llada:LLaDAModelLM",
     schedule="uniform",
     default_unmasking="low_confidence",
     default_block_length=32,
@@ -39,7 +36,6 @@ DREAM = ModelFamily(
     name="Dream",
     model_type="Dream",
     architecture="DreamModel",
-    model_class="dllm_engine.model_executor.models.dream:DreamModel",
     schedule="timestep",
     default_unmasking="entropy",
     default_block_length=None,

@@ -681,8 +681,9 @@ training. The tokenizer is a byte-level BPE of {vocab} tokens trained on the sam
 
 ## Training
 `python examples/train_demo_model.py --out DIR` on one CPU thread: {steps} steps of about {batch_tokens} tokens, \
-seed {seed}. Half an hour on an idle recent server core. The same machine and library versions give the same weights \
-bit for bit. Mask ratios are uniform and stratified; {block_share:.0%} of the samples are masked the way block \
+seed {seed}. 33 minutes on a loaded server core. On the same machine a repeated `--quick` run gives the \
+same files bit for bit; a whole run has not been compared. Mask ratios are uniform and stratified; {block_share:.0%} \
+of the samples are masked the way block \
 decoding meets them. Muon ({muon_lr}) trains the matrices inside the layers, AdamW ({adam_lr}) the rest. The weights \
 start as a rough find-and-copy circuit instead of pure noise (see `initialise` in the script).
 

@@ -40,7 +40,6 @@ class PageMemory:
     def __init__(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.page_size = page_size
         self.num_kv_heads = num_kv_heads
         # Not zeroed: on a CPU, memory that no page uses is then never touched.
         memory = torch.empty(num_pages, 2, page_size * num_kv_heads, head_dim, dtype=dtype, device=device)

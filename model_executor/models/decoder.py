@@ -33,7 +33,6 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     vocab_size: int
-    max_position: int
     rope_theta: float
     rms_norm_eps: float
     qkv_bias: bool

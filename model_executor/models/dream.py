@@ -42,7 +42,6 @@ class DreamModel(DiffusionDecoder):
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             vocab_size=config.vocab_size,
-            max_position=config.max_position_embeddings,
             rope_theta=config.rope_theta,
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=True,

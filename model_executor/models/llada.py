@@ -54,7 +54,6 @@ class LLaDAModelLM(DiffusionDecoder):
             num_heads=config.n_heads,
             num_kv_heads=config.n_kv_heads,
             vocab_size=config.vocab_size,
-            max_position=config.max_sequence_length,
             rope_theta=config.rope_theta,
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=config.include_qkv_bias,
