@@ -13,7 +13,7 @@ from typing import Any
 from random_engine import machine, random_llada, runner_of
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.refresh_plan import pages_for
+from dllm_engine.scheduler.page_layout import pages_for
 
 PAGE_SIZE = 32
 BLOCK_LENGTH = 32

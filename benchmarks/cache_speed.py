@@ -19,7 +19,8 @@ from random_engine import machine, random_llada, runner_of
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, StepPlan
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+from dllm_engine.scheduler.step_plan import StepPlan
 
 METHODS: dict[str, dict[str, float]] = {"none": {}, "prefix": {}, "dual": {}, "sparse": {"retention_ratio": 0.5}}
 BLOCK_LENGTH = 32
@@ -31,7 +32,7 @@ def plans_of(method: str, spec: DecodingSpec) -> list[StepPlan]:
     for block in range(spec.num_blocks):
         size = spec.block_span(block).size
         for step in range(size):
-            plans.append(REFRESH_PLANS[method](spec, Progress(block, step, size - step, len(plans))))
+            plans.append(REFRESH_PLANS[method].plan(spec, Progress(block, step, size - step, len(plans))))
     return plans
 
 
@@ -60,16 +61,14 @@ def predict(model: DiffusionDecoder, plans: list[StepPlan]) -> float:
     masked = BLOCK_LENGTH // 2
     shapes: dict[tuple[int, int], list[float]] = {}
     for plan in plans:
-        retained = plan.retained if plan.state is RefreshState.REUSE else 0
-        shapes.setdefault((plan.span.size, plan.span.size + retained), [])
+        shapes.setdefault((plan.span.size, plan.span.size + plan.read), [])
     for _ in range(7):
         for (rows, keys), times in shapes.items():
             times.append(shape_seconds(model, rows, keys, masked))
     medians = {shape: statistics.median(times) for shape, times in shapes.items()}
     total = 0.0
     for plan in plans:
-        retained = plan.retained if plan.state is RefreshState.REUSE else 0
-        total += medians[(plan.span.size, plan.span.size + retained)]
+        total += medians[(plan.span.size, plan.span.size + plan.read)]
     return total
 
 

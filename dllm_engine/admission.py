@@ -20,6 +20,7 @@ from dllm_engine.params import (
     resolve_decoding,
 )
 from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.page_layout import PoolGeometry
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -117,7 +118,10 @@ def install() -> None:
             spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
             # The null block is not handed out; before the engine has told its size there is nothing to compare.
             if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
-                check_page_demand(spec, engine, config.num_hidden_layers, num_blocks - 1)
+                geometry = PoolGeometry.of_model(
+                    config, engine.page_size, self.vllm_config.parallel_config.tensor_parallel_size
+                )
+                check_page_demand(spec, engine, geometry, num_blocks - 1)
         return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
 
     InputProcessor.process_inputs = checked

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from dllm_engine import admission
-from dllm_engine.options import EngineOptions
+from dllm_engine.families import family_of
+from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DEFAULT_GEN_LENGTH
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.refresh_plan import longest_demand
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -53,8 +57,8 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         from vllm.config.compilation import CompilationMode, CUDAGraphMode
         from vllm.platforms import current_platform
 
-        EngineOptions.from_vllm_config(vllm_config)
         _refuse_unsupported(vllm_config)
+        _settle_engine_options(vllm_config)
         worker_class = WORKER_CLASSES.get(current_platform.device_type)
         if worker_class is None:
             raise ValueError(
@@ -80,6 +84,22 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         admission.serve_diffusion()
+
+
+def _settle_engine_options(vllm_config: "VllmConfig") -> None:
+    """Validate the engine's options for this model, and fill in what its cache method's paper says of it.
+
+    Written back, so that every process reads the same.
+    """
+    model_config = vllm_config.model_config
+    options = EngineOptions.from_vllm_config(vllm_config)
+    family = family_of(model_config.hf_config)
+    options = options.with_paper_settings(paper_settings(options.cache_method, model_config.model, family))
+    geometry = PoolGeometry.of_model(
+        model_config.hf_config, options.page_size, vllm_config.parallel_config.tensor_parallel_size
+    )
+    longest_demand(options, geometry, model_config.max_model_len)
+    vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: options.model_dump()}
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

@@ -17,6 +17,8 @@ class ModelFamily:
     """The entry of ``architectures`` in config.json, under which vLLM finds the model class."""
     schedule: ScheduleKind
     """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
+    shifts_logits: bool
+    """Whether position ``p`` is predicted by the hidden state of ``p - 1`` rather than of ``p``."""
     default_unmasking: str
     default_block_length: int | None
     """None: the whole response is one block."""
@@ -28,6 +30,7 @@ LLADA = ModelFamily(
     model_type="llada",
     architecture="LLaDAModelLM",
     schedule="uniform",
+    shifts_logits=False,
     default_unmasking="low_confidence",
     default_block_length=32,
     checkpoints=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"),
@@ -37,6 +40,7 @@ DREAM = ModelFamily(
     model_type="Dream",
     architecture="DreamModel",
     schedule="timestep",
+    shifts_logits=True,
     default_unmasking="entropy",
     default_block_length=None,
     checkpoints=(

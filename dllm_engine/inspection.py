@@ -11,7 +11,8 @@ from typing import Any
 
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.decoding import DecodingSpec, Span
-from dllm_engine.scheduler.refresh_plan import RefreshState, pages_for
+from dllm_engine.scheduler.page_layout import pages_for
+from dllm_engine.scheduler.step_plan import RefreshState
 
 
 @dataclass(frozen=True)

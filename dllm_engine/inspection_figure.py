@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from dllm_engine.inspection import count_of
-from dllm_engine.scheduler.refresh_plan import RefreshState
+from dllm_engine.scheduler.step_plan import RefreshState
 
 if TYPE_CHECKING:
     from dllm_engine.inspection import InspectedBlock, Inspection

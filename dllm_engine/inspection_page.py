@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dllm_engine import __version__
 from dllm_engine.inspection import count_of
 from dllm_engine.scheduler.decoding import Span
-from dllm_engine.scheduler.refresh_plan import RefreshState
+from dllm_engine.scheduler.step_plan import RefreshState
 
 if TYPE_CHECKING:
     from dllm_engine.inspection import InspectedBlock, Inspection

@@ -50,11 +50,36 @@ class SparseOptions(CacheOptions):
         return value
 
 
+class DKVOptions(CacheOptions):
+    """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
+
+    refresh_interval: int = Field(default=8, ge=1)
+    """Steps of a block from one recomputation of the whole canvas to the next."""
+
+
+class DLLMCacheOptions(CacheOptions):
+    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response."""
+
+    prompt_refresh_interval: int = Field(default=50, ge=1)
+    """Forward passes from one recomputation of the prompt to the next (Kp)."""
+    response_refresh_interval: int = Field(default=7, ge=1)
+    """Forward passes from one recomputation of the response to the next (Kr)."""
+    update_ratio: float = Field(default=0.25, ge=0, le=1)
+    """Share of the response rows that the passes between recompute, per layer (ρ)."""
+    similarity: Literal["value", "key"] = "value"
+    """Rows whose fresh value (or key) differs most from the cached one are recomputed."""
+    exclude_prompt_states: bool = True
+    """Keep no features of prompt rows, which nothing reads (MaskKV's prompt-state exclusion). Off, they take the
+    memory that dLLM-Cache's own code gives them; no token changes."""
+
+
 CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "none": CacheOptions,
     "prefix": CacheOptions,
     "dual": CacheOptions,
     "sparse": SparseOptions,
+    "dkv": DKVOptions,
+    "dllm_cache": DLLMCacheOptions,
 }
 """Cache methods and the model their ``cache_options`` are validated with."""
 PAPER = "paper"
@@ -72,6 +97,11 @@ class EngineOptions(BaseModel):
     """Tokens per page of one layer."""
     trace: bool = False
     """Record per forward pass which positions were unmasked and computed."""
+
+    def with_paper_settings(self, settings: dict[str, Any]) -> "EngineOptions":
+        """The cache options that were left open filled with ``settings``; raises ``ValueError`` as ``parse``."""
+        chosen = {} if isinstance(self.cache_options, str) else self.cache_options
+        return self.parse(self.model_dump() | {"cache_options": settings | chosen})
 
     @field_validator("cache_method")
     @classmethod

@@ -10,6 +10,7 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.options import CacheOptions, EngineOptions, explain
 from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
 
 DEFAULT_GEN_LENGTH = 256
@@ -150,6 +151,7 @@ def resolve_decoding(
         block_length=block_length,
         steps=options.steps if options.steps is not None else gen_length,
         schedule=family.schedule,
+        shifts_logits=family.shifts_logits,
         unmasking=options.unmasking if options.unmasking is not None else family.default_unmasking,
         temperature=params.temperature,
         top_p=options.top_p if options.top_p is not None else params.top_p,
@@ -169,13 +171,13 @@ def resolve_decoding(
     return spec
 
 
-def check_page_demand(spec: DecodingSpec, engine: EngineOptions, num_layers: int, num_pages: int) -> None:
+def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry, num_pages: int) -> None:
     """Raise ``InvalidRequestError`` with the numbers if the pool could never hold the request's pages."""
-    demand = page_demand(spec, engine, num_layers)
+    demand = page_demand(spec, engine, geometry)
     if demand > num_pages:
         raise InvalidRequestError(
-            f"the request needs {demand} pages ({num_layers} layers, page_size {engine.page_size}), the pool has "
-            f"{num_pages}; shorten prompt or response, lower retention_ratio, or raise kv_cache_memory_bytes"
+            f"the request needs {demand} pages ({geometry.num_layers} layers, page_size {engine.page_size}), the pool "
+            f"has {num_pages}; shorten prompt or response, lower retention_ratio, or raise kv_cache_memory_bytes"
         )
 
 

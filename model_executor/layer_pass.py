@@ -4,32 +4,47 @@ A model's layers expose parts only. A layer pass owns the loop over them; it may
 skipping) or compute some parts for all rows and others for a few (adaptive updates).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import write_retained
-from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.decoding import DecodingSpec
-from dllm_engine.scheduler.refresh_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 
-class LayerPass(Protocol):
+class LayerPass(ABC):
     """Runs all layers in one forward pass."""
 
+    finished: torch.Tensor | None = None
+    """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
+    rows predict a token."""
+
+    @abstractmethod
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows.
 
         ``hidden`` belongs to the pass, which may write into it.
         """
 
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""
+        return num_rows
 
-class DensePass:
+    def record(self, index: int) -> dict[str, Any]:
+        """Trace entries of the pass for a request, by their names in ``DiffusionFigures.trace``."""
+        return {}
+
+
+class DensePass(LayerPass):
     """Every row through every layer; each sequence attends to all of itself."""
 
     def __init__(self, cu_seqlens: list[int]) -> None:
@@ -56,7 +71,7 @@ class RetentionRule(Protocol):
         """
 
 
-class RetentionPass:
+class RetentionPass(LayerPass):
     """Every computed row through every layer; attention over what is retained in pages and the fresh rows.
 
     Requests in every refresh state share the pass: FULL and UPDATE requests attend to their own rows, REUSE requests
@@ -67,30 +82,14 @@ class RetentionPass:
         self.batch = batch
         self.pages = pages
         self.rule = rule
-        device = batch.input_ids.device
-        heads = pages.num_kv_heads
-        reused = [plan.retained if plan.state is RefreshState.REUSE else 0 for plan in batch.plans]
-        self.updating = [i for i, plan in enumerate(batch.plans) if plan.state is RefreshState.UPDATE]
-        self.retained_positions: dict[int, list[torch.Tensor]] = {i: [] for i in self.updating}
+        self.retained: dict[int, list[torch.Tensor]] = {
+            i: [] for i, plan in enumerate(batch.plans) if plan.state is RefreshState.UPDATE
+        }
         """Per UPDATE request of the batch: what each layer retained."""
-        self.any_reuse = any(reused)
-        # On the host already, so that a GPU launch does not wait to learn them.
-        self.max_head_len = max(reused)
-        self.max_seqlen = max(plan.span.size for plan in batch.plans)
-        if self.any_reuse:
-            num_requests = len(batch.plans)
-            widest = max(table.shape[1] for table in batch.page_tables)
-            num_layers = next(table.shape[0] for table in batch.page_tables if table.shape[1])
-            self.page_tables = torch.zeros(num_layers, num_requests, widest, dtype=torch.int32, device=device)
-            for i, table in enumerate(batch.page_tables):
-                if table.shape[1]:
-                    self.page_tables[:, i, : table.shape[1]] = table
-            # Token-major: the heads of a token lie side by side, so tables grow by appending pages.
-            self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, heads)
-            self.token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
-            lengths = torch.tensor(reused, dtype=torch.int32, device=device)
-            self.head_len = lengths[:, None].expand(num_requests, heads)
-            self.cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=device)
+        read = [plan.read for plan in batch.plans]
+        self.tables = TokenTables(batch, pages, read) if any(read) else None
+        self.max_seqlen = max(batch.num_rows(i) for i in range(len(batch.plans)))
+        self.cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.input_ids.device)
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         for index, layer in enumerate(layers):
@@ -102,28 +101,18 @@ class RetentionPass:
         return hidden
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if not self.any_reuse:
+        if self.tables is None:
             return bidirectional_attention(q, k, v, self.batch.cu_seqlens)
-        return paged_attention(
-            q,
-            k,
-            v,
-            self.cu_seqlens,
-            self.pages.keys,
-            self.pages.values,
-            self.page_tables[layer],
-            self.head_start,
-            self.token_stride,
-            self.head_len,
-            attend_fresh=True,
-            max_seqlen=self.max_seqlen,
-            max_head_len=self.max_head_len,
-        )
+        return self.tables.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=True)
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        for i in self.updating:
-            rows = self.batch.rows(i)
-            positions = self.rule(self.batch.specs[i], self.batch.plans[i], q[rows], k[rows])
-            table = self.batch.page_tables[i][layer]
+        for i, retained in self.retained.items():
+            rows, canvas = self.batch.rows(i), self.batch.canvases[i]
+            positions = self.rule(canvas.spec, self.batch.plans[i], q[rows], k[rows])
+            table = canvas.page_tables[PageKind.KV][layer]
             write_retained(k[rows], v[rows], positions, self.pages.keys, self.pages.values, table)
-            self.retained_positions[i].append(positions)
+            retained.append(positions)
+
+    def record(self, index: int) -> dict[str, Any]:
+        retained = self.retained.get(index)
+        return {} if retained is None else {"retained_positions": [positions.tolist() for positions in retained]}

@@ -18,38 +18,21 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
-from dllm_engine.model_executor.layer_pass import DensePass, RetentionPass
+from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
-from dllm_engine.scheduler.refresh_plan import RETAINED_TOKENS, StepPlan, pages_for
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.refresh_plan import longest_demand
+from dllm_engine.scheduler.step_plan import RowRule, StepPlan
 
 logger = init_logger(__name__)
-
-
-@dataclass
-class Canvas:
-    """A request's tokens on the device."""
-
-    spec: DecodingSpec
-    seed: int
-    tokens: torch.Tensor
-    """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
-    masked: torch.Tensor
-    """``[canvas_length]`` bool."""
-    page_table: torch.Tensor
-    """Page ids ``[num_layers, num_pages]`` int32."""
-
-    @property
-    def policy(self) -> UnmaskingPolicy:
-        return UNMASKING_POLICIES[self.spec.unmasking]
 
 
 @dataclass(frozen=True)
@@ -112,32 +95,19 @@ class DiffusionModelRunner:
         """One pseudo-layer that stands for the page pool; nothing for a method that keeps nothing."""
         if not self.options.uses_pages:
             return {}
-        pages_per_layer = pages_for(self._retained_at_most(), self.options.page_size)
+        geometry = PoolGeometry.of_model(
+            self.model_config.hf_config,
+            self.options.page_size,
+            self.vllm_config.parallel_config.tensor_parallel_size,
+        )
         spec = PagePoolSpec(
             block_size=self.options.page_size,
             num_kv_heads=self.model.num_kv_heads,
             head_size=self.model.shape.head_dim,
             dtype=self.model_config.dtype,
-            pages_per_request=max(1, len(self.model.layers) * pages_per_layer),
+            pages_per_request=max(1, longest_demand(self.options, geometry, self.model_config.max_model_len)),
         )
         return {POOL_LAYER: spec}
-
-    def _retained_at_most(self) -> int:
-        """Tokens per layer that the longest request retains, at any block length."""
-        length = self.model_config.max_model_len
-        longest = DecodingSpec(
-            prompt_length=length - 1,
-            gen_length=1,
-            block_length=1,
-            steps=1,
-            schedule="uniform",
-            unmasking="low_confidence",
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            cache=self.options.cache,
-        )
-        return RETAINED_TOKENS[self.options.cache_method](longest, 0)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
         if POOL_LAYER not in {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}:
@@ -148,6 +118,7 @@ class DiffusionModelRunner:
                 self.options.page_size,
                 self.model.num_kv_heads,
                 self.model.shape.head_dim,
+                self.model.shape.hidden_size,
                 self.model_config.dtype,
                 self.device,
             )
@@ -187,15 +158,14 @@ class DiffusionModelRunner:
         for request_id, request in scheduler_output.new_requests.items():
             self.canvases[request_id] = self._new_canvas(request)
         for request_id, tables in scheduler_output.page_tables.items():
-            self.canvases[request_id].page_table = torch.tensor(tables, dtype=torch.int32, device=self.device)
+            self.canvases[request_id].page_tables = {kind: self._page_table(ids) for kind, ids in tables.items()}
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = self._build_batch(scheduler_output.plans)
         layer_pass = self.make_layer_pass(batch, self.pages)
         hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-        unmasked = self._unmask(batch, hidden)
-        retained = layer_pass.retained_positions if isinstance(layer_pass, RetentionPass) else {}
-        return self._report(batch, unmasked, retained)
+        unmasked = self._unmask(batch, hidden, layer_pass.finished)
+        return self._report(batch, unmasked, layer_pass)
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec
@@ -203,50 +173,82 @@ class DiffusionModelRunner:
         tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
         masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
         masked[spec.prompt_length :] = True
-        no_pages = torch.empty(len(self.model.layers), 0, dtype=torch.int32, device=self.device)
-        return Canvas(spec, request.seed, tokens, masked, no_pages)
+        return Canvas(spec, request.seed, tokens, masked, masked_before=masked)
+
+    def _page_table(self, ids: list[list[int]]) -> torch.Tensor:
+        widest = max(map(len, ids))
+        # Page 0 is never handed out; what pads a layer is never read.
+        padded = [pages + [0] * (widest - len(pages)) for pages in ids]
+        return torch.tensor(padded, dtype=torch.int32, device=self.device)
 
     def _build_batch(self, plans: dict[str, StepPlan]) -> StepBatch:
+        positions = {request_id: self._positions(plan, self.canvases[request_id]) for request_id, plan in plans.items()}
         # Sequences of equal length side by side share one attention call.
-        ordered = sorted(plans.items(), key=lambda item: (item[1].span.size, item[1].retained))
+        ordered = sorted(plans, key=lambda request_id: (positions[request_id].numel(), plans[request_id].read))
+        canvases = [self.canvases[request_id] for request_id in ordered]
+        of_rows = [positions[request_id] for request_id in ordered]
         return StepBatch(
-            request_ids=[request_id for request_id, _ in ordered],
-            plans=[plan for _, plan in ordered],
-            specs=[self.canvases[request_id].spec for request_id, _ in ordered],
-            cu_seqlens=list(itertools.accumulate((plan.span.size for _, plan in ordered), initial=0)),
-            input_ids=torch.cat([self.canvases[request_id].tokens[slice(*plan.span)] for request_id, plan in ordered]),
-            positions=torch.cat([torch.arange(*plan.span, device=self.device) for _, plan in ordered]),
-            page_tables=[self.canvases[request_id].page_table for request_id, _ in ordered],
+            request_ids=ordered,
+            plans=[plans[request_id] for request_id in ordered],
+            canvases=canvases,
+            cu_seqlens=list(itertools.accumulate((rows.numel() for rows in of_rows), initial=0)),
+            input_ids=torch.cat([canvas.tokens[rows] for canvas, rows in zip(canvases, of_rows, strict=True)]),
+            positions=torch.cat(of_rows),
         )
 
-    def _unmask(self, batch: StepBatch, hidden: torch.Tensor) -> list[list[int]]:
+    def _positions(self, plan: StepPlan, canvas: Canvas) -> torch.Tensor:
+        """The canvas positions that a plan computes, ascending."""
+        if plan.rows in (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST):
+            was_masked = canvas.masked_before[slice(*plan.span)].nonzero()[:, 0] + plan.span.start
+            predicting = was_masked - 1 if canvas.spec.shifts_logits else was_masked
+            last = torch.arange(plan.span.stop - 1, plan.span.stop, device=self.device)
+            return torch.cat((predicting, last)) if plan.rows is RowRule.MASKED_BEFORE_AND_LAST else predicting
+        start = plan.span.start
+        if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
+            start = min(start, canvas.last_unmasked[0])
+        return torch.arange(start, plan.span.stop, device=self.device)
+
+    def _unmask(self, batch: StepBatch, hidden: torch.Tensor, finished: torch.Tensor | None) -> list[list[int]]:
         """Fill the positions each plan asks for; returns them, sorted, per request of the batch."""
+        for canvas in batch.canvases:
+            canvas.masked_before = canvas.masked.clone()
         groups: dict[SamplingSettings, list[Candidates]] = defaultdict(list)
         unmasked: list[list[int]] = [[] for _ in batch.plans]
         for index in range(len(batch.plans)):
-            candidates = self._candidates(batch, index)
+            candidates = self._candidates(batch, index, finished)
             if candidates is not None:
                 groups[_sampling_settings(candidates.canvas)].append(candidates)
         for settings, group in groups.items():
             for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
                 unmasked[candidates.index] = _fill(candidates, statistics)
+        for canvas, positions in zip(batch.canvases, unmasked, strict=True):
+            canvas.last_unmasked = positions
         return unmasked
 
-    def _candidates(self, batch: StepBatch, index: int) -> Candidates | None:
-        plan, canvas = batch.plans[index], self.canvases[batch.request_ids[index]]
-        counted = not canvas.policy.draws_each_position and (
-            plan.quota.threshold is None or not canvas.policy.measures_probability
-        )
+    def _candidates(self, batch: StepBatch, index: int, finished: torch.Tensor | None = None) -> Candidates | None:
+        plan, canvas = batch.plans[index], batch.canvases[index]
+        policy = _policy(canvas)
+        counted = not policy.draws_each_position and (plan.quota.threshold is None or not policy.measures_probability)
         if counted and plan.quota.count == 0:
             return None
         first, stop = plan.quota.candidates
         positions = canvas.masked[first:stop].nonzero()[:, 0] + first
         if not positions.numel():
             return None
-        predicting = (positions - 1).clamp(min=0) if self.model.shifts_logits else positions
-        # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
-        rows = (predicting - plan.span.start).clamp(min=0) + batch.cu_seqlens[index]
-        return Candidates(index, canvas, plan, positions, rows)
+        predicting = (positions - 1).clamp(min=0) if canvas.spec.shifts_logits else positions
+        rows = batch.rows(index)
+        if plan.rows is RowRule.ALL:
+            # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
+            places = (predicting - plan.span.start).clamp(min=0)
+        else:
+            computed = batch.positions[rows]
+            places = torch.searchsorted(computed, predicting).clamp(max=computed.numel() - 1)
+            predicted = computed[places] == predicting
+            positions, places = positions[predicted], places[predicted]
+        if finished is not None:
+            predicted = finished[rows][places]
+            positions, places = positions[predicted], places[predicted]
+        return Candidates(index, canvas, plan, positions, places + rows.start) if positions.numel() else None
 
     def _predict(
         self, hidden: torch.Tensor, settings: SamplingSettings, group: list[Candidates]
@@ -267,10 +269,10 @@ class DiffusionModelRunner:
             hidden[torch.cat([c.rows for c in group])],
             settings,
             counters,
-            with_entropy=any(c.canvas.policy.needs_entropy for c in group),
-            with_margin=any(c.canvas.policy.needs_margin for c in group),
+            with_entropy=any(_policy(c.canvas).needs_entropy for c in group),
+            with_margin=any(_policy(c.canvas).needs_margin for c in group),
         )
-        if any(c.canvas.policy.needs_noise for c in group):
+        if any(_policy(c.canvas).needs_noise for c in group):
             statistics.noise = uniform(
                 counters.seeds, counters.forwards, counters.positions, torch.full_like(counters.positions, NO_TOKEN)
             )
@@ -286,19 +288,18 @@ class DiffusionModelRunner:
         ]
         return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
 
-    def _report(
-        self, batch: StepBatch, unmasked: list[list[int]], retained: dict[int, list[torch.Tensor]]
-    ) -> DiffusionRunnerOutput:
+    def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> DiffusionRunnerOutput:
         reports = {}
-        for index, (request_id, plan) in enumerate(zip(batch.request_ids, batch.plans, strict=True)):
-            canvas = self.canvases[request_id]
+        for index, (request_id, plan, canvas) in enumerate(
+            zip(batch.request_ids, batch.plans, batch.canvases, strict=True)
+        ):
             block = slice(*plan.block)
             done = not canvas.masked[block].any()
             reports[request_id] = StepReport(
-                rows_computed=batch.cu_seqlens[index + 1] - batch.cu_seqlens[index],
+                rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
                 num_unmasked=len(unmasked[index]),
                 block_tokens=canvas.tokens[block].tolist() if done else None,
-                trace=_trace(plan, canvas, unmasked[index], retained.get(index)) if self.options.trace else None,
+                trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,
@@ -308,17 +309,18 @@ class DiffusionModelRunner:
         )
 
 
-def _trace(plan: StepPlan, canvas: Canvas, unmasked: list[int], retained: list[torch.Tensor] | None) -> dict[str, Any]:
+def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
     """What a step did, by the names of ``DiffusionFigures.trace``."""
-    whole = plan.span == canvas.spec.canvas_span
-    entry: dict[str, Any] = {
-        "refresh_states": plan.state.value,
+    whole = batch.num_rows(index) == batch.canvases[index].spec.canvas_length
+    return {
+        "refresh_states": batch.plans[index].state.value,
         "unmasked_per_step": unmasked,
-        "computed_positions": None if whole else list(range(*plan.span)),
-    }
-    if retained is not None:
-        entry["retained_positions"] = [positions.tolist() for positions in retained]
-    return entry
+        "computed_positions": None if whole else batch.positions[batch.rows(index)].tolist(),
+    } | layer_pass.record(index)
+
+
+def _policy(canvas: Canvas) -> UnmaskingPolicy:
+    return UNMASKING_POLICIES[canvas.spec.unmasking]
 
 
 def _signed_seed(seed: int) -> int:
@@ -331,7 +333,7 @@ def _sampling_settings(canvas: Canvas) -> SamplingSettings:
     """Settings of a request; those that make no difference are equal, so that such requests share the head."""
     spec = canvas.spec
     greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
-    tempered = canvas.policy.tempered and not greedy_unfiltered
+    tempered = _policy(canvas).tempered and not greedy_unfiltered
     if spec.temperature == 0 and not tempered:
         # The most likely token survives every filter.
         return SamplingSettings(0.0, 1.0, 0, False)
@@ -341,10 +343,10 @@ def _sampling_settings(canvas: Canvas) -> SamplingSettings:
 def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
     """Unmask the plan's quota of the candidates in their canvas; returns the positions, sorted."""
     canvas, quota = candidates.canvas, candidates.plan.quota
-    confidence = canvas.policy.confidence(statistics)
-    if canvas.policy.draws_each_position:
+    confidence = _policy(canvas).confidence(statistics)
+    if _policy(canvas).draws_each_position:
         chosen = (confidence < quota.ratio).nonzero()[:, 0]
-    elif quota.threshold is not None and canvas.policy.measures_probability:
+    elif quota.threshold is not None and _policy(canvas).measures_probability:
         sure = confidence >= quota.threshold
         sure[confidence.argmax()] = True
         chosen = sure.nonzero()[:, 0]

@@ -34,13 +34,23 @@ def register_pool_spec() -> None:
 class PageMemory:
     """Keys and values of all pages of a rank: ``[num_pages, slots_per_page, head_dim]`` each.
 
-    A slot is the key or value of one head of one retained token. Page 0 is vLLM's null block and stays unused.
+    A slot is the key or value of one head of one retained token. A page may hold rows of features instead, of
+    ``hidden_size`` numbers each. Page 0 is vLLM's null block and stays unused.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        self.page_size = page_size
         self.num_kv_heads = num_kv_heads
+        self.hidden_size = hidden_size
         # Not zeroed: on a CPU, memory that no page uses is then never touched.
-        memory = torch.empty(num_pages, 2, page_size * num_kv_heads, head_dim, dtype=dtype, device=device)
-        self.keys, self.values = memory[:, 0], memory[:, 1]
+        self.memory = torch.empty(num_pages, 2, page_size * num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.keys, self.values = self.memory[:, 0], self.memory[:, 1]

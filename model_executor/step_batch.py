@@ -1,11 +1,33 @@
 """The rows of one forward pass: all scheduled requests, flattened."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dllm_engine.scheduler.decoding import DecodingSpec
-from dllm_engine.scheduler.refresh_plan import StepPlan
+from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.step_plan import StepPlan
+
+
+@dataclass
+class Canvas:
+    """A request's tokens on the device, and what its next step must know of the last ones."""
+
+    spec: DecodingSpec
+    seed: int
+    tokens: torch.Tensor
+    """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
+    masked: torch.Tensor
+    """``[canvas_length]`` bool."""
+    masked_before: torch.Tensor
+    """``masked`` as it was when the last step began."""
+    last_unmasked: list[int] = field(default_factory=list)
+    """Positions that the last step filled, ascending."""
+    page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
+    """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
+    cache_state: Any = None
+    """What the engine's cache method keeps of this request beside pages."""
 
 
 @dataclass(frozen=True)
@@ -14,15 +36,21 @@ class StepBatch:
 
     request_ids: list[str]
     plans: list[StepPlan]
-    specs: list[DecodingSpec]
+    canvases: list[Canvas]
     cu_seqlens: list[int]
     input_ids: torch.Tensor
     """``[num_rows]``"""
     positions: torch.Tensor
-    """``[num_rows]``, positions in each request's canvas."""
-    page_tables: list[torch.Tensor]
-    """Per request: page ids ``[num_layers, num_pages]`` int32; no pages where none are held."""
+    """``[num_rows]``, positions in each request's canvas; ascending within a request."""
 
     def rows(self, index: int) -> slice:
         """Rows of a request."""
         return slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
+
+    def num_rows(self, index: int) -> int:
+        return self.cu_seqlens[index + 1] - self.cu_seqlens[index]
+
+    def request_of_row(self) -> torch.Tensor:
+        """``[num_rows]`` int64: the request that each row belongs to."""
+        sizes = torch.tensor([self.num_rows(i) for i in range(len(self.plans))], device=self.positions.device)
+        return torch.arange(len(self.plans), device=self.positions.device).repeat_interleave(sizes)

@@ -34,6 +34,8 @@ class DecodingSpec:
     top_p: float
     top_k: int
     """0: all tokens."""
+    shifts_logits: bool = False
+    """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
     threshold: float | None = None
     """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
     cache: CacheOptions = field(default_factory=CacheOptions)

@@ -3,7 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -25,8 +25,10 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_page_demand, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, page_demand, pages_for
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
+from dllm_engine.scheduler.step_plan import RefreshState
 
 logger = init_logger(__name__)
 
@@ -40,6 +42,8 @@ class RequestState:
     progress: Progress
     seed: int
     end_tokens: frozenset[int]
+    page_counts: PageCounts = field(default_factory=dict)
+    """Pages per table that the request holds."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
 
@@ -72,8 +76,11 @@ class DiffusionScheduler(SchedulerInterface):
         self.max_num_running = vllm_config.scheduler_config.max_num_seqs
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.log_stats = log_stats
-        self.plan = REFRESH_PLANS[self.options.cache_method]
-        self.num_layers = self.hf_config.num_hidden_layers
+        refresh_plan = REFRESH_PLANS[self.options.cache_method]
+        self.plan, self.page_counts = refresh_plan.plan, refresh_plan.pages
+        self.geometry = PoolGeometry.of_model(
+            self.hf_config, self.options.page_size, vllm_config.parallel_config.tensor_parallel_size
+        )
         self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
         self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
         self.running: list[Request] = []
@@ -112,14 +119,14 @@ class DiffusionScheduler(SchedulerInterface):
             raise ValueError(
                 f"prompt and response need {spec.canvas_length} rows, max_num_batched_tokens={self.max_rows} has fewer"
             )
-        check_page_demand(spec, self.options, self.num_layers, self.pages.num_pages)
+        check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         progress = Progress(num_masked=spec.block_span(0).size)
         return RequestState(request, spec, progress, seed, end_token_ids(params, self.hf_config))
 
     def page_demand(self, spec: DecodingSpec) -> int:
         """Pages reserved for a request at admission."""
-        return page_demand(spec, self.options, self.num_layers)
+        return page_demand(spec, self.options, self.geometry)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)
@@ -195,10 +202,16 @@ class DiffusionScheduler(SchedulerInterface):
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
         if plan.state is RefreshState.UPDATE:
-            sizes = [pages_for(plan.retained, self.options.page_size)] * self.num_layers
-            output.page_tables[request.request_id] = self.pages.resize(request.request_id, sizes)
+            counts = self.page_counts(state.spec, state.progress.block, self.geometry)
+            if counts != state.page_counts:
+                state.page_counts = counts
+                output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
         return plan.max_rows
+
+    def _resize_tables(self, request_id: str, counts: PageCounts) -> dict[PageKind, list[list[int]]]:
+        tables = iter(self.pages.resize(request_id, [n for per_layer in counts.values() for n in per_layer]))
+        return {kind: [next(tables) for _ in per_layer] for kind, per_layer in counts.items()}
 
     def _describe_to_vllm(self, output: DiffusionSchedulerOutput) -> None:
         """Fill the fields that vLLM's logging and iteration details read."""

@@ -6,7 +6,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from dllm_engine.scheduler.decoding import DecodingSpec
-from dllm_engine.scheduler.refresh_plan import StepPlan
+from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
-    page_tables: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Page ids per layer of the requests whose tables changed."""
+    page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(default_factory=dict)
+    """Page ids per kind and layer of the requests whose tables changed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Refresh plans: what each cache method computes at each denoising step, and what it retains.
+"""Refresh plans: what each cache method computes at each denoising step, and what it holds in pages.
 
 A plan is a pure function of a request's settings and progress; it knows no tensors and no tokens. Where the rows of a
 step depend on tokens the plan is symbolic (``RowRule``) with an upper bound, and the model runner resolves it.
@@ -6,114 +6,27 @@ step depend on tokens the plan is symbolic (``RowRule``) with an upper bound, an
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from dllm_engine.options import EngineOptions, SparseOptions
+from dllm_engine.options import DKVOptions, DLLMCacheOptions, EngineOptions, SparseOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
-from dllm_engine.scheduler.unmask_schedule import timestep_count, timestep_ratio, uniform_count
-
-
-class RefreshState(Enum):
-    """What a step does with a request's cache."""
-
-    FULL = "full"
-    """Compute the whole canvas; the cache is untouched."""
-    UPDATE = "update"
-    """Recompute the rows and write what is retained into pages."""
-    REUSE = "reuse"
-    """Compute the active rows only; everything else comes from pages."""
-
-
-class RowRule(Enum):
-    """Which rows of ``StepPlan.span`` are computed."""
-
-    ALL = "all"
-
-
-@dataclass(frozen=True)
-class UnmaskQuota:
-    """How many of the masked positions in ``candidates`` a step unmasks."""
-
-    candidates: Span
-    count: int
-    ratio: float
-    """``count`` as a share of the masked candidates, for policies that draw each position by itself (``origin``)."""
-    threshold: float | None = None
-    """Unmask every candidate whose probability reaches this, at least one, instead of ``count``; for policies whose
-    confidence is a probability."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One denoising step of one request."""
-
-    state: RefreshState
-    rows: RowRule
-    span: Span
-    """Canvas positions that ``rows`` selects from."""
-    max_rows: int
-    """Upper bound on the rows computed; what the token budget is charged."""
-    block: Span
-    quota: UnmaskQuota
-    forward: int
-    """Number of this forward pass over the whole response, from 0; also the counter of its random numbers."""
-    retained: int = 0
-    """Tokens per layer that an UPDATE step writes into pages, and that a REUSE step reads."""
-
-
-RefreshPlan = Callable[[DecodingSpec, Progress], StepPlan]
-
-
-def unmask_quota(spec: DecodingSpec, progress: Progress, in_blocks: bool) -> UnmaskQuota:
-    """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid).
-
-    ``in_blocks``: Dream's first step of a block fills its first position only, outside the time grid, because with
-    shifted logits that position is the one a block-only forward cannot predict (Fast-dLLM, Sparse-dLLM).
-    """
-    block = spec.block_span(progress.block)
-    steps = spec.steps_in_block(progress.block)
-    if spec.schedule == "timestep" and in_blocks and progress.step == 0 and steps != 1:
-        return UnmaskQuota(Span(block.start, block.start + 1), 1, 1.0)
-    if progress.step >= steps - 1:
-        return UnmaskQuota(block, progress.num_masked, 1.0, spec.threshold)
-    if spec.schedule == "uniform":
-        count = uniform_count(block.size, steps, progress.step)
-        return UnmaskQuota(block, count, count / max(progress.num_masked, 1), spec.threshold)
-    return UnmaskQuota(
-        block,
-        timestep_count(progress.num_masked, steps, progress.step),
-        timestep_ratio(steps, progress.step),
-        spec.threshold,
-    )
-
-
-def _plan(
-    spec: DecodingSpec, progress: Progress, state: RefreshState, span: Span, *, in_blocks: bool = True
-) -> StepPlan:
-    return StepPlan(
-        state=state,
-        rows=RowRule.ALL,
-        span=span,
-        max_rows=span.size,
-        block=spec.block_span(progress.block),
-        quota=unmask_quota(spec, progress, in_blocks),
-        forward=progress.num_forwards,
-    )
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
 
 
 def plan_none(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """No cache: every step is FULL."""
-    return _plan(spec, progress, RefreshState.FULL, spec.canvas_span, in_blocks=spec.num_blocks > 1)
+    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span, in_blocks=spec.num_blocks > 1)
 
 
 def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Fast-dLLM's prefix cache: a block's first step keeps what lies before it, the others compute all from it on."""
-    block = spec.block_span(progress.block)
+    retained = retained_prefix(spec, progress.block)
     if progress.step == 0:
-        plan = _plan(spec, progress, RefreshState.UPDATE, spec.canvas_span)
-    else:
-        plan = _plan(spec, progress, RefreshState.REUSE, Span(block.start, spec.canvas_length))
-    return replace(plan, retained=retained_prefix(spec, progress.block))
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+        return replace(plan, retained=retained)
+    block = spec.block_span(progress.block)
+    plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(block.start, spec.canvas_length))
+    return replace(plan, read=retained, retained=retained)
 
 
 def plan_dual(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -129,12 +42,66 @@ def plan_sparse(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 def _plan_eviction(spec: DecodingSpec, progress: Progress, update_step: int, retained: int) -> StepPlan:
     if progress.step < update_step:
-        return _plan(spec, progress, RefreshState.FULL, spec.canvas_span)
+        return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span)
     if progress.step == update_step:
-        plan = _plan(spec, progress, RefreshState.UPDATE, spec.canvas_span)
-    else:
-        plan = _plan(spec, progress, RefreshState.REUSE, spec.block_span(progress.block))
-    return replace(plan, retained=retained)
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+        return replace(plan, retained=retained)
+    plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, spec.block_span(progress.block))
+    return replace(plan, read=retained, retained=retained)
+
+
+def plan_dkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """dKV-Cache-Decode: K/V of a token are kept one step after it was decoded; everything is recomputed now and then.
+
+    LLaDA recomputes all in a block's first two steps, because the second is the first in which a decoded token's
+    own K/V could be kept; Dream in the first alone.
+    """
+    options = spec.cache
+    assert isinstance(options, DKVOptions)
+    whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
+    state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
+    plan = step_plan(spec, progress, state, scope, spec.canvas_span, in_blocks=spec.num_blocks > 1)
+    kept = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    if whole:
+        return kept
+    # With shifted logits the last row predicts no token, so nothing says when it is final; it is taken to be after the
+    # second step.
+    rows = RowRule.MASKED_BEFORE_AND_LAST if spec.shifts_logits and progress.step == 1 else RowRule.MASKED_BEFORE
+    # At most all that was masked when the block began, this block's tokens and those of the blocks after it.
+    num_masked = spec.canvas_length - plan.block.start
+    return replace(kept, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
+
+
+def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """dLLM-Cache, Algorithm 1: prompt and response are recomputed at intervals of their own, counted over the whole
+    response; between them ``update_ratio`` of the response rows are, chosen per layer."""
+    options = spec.cache
+    assert isinstance(options, DLLMCacheOptions)
+    prompt_due = progress.num_forwards % options.prompt_refresh_interval == 0
+    response_due = progress.num_forwards % options.response_refresh_interval == 0
+    span = spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
+    state, scope = {
+        (True, True): (RefreshState.UPDATE, Scope.ALL),
+        (True, False): (RefreshState.UPDATE, Scope.PROMPT),
+        (False, True): (RefreshState.UPDATE, Scope.RESPONSE),
+        (False, False): (RefreshState.REUSE, Scope.ACTIVE),
+    }[prompt_due, response_due]
+    plan = step_plan(spec, progress, state, scope, span, in_blocks=spec.num_blocks > 1)
+    num_updated = 0 if response_due else int(spec.gen_length * options.update_ratio)
+    return replace(plan, read=spec.canvas_length, retained=spec.canvas_length, num_updated=num_updated)
+
+
+def live_start(spec: DecodingSpec) -> int:
+    """First canvas position whose hidden state every step needs, under dLLM-Cache.
+
+    Hidden states of the prompt are read by nothing but their own later layers, so they need neither features nor
+    computing unless the prompt is due (MaskKV's prompt-state exclusion). With shifted logits the last one predicts
+    the response's first token.
+    """
+    assert isinstance(spec.cache, DLLMCacheOptions)
+    if not spec.cache.exclude_prompt_states:
+        return 0
+    return max(spec.prompt_length - spec.shifts_logits, 0)
 
 
 def retained_prefix(spec: DecodingSpec, block: int) -> int:
@@ -158,28 +125,77 @@ def retained_sparse(spec: DecodingSpec, block: int) -> int:
     return int((start + suffix) * options.retention_ratio)
 
 
+def _hold_nothing(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    return {}
+
+
+HeldPages = Callable[[DecodingSpec, int, PoolGeometry], PageCounts]
+
+
+def _hold_tokens(retained: Callable[[DecodingSpec, int], int]) -> HeldPages:
+    return lambda spec, block, geometry: geometry.uniform(retained(spec, block))
+
+
+def _hold_canvas(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    return geometry.uniform(spec.canvas_length)
+
+
+def _hold_canvas_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    """The first layer recomputes every live row in every step and needs no features."""
+    pages = geometry.feature_pages(spec.canvas_length - live_start(spec))
+    features = [0] + [pages] * (geometry.num_layers - 1)
+    return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: features}
+
+
+@dataclass(frozen=True)
+class RefreshPlan:
+    """A cache method, as the scheduler sees it."""
+
+    plan: Callable[[DecodingSpec, Progress], StepPlan]
+    """The next step of a request."""
+    pages: HeldPages
+    """Pages that a request holds once a step of the given block has written them. Known before anything runs, so that
+    they can be reserved."""
+
+
 REFRESH_PLANS: dict[str, RefreshPlan] = {
-    "none": plan_none,
-    "prefix": plan_prefix,
-    "dual": plan_dual,
-    "sparse": plan_sparse,
+    "none": RefreshPlan(plan_none, _hold_nothing),
+    "prefix": RefreshPlan(plan_prefix, _hold_tokens(retained_prefix)),
+    "dual": RefreshPlan(plan_dual, _hold_tokens(retained_dual)),
+    "sparse": RefreshPlan(plan_sparse, _hold_tokens(retained_sparse)),
+    "dkv": RefreshPlan(plan_dkv, _hold_canvas),
+    "dllm_cache": RefreshPlan(plan_dllm_cache, _hold_canvas_and_features),
 }
-RETAINED_TOKENS: dict[str, Callable[[DecodingSpec, int], int]] = {
-    "none": lambda spec, block: 0,
-    "prefix": retained_prefix,
-    "dual": retained_dual,
-    "sparse": retained_sparse,
-}
-"""Tokens per layer that a request holds in pages during a block; known before it runs, so pages can be reserved."""
 
 
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages of ``page_size`` tokens that hold ``num_tokens`` of one layer."""
-    return -(-num_tokens // page_size)
+def page_demand(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> int:
+    """The most pages a request holds at any time of its life."""
+    pages = REFRESH_PLANS[options.cache_method].pages
+    return max(sum(sum(counts) for counts in pages(spec, block, geometry).values()) for block in range(spec.num_blocks))
 
 
-def page_demand(spec: DecodingSpec, options: EngineOptions, num_layers: int) -> int:
-    """The most pages a request holds at any time of its life, over all layers."""
-    retained_tokens = RETAINED_TOKENS[options.cache_method]
-    most = max(retained_tokens(spec, block) for block in range(spec.num_blocks))
-    return num_layers * pages_for(most, options.page_size)
+def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len: int) -> int:
+    """The most pages that a request of ``max_model_len`` can need, whatever its prompt, response and block length.
+
+    Demand grows with the canvas, and evenly from prompt to response, so the extremes bound it. Raises ``ValueError``
+    where the pool's pages do not suit the method.
+    """
+
+    def demand(gen_length: int) -> int:
+        spec = DecodingSpec(
+            prompt_length=max_model_len - gen_length,
+            gen_length=gen_length,
+            block_length=1,
+            steps=gen_length,
+            schedule="uniform",
+            unmasking="low_confidence",
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            shifts_logits=True,
+            cache=options.cache,
+        )
+        pages = REFRESH_PLANS[options.cache_method].pages
+        return max(sum(map(sum, pages(spec, block, geometry).values())) for block in {0, spec.num_blocks - 1})
+
+    return max(demand(1), demand(max(max_model_len - 1, 1)))

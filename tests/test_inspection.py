@@ -9,7 +9,7 @@ import pytest
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.inspection import Inspection, pieces_of, replay
 from dllm_engine.scheduler.decoding import DecodingSpec, Span
-from dllm_engine.scheduler.refresh_plan import RefreshState
+from dllm_engine.scheduler.step_plan import RefreshState
 
 MARKUP = '<script>alert("&amp;")</script>'
 PROMPT = ["User:", f" {MARKUP}", "\n", "Bot", ":"]

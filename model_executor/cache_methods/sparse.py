@@ -10,7 +10,7 @@ from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.options import SparseOptions
 from dllm_engine.scheduler.decoding import DecodingSpec
-from dllm_engine.scheduler.refresh_plan import StepPlan
+from dllm_engine.scheduler.step_plan import StepPlan
 
 
 def layer_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:

@@ -125,6 +125,11 @@ class DecoderLayer(nn.Module):
         start = (self.num_heads + self.num_kv_heads) * self.head_dim
         return self._projection_rows(normed, start, start + kv_size).unflatten(-1, (self.num_kv_heads, self.head_dim))
 
+    def k(self, normed: torch.Tensor) -> torch.Tensor:
+        """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
+        start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self._projection_rows(normed, start, start + kv_size).unflatten(-1, (self.num_kv_heads, self.head_dim))
+
     def qk(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
         fused = self._projection_rows(normed, 0, (self.num_heads + self.num_kv_heads) * self.head_dim)
@@ -171,9 +176,6 @@ class VocabularyShard(NamedTuple):
 
 class DiffusionDecoder(nn.Module, ABC):
     """Embedding, layers, final norm and head; subclasses say where a checkpoint keeps each of them."""
-
-    shifts_logits = False
-    """Whether position ``p`` is predicted by the hidden state of ``p - 1`` (Dream) rather than of ``p`` (LLaDA)."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

@@ -26,8 +26,6 @@ _IN_LAYER: dict[str, tuple[str, str | int | None]] = {
 class DreamModel(DiffusionDecoder):
     """Dream in vLLM's parallel layers: biases on q/k/v, grouped queries, logits shifted by one position."""
 
-    shifts_logits = True
-
     @staticmethod
     def decoder_shape(config: object) -> DecoderShape:
         assert isinstance(config, DreamConfig)

@@ -233,13 +233,16 @@ def test_kernels_work_on_a_cpu_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from dllm_engine.kernels import eviction, paged_attention, unmask
+from dllm_engine.kernels import eviction, features, paged_attention, similarity, unmask, voting
 x = torch.randn(4, 2, 8)
 pages, table, heads = torch.randn(3, 2, 8), torch.zeros(1, 1).int(), torch.tensor([[0, 1]]).int()
 paged_attention.paged_attention(
     x, x, x, [0, 4], pages, pages, table, heads, torch.tensor([2]).int(), torch.ones(1, 2).int(), attend_fresh=True
 )
 eviction.mean_query_scores(x, x)
+voting.voting_scores(x, x, torch.zeros(4, 2))
+similarity.similarity_sums(x, pages, torch.zeros(4, 2).long())
+features.read_features(features.feature_rows(torch.randn(3, 2, 2, 8), 8), torch.zeros(4).long())
 unmask.token_statistics(x[0], -1, True, True)
 try:
     unmask.token_statistics_with_triton(x[0], -1, True, True)

@@ -16,14 +16,25 @@ MASK = 99
 def make_runner(*, shifts_logits: bool) -> DiffusionModelRunner:
     runner = object.__new__(DiffusionModelRunner)
     runner.device, runner.mask_token_id = torch.device("cpu"), MASK
-    runner.model = SimpleNamespace(shifts_logits=shifts_logits, layers=[None, None])
-    runner.canvases = {}
+    runner.model = SimpleNamespace(layers=[None, None])
+    runner.canvases, runner.shifts_logits = {}, shifts_logits
     return runner
 
 
 def add(runner, name: str, prompt: list[int], *, gen_length: int = 9, block_length: int = 4, block: int = 0):
     """A request at the first step of ``block``; returns its plan."""
-    spec = DecodingSpec(len(prompt), gen_length, block_length, gen_length, "uniform", "low_confidence", 0.0, 1.0, 0)
+    spec = DecodingSpec(
+        len(prompt),
+        gen_length,
+        block_length,
+        gen_length,
+        "uniform",
+        "low_confidence",
+        0.0,
+        1.0,
+        0,
+        runner.shifts_logits,
+    )
     runner.canvases[name] = runner._new_canvas(NewRequest(prompt, spec, seed=7))
     return plan_none(spec, Progress(block=block, num_masked=spec.block_span(block).size))
 

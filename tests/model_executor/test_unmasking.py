@@ -8,7 +8,7 @@ from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics
 from dllm_engine.scheduler.decoding import DecodingSpec, Span
-from dllm_engine.scheduler.refresh_plan import RefreshState, RowRule, StepPlan, UnmaskQuota
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, UnmaskQuota
 
 MASK = 99
 BLOCK = Span(4, 9)
@@ -33,13 +33,13 @@ def canvas_of(unmasking: str, temperature: float = 0.0, top_p: float = 1.0, top_
     spec = DecodingSpec(4, 10, 5, 10, "uniform", unmasking, temperature, top_p, top_k)
     tokens = torch.full((14,), MASK)
     tokens[:4], tokens[6] = 1, 60
-    return Canvas(spec, seed=0, tokens=tokens, masked=tokens == MASK, page_table=torch.empty(1, 0, dtype=torch.int32))
+    return Canvas(spec, seed=0, tokens=tokens, masked=tokens == MASK, masked_before=tokens == MASK)
 
 
 def fill(unmasking: str, count: int, ratio: float = 0.5) -> tuple[Canvas, list[int]]:
     canvas = canvas_of(unmasking)
     plan = StepPlan(
-        RefreshState.FULL, RowRule.ALL, Span(0, 14), 14, BLOCK, UnmaskQuota(BLOCK, count, ratio), 0, False
+        RefreshState.FULL, Scope.ALL, RowRule.ALL, Span(0, 14), 14, BLOCK, UnmaskQuota(BLOCK, count, ratio), 0
     )  # fmt: skip
     positions = torch.tensor([4, 5, 7, 8])
     return canvas, _fill(Candidates(0, canvas, plan, positions, positions), STATISTICS)

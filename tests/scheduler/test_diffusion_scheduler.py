@@ -51,13 +51,21 @@ class StandInRunner:
         )
 
 
-HF_CONFIG = SimpleNamespace(model_type="llada", eos_token_id=EOS, num_hidden_layers=2)
+HF_CONFIG = SimpleNamespace(
+    model_type="llada",
+    eos_token_id=EOS,
+    num_hidden_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
 
 
 def make_scheduler(*, max_num_seqs=4, max_rows=1000, policy="fcfs", num_pages=100, page_demand=None, **kwargs):
     config = SimpleNamespace(
         additional_config={},
         model_config=SimpleNamespace(hf_config=HF_CONFIG, seed=0),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy),
     )
     scheduler = DiffusionScheduler(
@@ -176,7 +184,7 @@ def test_arrival_breaks_ties_of_priority():
 
 def cheap_between_refreshes(spec, progress):
     """Plans as of a method with a cache: many requests fit together until their refreshes coincide."""
-    plan = REFRESH_PLANS["none"](spec, progress)
+    plan = REFRESH_PLANS["none"].plan(spec, progress)
     return plan if progress.step % 2 == 0 else dataclasses.replace(plan, max_rows=plan.block.size)
 
 

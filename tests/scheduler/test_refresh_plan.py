@@ -4,7 +4,9 @@ import pytest
 
 from dllm_engine.options import EngineOptions, SparseOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, RefreshState, RowRule, page_demand, unmask_quota
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, unmask_quota
 
 
 def spec(**changes) -> DecodingSpec:
@@ -47,7 +49,7 @@ def plans_of(request: DecodingSpec, method: str = "none"):
     for block in range(request.num_blocks):
         progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
         while progress.num_masked:
-            plan = REFRESH_PLANS[method](request, progress)
+            plan = REFRESH_PLANS[method].plan(request, progress)
             plans.append(plan)
             progress.step += 1
             progress.num_forwards += 1
@@ -146,4 +148,5 @@ def test_dream_with_a_cache_decodes_in_blocks_even_where_there_is_one():
 )
 def test_page_demand_is_that_of_the_largest_block(method, pages):
     options = EngineOptions(cache_method=method, page_size=4)
-    assert page_demand(spec(cache=options.cache), options, num_layers=4) == pages
+    geometry = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32)
+    assert page_demand(spec(cache=options.cache), options, geometry) == pages

@@ -1,0 +1,271 @@
+r"""Rows of features, as wide as the model's hidden states, in pages of the memory that holds keys and values.
+
+A page of E = 2 · slots_per_page · head_dim elements holds ⌊E / width⌋ whole rows, one after the other; what is left at
+its end is unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page:
+
+    add_features:    hidden_i += rows_σ(i)
+    write_features:  rows_σ(i) := values_i
+    read_features:   result_i = rows_σ(i)
+
+for every i with σ(i) ≥ 0; −1 stands for no row. Rows that no slot names are never used in arithmetic: they may hold
+NaN.
+"""
+
+import torch
+
+from dllm_engine.kernels._triton import jit, tl, triton
+
+# The arguments of Triton kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+@jit
+def _add_features_kernel(
+    hidden, rows, slots, hidden_row, page_stride,
+    WIDTH: tl.constexpr,
+    ROWS_PER_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of a row's columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row)
+    kept = (column < WIDTH) & (slot >= 0)
+    source = slot // ROWS_PER_PAGE * page_stride + slot % ROWS_PER_PAGE * WIDTH
+    added = tl.load(rows + source + column, mask=kept)
+    target = hidden + row * hidden_row + column
+    tl.store(target, tl.load(target, mask=kept) + added, mask=kept)
+
+
+@jit
+def _write_features_kernel(
+    values, rows, slots, values_row, page_stride,
+    WIDTH: tl.constexpr,
+    ROWS_PER_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of a row's columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row)
+    kept = (column < WIDTH) & (slot >= 0)
+    target = slot // ROWS_PER_PAGE * page_stride + slot % ROWS_PER_PAGE * WIDTH
+    tl.store(rows + target + column, tl.load(values + row * values_row + column, mask=kept), mask=kept)
+
+
+@jit
+def _read_features_kernel(
+    rows, slots, out, page_stride,
+    WIDTH: tl.constexpr,
+    ROWS_PER_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of a row's columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row)
+    source = slot // ROWS_PER_PAGE * page_stride + slot % ROWS_PER_PAGE * WIDTH
+    read = tl.load(rows + source + column, mask=(column < WIDTH) & (slot >= 0), other=0.0)
+    tl.store(out + row * WIDTH + column, read, mask=column < WIDTH)
+
+
+def feature_rows(memory: torch.Tensor, width: int, num_kv_heads: int = 1) -> torch.Tensor:
+    """The rows of features that each page has room for.
+
+    Args:
+        memory: contiguous, ``[num_pages, 2, slots_per_page, head_dim]``.
+        width: elements of a row.
+        num_kv_heads: slots of a token, which turns the slots of a page that is too small into its ``page_size``.
+
+    Returns:
+        A view of the memory, ``[num_pages, rows_per_page, width]``.
+
+    Raises:
+        ValueError: memory of another layout, or pages smaller than a row.
+    """
+    if memory.dim() != 4 or memory.shape[1] != 2 or not memory.is_contiguous():
+        raise ValueError(
+            f"memory {list(memory.shape)}, {memory.stride()} in strides, is not contiguous "
+            "[num_pages, 2, slots_per_page, head_dim]"
+        )
+    if width < 1:
+        raise ValueError(f"width={width} is not a positive number of elements")
+    num_pages, _, slots_per_page, head_dim = memory.shape
+    page_elements = 2 * slots_per_page * head_dim
+    rows_per_page = page_elements // width
+    if not rows_per_page:
+        smallest = -(-width // (2 * num_kv_heads * head_dim))
+        raise ValueError(
+            f"a page of page_size={slots_per_page // num_kv_heads} holds {page_elements} elements and a row of "
+            f"features has {width}: page_size={smallest} at least is needed"
+        )
+    return memory.as_strided((num_pages, rows_per_page, width), (page_elements, width, 1))
+
+
+@torch.library.custom_op("dllm::add_features", mutates_args=("hidden",), device_types="cpu")
+def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Add to each row of ``hidden`` the row of features in its slot, in their own type.
+
+    Args:
+        hidden: ``[num_rows, width]``, each row contiguous.
+        rows: ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them.
+        slots: int64 ``[num_rows]``; −1 leaves the row as it is.
+
+    Raises:
+        ValueError: shapes, strides or types that do not belong together.
+    """
+    _check_added(hidden, rows, slots)
+    kept = (slots >= 0).nonzero().flatten()
+    hidden.index_add_(0, kept, rows[_places(rows, slots[kept])])
+
+
+@add_features.register_kernel("cuda")
+def add_features_with_triton(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    _check_added(hidden, rows, slots)
+    if not hidden.shape[0]:
+        return
+    grid, constants = _launch(rows, slots)
+    _add_features_kernel[grid](hidden, rows, slots.contiguous(), hidden.stride(0), rows.stride(0), **constants)
+
+
+@add_features.register_fake
+def _(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    _check_added(hidden, rows, slots)
+
+
+@torch.library.custom_op("dllm::write_features", mutates_args=("rows",), device_types="cpu")
+def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write ``values[i]`` to row slot ``slots[i]``.
+
+    Args:
+        values: ``[num_rows, width]``.
+        rows: ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them.
+        slots: int64 ``[num_rows]``; −1 writes nothing. No slot may be named twice.
+
+    Raises:
+        ValueError: shapes, strides or types that do not belong together.
+    """
+    _check("values", values, rows, slots)
+    kept = slots >= 0
+    if not kept.all():
+        values, slots = values[kept], slots[kept]
+    rows[_places(rows, slots)] = values
+
+
+@write_features.register_kernel("cuda")
+def write_features_with_triton(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    _check("values", values, rows, slots)
+    if not values.shape[0]:
+        return
+    values = values if values.stride(1) == 1 else values.contiguous()
+    grid, constants = _launch(rows, slots)
+    _write_features_kernel[grid](values, rows, slots.contiguous(), values.stride(0), rows.stride(0), **constants)
+
+
+@write_features.register_fake
+def _(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    _check("values", values, rows, slots)
+
+
+@torch.library.custom_op("dllm::read_features", mutates_args=(), device_types="cpu")
+def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The rows of features in ``slots``.
+
+    Args:
+        rows: ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them.
+        slots: int64 ``[num_rows]``; −1 reads as zeros.
+
+    Returns:
+        ``[num_rows, width]``, in the type of ``rows``.
+
+    Raises:
+        ValueError: shapes or strides that do not belong together.
+    """
+    _check_rows(rows, slots)
+    kept = slots >= 0
+    if kept.all():
+        return rows[_places(rows, slots)]
+    out = rows.new_zeros(slots.shape[0], rows.shape[2])
+    out[kept] = rows[_places(rows, slots[kept])]
+    return out
+
+
+@read_features.register_kernel("cuda")
+def read_features_with_triton(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    _check_rows(rows, slots)
+    out = rows.new_empty(slots.shape[0], rows.shape[2])
+    if out.shape[0]:
+        grid, constants = _launch(rows, slots)
+        _read_features_kernel[grid](rows, slots.contiguous(), out, rows.stride(0), **constants)
+    return out
+
+
+@read_features.register_fake
+def _(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    _check_rows(rows, slots)
+    return rows.new_empty(slots.shape[0], rows.shape[2])
+
+
+def add_features_reference(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """A copy of ``hidden``, added to a row at a time."""
+    hidden = hidden.clone()
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, place = divmod(slot, rows.shape[1])
+            hidden[i] = hidden[i] + rows[page, place]
+    return hidden
+
+
+def write_features_reference(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """A copy of ``rows``, written a row at a time."""
+    rows = rows.clone()
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, place = divmod(slot, rows.shape[1])
+            rows[page, place] = values[i]
+    return rows
+
+
+def read_features_reference(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The rows, read one at a time."""
+    out = rows.new_zeros(slots.shape[0], rows.shape[2])
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, place = divmod(slot, rows.shape[1])
+            out[i] = rows[page, place]
+    return out
+
+
+def _places(rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page, place in it) of slots that exist."""
+    return slots // rows.shape[1], slots % rows.shape[1]
+
+
+def _launch(rows: torch.Tensor, slots: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and constants that the three kernels have in common."""
+    _, rows_per_page, width = rows.shape
+    block = min(1024, triton.next_power_of_2(width))
+    constants = {"WIDTH": width, "ROWS_PER_PAGE": rows_per_page, "BLOCK": block}
+    return (slots.shape[0], triton.cdiv(width, block)), constants
+
+
+def _check_added(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    _check("hidden", hidden, rows, slots)
+    if hidden.stride(1) != 1:
+        raise ValueError(f"a row of hidden is not contiguous: {hidden.stride()} in strides")
+
+
+def _check(name: str, values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    _check_rows(rows, slots)
+    if values.shape != (slots.shape[0], rows.shape[2]) or values.dtype != rows.dtype:
+        raise ValueError(
+            f"{name} {list(values.shape)} {values.dtype}, rows {list(rows.shape)} {rows.dtype}, "
+            f"slots {list(slots.shape)} do not belong together"
+        )
+
+
+def _check_rows(rows: torch.Tensor, slots: torch.Tensor) -> None:
+    if rows.dim() != 3 or not rows.shape[1] or not rows.shape[2] or slots.dim() != 1:
+        raise ValueError(f"rows {list(rows.shape)} and slots {list(slots.shape)} do not belong together")
+    if rows.stride()[1:] != (rows.shape[2], 1):
+        raise ValueError(f"the rows of a page do not follow each other: {rows.stride()} in strides")

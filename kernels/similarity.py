@@ -1,0 +1,164 @@
+r"""Which rows have changed most since their values were retained (V-verify of dLLM-Cache, arXiv 2506.06295).
+
+With the fresh values a_{i,h} of row i and KV head h, and those retained for it, b_{i,h}:
+
+    cosine_i = Σ_h a_{i,h} · b_{i,h} / (max(‖a_i‖, ε) max(‖b_i‖, ε)),   ‖a_i‖² = Σ_h a_{i,h} · a_{i,h},   ε = 1e-8
+
+All heads of a row are one vector. The three sums come first and on their own, so that ranks that hold a part of the
+heads each can add theirs before the division.
+"""
+
+import torch
+
+from dllm_engine.kernels._triton import jit, tl, triton
+
+# The arguments of Triton kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+_EPS = 1e-8
+"""As ``torch.nn.functional.cosine_similarity`` has it."""
+
+
+@jit
+def _similarity_kernel(
+    fresh, pages, slots, sums, num_rows, fresh_row, fresh_head, page_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS_PER_PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: all heads of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)
+    dim = tl.arange(0, BLOCK_D)
+    slot = tl.load(slots + row * NUM_KV_HEADS + head, mask=head < NUM_KV_HEADS, other=-1)
+    kept = (slot >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
+    a = tl.load(fresh + row * fresh_row + head[:, None] * fresh_head + dim[None, :], mask=kept, other=0.0)
+    source = slot // SLOTS_PER_PAGE * page_stride + slot % SLOTS_PER_PAGE * HEAD_DIM
+    b = tl.load(pages + source[:, None] + dim[None, :], mask=kept, other=0.0)
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    tl.store(sums + row, tl.sum(tl.sum(a * b, axis=1), axis=0))
+    tl.store(sums + num_rows + row, tl.sum(tl.sum(a * a, axis=1), axis=0))
+    tl.store(sums + num_rows * 2 + row, tl.sum(tl.sum(b * b, axis=1), axis=0))
+
+
+@torch.library.custom_op("dllm::similarity_sums", mutates_args=(), device_types="cpu")
+def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What ``cosine`` needs of each row, over the heads at hand.
+
+    Args:
+        fresh: ``[num_rows, num_kv_heads, head_dim]``.
+        pages: ``[num_pages, slots_per_page, head_dim]``; a page is contiguous, pages are whole slots apart.
+        slots: the physical slot ``page · slots_per_page + offset`` of what is retained for each row and KV head; int64
+            ``[num_rows, num_kv_heads]``. −1: nothing is, and this head of the row counts in none of the sums.
+
+    Returns:
+        Σ fresh · retained, Σ fresh², Σ retained²: float32 ``[3, num_rows]``.
+
+    Raises:
+        ValueError: shapes or types that do not belong together.
+    """
+    _check(fresh, pages, slots)
+    num_pages, slots_per_page, head_dim = pages.shape
+    kept = slots >= 0
+    complete = bool(kept.all())
+    # All slots in one list, also those of memory between the pages: one index a slot is gathered faster than two.
+    apart = pages.stride(0) // head_dim
+    every_slot = pages.as_strided(((num_pages - 1) * apart + slots_per_page, head_dim), (head_dim, 1))
+    index = slots // slots_per_page * apart + slots % slots_per_page
+    if not complete:
+        index = index.masked_fill(~kept, 0)
+    retained = every_slot.index_select(0, index.flatten()).view(fresh.shape)
+    if not complete:
+        # Not a product with 0: what is not retained may be NaN.
+        absent = ~kept[..., None]
+        fresh, retained = fresh.masked_fill(absent, 0), retained.masked_fill_(absent, 0)
+    a, b = fresh.flatten(1).float(), retained.flatten(1).float()
+    # All three in the same order of additions, so that rows that have not changed get equal sums.
+    return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
+
+
+@similarity_sums.register_kernel("cuda")
+def similarity_sums_with_triton(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    _check(fresh, pages, slots)
+    num_rows, num_kv_heads, head_dim = fresh.shape
+    sums = fresh.new_empty(3, num_rows, dtype=torch.float32)
+    if not num_rows:
+        return sums
+    fresh = fresh if fresh.stride(2) == 1 else fresh.contiguous()
+    _similarity_kernel[(num_rows,)](
+        fresh, pages, slots.contiguous(), sums, num_rows, *fresh.stride()[:2], pages.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        SLOTS_PER_PAGE=pages.shape[1],
+        BLOCK_H=triton.next_power_of_2(num_kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
+    return sums
+
+
+@similarity_sums.register_fake
+def _(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    _check(fresh, pages, slots)
+    return fresh.new_empty(3, fresh.shape[0], dtype=torch.float32)
+
+
+def similarity_sums_reference(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The sums, in float64, a slot at a time."""
+    sums = fresh.new_zeros(3, fresh.shape[0], dtype=torch.float64)
+    for row, head in (slots >= 0).nonzero().tolist():
+        page, offset = divmod(int(slots[row, head]), pages.shape[1])
+        a, b = fresh[row, head].double(), pages[page, offset].double()
+        sums[:, row] += torch.stack((a @ b, a @ a, b @ b))
+    return sums
+
+
+def cosine(sums: torch.Tensor) -> torch.Tensor:
+    """Cosine similarity of each row.
+
+    Args:
+        sums: as ``similarity_sums`` returns them, of all heads of the model: float32 ``[3, num_rows]``.
+
+    Returns:
+        float32 ``[num_rows]``; 0 where either vector is 0.
+
+    Raises:
+        ValueError: anything but three sums a row.
+    """
+    if sums.dim() != 2 or sums.shape[0] != 3:
+        raise ValueError(f"sums {list(sums.shape)} are not [3, num_rows]")
+    norms = sums[1:].sqrt().clamp_(min=_EPS)
+    return sums[0] / (norms[0] * norms[1])
+
+
+def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
+    """The rows to compute again.
+
+    Args:
+        similarity: ``[num_rows]`` or ``[batch, num_rows]``.
+        count: how many rows, of each member of the batch. ``torch.topk`` settles ties for the last place.
+
+    Returns:
+        int64 ``[count]`` or ``[batch, count]``, ascending.
+
+    Raises:
+        ValueError: a ``count`` beyond the rows.
+    """
+    if similarity.dim() not in (1, 2) or not 0 <= count <= similarity.shape[-1]:
+        raise ValueError(f"count={count} of similarity {list(similarity.shape)}: 0 to the number of rows can be chosen")
+    return similarity.topk(count, largest=False).indices.sort().values
+
+
+def _check(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    if fresh.dim() != 3 or pages.dim() != 3 or fresh.shape[2] != pages.shape[2] or slots.shape != fresh.shape[:2]:
+        raise ValueError(
+            f"fresh {list(fresh.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
+        )
+    if not pages.shape[0]:
+        raise ValueError(f"pages {list(pages.shape)}: there is no page")
+    if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % pages.shape[2]:
+        raise ValueError(f"a page is not contiguous, or not whole slots from the next: {pages.stride()} in strides")
+    if fresh.dtype != pages.dtype:
+        raise ValueError(f"fresh and the pages differ in type: {fresh.dtype}, {pages.dtype}")

@@ -1,0 +1,83 @@
+"""Page tables of a batch's requests side by side, as attention over pages wants them."""
+
+import torch
+
+from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.scheduler.page_layout import PageKind
+
+
+class BatchTables:
+    """Tables of one kind, stacked over the requests of a batch."""
+
+    def __init__(self, batch: StepBatch, kind: PageKind) -> None:
+        tables = [canvas.page_tables.get(kind) for canvas in batch.canvases]
+        held = [table for table in tables if table is not None]
+        num_layers = held[0].shape[0] if held else 0
+        widest = max((table.shape[1] for table in held), default=0)
+        device = batch.positions.device
+        self.tables = torch.zeros(num_layers, len(tables), widest, dtype=torch.int32, device=device)
+        """``[num_layers, num_requests, most pages]``"""
+        for i, table in enumerate(tables):
+            if table is not None:
+                self.tables[:, i, : table.shape[1]] = table
+
+    def slots(self, layer: int, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
+        """Physical places, ``page · per_page + offset``, of items numbered in each request's table.
+
+        ``requests`` and ``items`` ``[n]``: whose table, and which item in it. Returns int64 ``[n]``.
+        """
+        pages = self.tables[layer][requests, items // per_page]
+        return pages.long() * per_page + items % per_page
+
+
+class TokenTables(BatchTables):
+    """Tables of keys and values, token-major: token t of a request follows token t − 1, its heads side by side, so
+    that a table grows by appending pages."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory, head_len: list[int]) -> None:
+        """``head_len``: per request, the tokens that its rows attend to in pages."""
+        super().__init__(batch, PageKind.KV)
+        device = batch.positions.device
+        heads, num_requests = pages.num_kv_heads, len(batch.plans)
+        self.pages = pages
+        self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, heads)
+        self.token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
+        self.head_len = torch.tensor(head_len, dtype=torch.int32, device=device)[:, None].expand(num_requests, heads)
+        # On the host already, so that a GPU launch does not wait to learn it.
+        self.max_head_len = max(head_len)
+        self.head_offsets = torch.arange(heads, device=device)
+
+    def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Physical slots of tokens, ``[n, num_kv_heads]``; arguments as in ``slots``."""
+        places = self.slots(layer, requests, tokens, self.pages.page_size)
+        return places[:, None] * self.pages.num_kv_heads + self.head_offsets
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        *,
+        attend_fresh: bool,
+    ) -> torch.Tensor:
+        """Attention of a layer's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
+        return paged_attention(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            self.pages.keys,
+            self.pages.values,
+            self.tables[layer],
+            self.head_start,
+            self.token_stride,
+            self.head_len,
+            attend_fresh=attend_fresh,
+            max_seqlen=max_seqlen,
+            max_head_len=self.max_head_len,
+        )

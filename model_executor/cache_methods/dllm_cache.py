@@ -1,0 +1,29 @@
+"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of their own, and between them the
+response rows whose values have changed most.
+
+As in the authors' code the first layer recomputes every row of the response in every step: it costs one layer and lets
+changed tokens enter all others. Nothing else enters it, so of the prompt its keys and values stay as they are.
+"""
+
+from dllm_engine.model_executor.adaptive_pass import AdaptivePass
+from dllm_engine.model_executor.batch_tables import TokenTables
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.options import DLLMCacheOptions
+from dllm_engine.scheduler.refresh_plan import live_start
+
+
+def layer_pass(batch: StepBatch, pages: PageMemory | None) -> AdaptivePass:
+    """K/V of the whole canvas by position, features of the rows from the last that the response needs."""
+    assert pages is not None
+    options = batch.canvases[0].spec.cache
+    assert isinstance(options, DLLMCacheOptions)
+    return AdaptivePass(
+        batch,
+        pages,
+        TokenTables(batch, pages, [plan.read for plan in batch.plans]),
+        [live_start(canvas.spec) for canvas in batch.canvases],
+        pages.hidden_size,
+        similarity=options.similarity,
+        first_adaptive_layer=1,
+    )

@@ -1,0 +1,118 @@
+"""Step plans: the vocabulary in which a refresh plan says what one denoising step computes."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.unmask_schedule import timestep_count, timestep_ratio, uniform_count
+
+
+class RefreshState(Enum):
+    """What a step does with a request's cache."""
+
+    FULL = "full"
+    """Compute the whole canvas; the cache is untouched."""
+    UPDATE = "update"
+    """Recompute a scope and write what is retained into pages."""
+    REUSE = "reuse"
+    """Compute the active rows only; everything else comes from pages."""
+
+
+class Scope(Enum):
+    """The part of the canvas that a step recomputes in every layer."""
+
+    ALL = "all"
+    PROMPT = "prompt"
+    RESPONSE = "response"
+    ACTIVE = "active"
+    """What the plan's rows and the layer pass select; no part as a whole."""
+
+
+class RowRule(Enum):
+    """Which rows of ``StepPlan.span`` are fed to the model. All but ``ALL`` depend on tokens; the runner resolves
+    them."""
+
+    ALL = "all"
+    MASKED_BEFORE = "masked_before"
+    """The rows that predict what was masked when the previous step began: what is masked still, and what that step
+    unmasked, once more as a token."""
+    MASKED_BEFORE_AND_LAST = "masked_before_and_last"
+    """And the canvas's last row, which predicts nothing with shifted logits."""
+    FROM_LAST_UNMASKED = "from_last_unmasked"
+    """From the leftmost position that the previous step unmasked, where it lies before ``span``, to the end of
+    ``span``."""
+
+
+@dataclass(frozen=True)
+class UnmaskQuota:
+    """How many of the masked positions in ``candidates`` a step unmasks."""
+
+    candidates: Span
+    count: int
+    ratio: float
+    """``count`` as a share of the masked candidates, for policies that draw each position by itself (``origin``)."""
+    threshold: float | None = None
+    """Unmask every candidate whose probability reaches this, at least one, instead of ``count``; for policies whose
+    confidence is a probability."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One denoising step of one request."""
+
+    state: RefreshState
+    scope: Scope
+    rows: RowRule
+    span: Span
+    """Canvas positions that ``rows`` selects from."""
+    max_rows: int
+    """Upper bound on the rows computed; what the token budget is charged."""
+    block: Span
+    quota: UnmaskQuota
+    forward: int
+    """Number of this forward pass over the whole response, from 0; also the counter of its random numbers."""
+    read: int = 0
+    """Tokens per layer that the rows attend to in pages."""
+    retained: int = 0
+    """Tokens per layer that pages hold after the step."""
+    num_updated: int = 0
+    """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV)."""
+
+
+def unmask_quota(spec: DecodingSpec, progress: Progress, in_blocks: bool) -> UnmaskQuota:
+    """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid).
+
+    ``in_blocks``: Dream's first step of a block fills its first position only, outside the time grid, because with
+    shifted logits that position is the one a block-only forward cannot predict (Fast-dLLM, Sparse-dLLM).
+    """
+    block = spec.block_span(progress.block)
+    steps = spec.steps_in_block(progress.block)
+    if spec.schedule == "timestep" and in_blocks and progress.step == 0 and steps != 1:
+        return UnmaskQuota(Span(block.start, block.start + 1), 1, 1.0)
+    if progress.step >= steps - 1:
+        return UnmaskQuota(block, progress.num_masked, 1.0, spec.threshold)
+    if spec.schedule == "uniform":
+        count = uniform_count(block.size, steps, progress.step)
+        return UnmaskQuota(block, count, count / max(progress.num_masked, 1), spec.threshold)
+    return UnmaskQuota(
+        block,
+        timestep_count(progress.num_masked, steps, progress.step),
+        timestep_ratio(steps, progress.step),
+        spec.threshold,
+    )
+
+
+def step_plan(
+    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, in_blocks: bool = True
+) -> StepPlan:
+    """A step that computes all rows of ``span``; ``in_blocks`` as in ``unmask_quota``."""
+    return StepPlan(
+        state=state,
+        scope=scope,
+        rows=RowRule.ALL,
+        span=span,
+        max_rows=span.size,
+        block=spec.block_span(progress.block),
+        quota=unmask_quota(spec, progress, in_blocks),
+        forward=progress.num_forwards,
+    )

@@ -1,0 +1,134 @@
+"""Rows of features in pages, on the CPU, against the same a row at a time."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.kernels.features import (
+    add_features,
+    add_features_reference,
+    feature_rows,
+    read_features,
+    read_features_reference,
+    write_features,
+    write_features_reference,
+)
+
+EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+feature_cases = given(
+    num_rows=st.one_of(st.integers(0, 3), st.integers(0, 60)),
+    width=st.sampled_from([8, 24, 50, 128]),
+    slots_per_page=st.sampled_from([8, 9, 64]),
+    missing=st.sampled_from([0.0, 0.4, 1.0]),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+
+
+def case(
+    num_rows: int, width: int, slots_per_page: int, missing: float, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(memory, values, rows, slots): NaN in all memory, values that are columns of a wider tensor, slots at random."""
+    generator = torch.Generator().manual_seed(seed)
+    rows_per_page = 2 * slots_per_page * 8 // width
+    num_pages = -(-num_rows // rows_per_page) + 2
+    memory = torch.full((num_pages, 2, slots_per_page, 8), torch.nan, dtype=dtype)
+    slots = torch.randperm(num_pages * rows_per_page, generator=generator)[:num_rows]
+    slots[torch.rand(num_rows, generator=generator) < missing] = -1
+    values = torch.randn(num_rows, width + 3, generator=generator).to(dtype)[:, :width]
+    return memory, values, feature_rows(memory, width), slots
+
+
+@feature_cases
+@settings(max_examples=60, deadline=None)
+def test_rows_are_written_to_their_slots_and_nowhere_else_and_read_back(**arguments):
+    memory, values, rows, slots = case(**arguments)
+    expected = write_features_reference(values, rows, slots)
+    write_features(values, rows, slots)
+    torch.testing.assert_close(rows, expected, **EXACT)
+    kept = slots >= 0
+    assert int((~memory.isnan()).sum()) == int(kept.sum()) * rows.shape[2]
+    read = read_features(rows, slots)
+    torch.testing.assert_close(read, read_features_reference(rows, slots), **EXACT)
+    torch.testing.assert_close(read, values.masked_fill(~kept[:, None], 0), **EXACT)
+
+
+@feature_cases
+@settings(max_examples=60, deadline=None)
+def test_rows_are_added_and_others_left_as_they_are(**arguments):
+    _, values, rows, slots = case(**arguments)
+    write_features(values, rows, slots)
+    hidden = torch.randn(len(slots), 2 * rows.shape[2]).to(rows.dtype)[:, rows.shape[2] :]
+    hidden[slots < 0] = -0.0
+    expected = add_features_reference(hidden, rows, slots)
+    add_features(hidden, rows, slots)
+    torch.testing.assert_close(hidden, expected, **EXACT)
+    assert bool(hidden[slots < 0].signbit().all())  # not even zero was added
+
+
+def test_rows_that_are_read_or_added_may_share_a_slot():
+    rows = feature_rows(torch.arange(16.0).view(1, 2, 2, 4), 8)
+    slots = torch.tensor([1, 1, 0])
+    hidden = torch.ones(3, 8)
+    add_features(hidden, rows, slots)
+    torch.testing.assert_close(hidden, 1 + read_features(rows, slots))
+    assert hidden[:, 0].tolist() == [9, 9, 1]
+
+
+def test_rows_fill_a_page_from_its_start_and_leave_the_rest_alone():
+    memory = torch.arange(2 * 2 * 3 * 4).view(2, 2, 3, 4)
+    rows = feature_rows(memory, 7)
+    assert rows.shape == (2, 3, 7)
+    assert rows.tolist() == [memory[page].flatten()[:21].view(3, 7).tolist() for page in range(2)]
+    assert rows.data_ptr() == memory.data_ptr()
+
+
+@pytest.mark.parametrize("width", [1, 23, 24])
+def test_a_page_may_hold_a_single_row(width):
+    assert feature_rows(torch.zeros(5, 2, 3, 4), width).shape == (5, 24 // width, width)
+    assert feature_rows(torch.zeros(0, 2, 3, 4), width).shape == (0, 24 // width, width)
+
+
+def test_memory_that_holds_no_rows_is_named():
+    memory = torch.zeros(5, 2, 6, 4)
+    with pytest.raises(ValueError, match="page_size=6 holds 48 elements and a row of features has 49: page_size=7 at"):
+        feature_rows(memory, 49)
+    with pytest.raises(ValueError, match="page_size=3 holds 48 elements and a row of features has 49: page_size=4 at"):
+        feature_rows(memory, 49, num_kv_heads=2)
+    assert feature_rows(torch.zeros(5, 2, 8, 4), 49).shape == (5, 1, 49)
+    with pytest.raises(ValueError, match=r"memory \[5, 6, 4\], \(48, 4, 1\) in strides, is not contiguous"):
+        feature_rows(memory[:, 0], 8)
+    with pytest.raises(ValueError, match="is not contiguous"):
+        feature_rows(memory[:, :, :3], 8)
+    with pytest.raises(ValueError, match="width=0"):
+        feature_rows(memory, 0)
+
+
+def test_errors_name_what_does_not_fit():
+    rows, values, slots = torch.zeros(3, 2, 8), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"hidden \[4, 7\] torch.float32, rows \[3, 2, 8\] torch.float32, slots \[4\]"):
+        add_features(values[:, :7], rows, slots)
+    with pytest.raises(ValueError, match=r"hidden \[4, 8\] torch.float16"):
+        add_features(values.half(), rows, slots)
+    with pytest.raises(ValueError, match="a row of hidden is not contiguous"):
+        add_features(torch.zeros(8, 4).T, rows, slots)
+    with pytest.raises(ValueError, match=r"values \[4, 8\] torch.float32, rows .*, slots \[3\] do not belong together"):
+        write_features(values, rows, slots[:3])
+    with pytest.raises(ValueError, match=r"rows \[6, 8\] and slots \[4\] do not belong together"):
+        read_features(rows.flatten(0, 1), slots)
+    with pytest.raises(ValueError, match=r"rows \[3, 2, 8\] and slots \[2, 2\]"):
+        read_features(rows, slots.view(2, 2))
+    with pytest.raises(ValueError, match="the rows of a page do not follow each other"):
+        read_features(torch.zeros(3, 2, 9)[..., :8], slots)
+
+
+@pytest.mark.parametrize("slots", [[0, 3, 2], [5, -1, 1]])
+def test_operators_are_registered_correctly(slots):
+    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    rows, values, named = torch.randn(3, 2, 8), torch.randn(3, 8), torch.tensor(slots)
+    torch.library.opcheck(torch.ops.dllm.add_features.default, (values, rows, named), test_utils=utils)
+    torch.library.opcheck(torch.ops.dllm.write_features.default, (values, rows, named), test_utils=utils)
+    torch.library.opcheck(torch.ops.dllm.read_features.default, (rows, named), test_utils=utils)

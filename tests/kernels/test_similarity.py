@@ -1,0 +1,150 @@
+"""Similarity of fresh and retained values, on the CPU, against the formulas and PyTorch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.kernels.paged_attention import write_slots
+from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums, similarity_sums_reference
+from tests.kernels.paged_cases import TOLERANCE, error
+
+
+def retained_case(
+    rows: int, kv_heads: int, dim: int, slots_per_page: int, missing: float, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(fresh, pages, slots): a view of a projection, and NaN in every slot but those named."""
+    generator = torch.Generator().manual_seed(seed)
+    num_pages = -(-rows * kv_heads // slots_per_page) + 2
+    memory = torch.full((num_pages, 2, slots_per_page, dim), torch.nan, dtype=dtype)
+    pages = memory[:, 1]
+    slots = torch.randperm(num_pages * slots_per_page, generator=generator)[: rows * kv_heads].view(rows, kv_heads)
+    slots[torch.rand(rows, kv_heads, generator=generator) < missing] = -1
+    fresh, retained = torch.randn(rows, 2 * kv_heads, dim, generator=generator).to(dtype).split(kv_heads, dim=1)
+    write_slots(retained, pages, slots)
+    return fresh, pages, slots
+
+
+@given(
+    rows=st.one_of(st.integers(0, 3), st.integers(0, 150)),
+    kv_heads=st.sampled_from([1, 2, 3, 8]),
+    dim=st.sampled_from([8, 64, 96]),
+    slots_per_page=st.sampled_from([1, 3, 16, 64]),
+    missing=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_sums_equal_the_formula_and_read_only_what_is_retained(
+    rows, kv_heads, dim, slots_per_page, missing, dtype, seed
+):
+    case = retained_case(rows, kv_heads, dim, slots_per_page, missing, dtype, seed)
+    sums = similarity_sums(*case)
+    assert sums.dtype == torch.float32
+    # The products are exact in float32 whatever the type of the inputs.
+    assert error(sums, similarity_sums_reference(*case)) < 1e-5
+
+
+def test_sums_worked_by_hand():
+    """Two rows of two heads; the second row's first head is missing."""
+    fresh = torch.tensor([[[1.0, 2], [3, 4]], [[9, 9], [0, 2]]])
+    pages = torch.tensor([[[torch.nan, torch.nan], [5, 6]], [[1, 0], [7, 3]]])
+    slots = torch.tensor([[1, 2], [-1, 3]])
+    for sums in (similarity_sums(fresh, pages, slots), similarity_sums_reference(fresh, pages, slots)):
+        assert sums.tolist() == [[5 + 12 + 3, 6], [30, 4], [62, 58]]
+
+
+def test_a_missing_head_counts_in_no_sum_even_if_its_fresh_values_are_no_numbers():
+    fresh, pages = torch.full((1, 2, 4), torch.nan), torch.full((1, 2, 4), torch.nan)
+    assert similarity_sums(fresh, pages, torch.tensor([[-1, -1]])).tolist() == [[0.0]] * 3
+
+
+def test_rows_that_have_not_changed_have_equal_sums():
+    _, pages, slots = retained_case(50, 3, 96, 16, 0.0, torch.float32, 0)
+    dot, fresh, retained = sums = similarity_sums(pages[slots // 16, slots % 16], pages, slots)
+    assert torch.equal(dot, fresh)
+    assert torch.equal(dot, retained)
+    torch.testing.assert_close(cosine(sums), torch.ones(50), rtol=0, atol=1e-6)
+
+
+def test_sums_of_parts_of_the_heads_add_up_to_the_cosine_of_the_whole():
+    fresh, pages, slots = retained_case(20, 6, 16, 12, 0.0, torch.float32, 0)
+    parts = similarity_sums(fresh[:, :2], pages, slots[:, :2]) + similarity_sums(fresh[:, 2:], pages, slots[:, 2:])
+    retained = pages[slots // 12, slots % 12]
+    torch.testing.assert_close(cosine(parts), F.cosine_similarity(fresh.flatten(1), retained.flatten(1)))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-9, 1.0, 1e6])
+def test_cosine_is_that_of_pytorch_for_short_vectors_too(size):
+    a, b = torch.randn(2, 30, 8) * size
+    sums = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
+    torch.testing.assert_close(cosine(sums), F.cosine_similarity(a, b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("similarity", "count", "rows"),
+    [
+        ([0.9, -0.5, 0.7, 0.1], 2, [1, 3]),
+        ([0.9, -0.5, 0.7, 0.1], 4, [0, 1, 2, 3]),
+        ([0.9, -0.5], 0, []),
+        ([], 0, []),
+        ([[0.9, -0.5, 0.7], [0.1, 0.2, 0.0]], 2, [[1, 2], [0, 2]]),
+        ([[0.9], [0.1]], 0, [[], []]),
+    ],
+)
+def test_least_similar(similarity, count, rows):
+    chosen = least_similar(torch.tensor(similarity), count)
+    assert chosen.dtype == torch.int64
+    assert chosen.tolist() == rows
+
+
+@given(
+    similarity=st.lists(st.integers(-5, 5), min_size=1, max_size=300),
+    fraction=st.floats(0, 1),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_least_similar_settles_ties_as_topk_does_alone_and_in_a_batch(similarity, fraction, seed):
+    alone = torch.tensor(similarity, dtype=torch.float32)
+    count = int(len(similarity) * fraction)
+    shuffled = alone[torch.randperm(len(alone), generator=torch.Generator().manual_seed(seed))]
+    batch = torch.stack((alone, shuffled))
+    chosen = least_similar(batch, count)
+    for row, member in zip(chosen, batch, strict=True):
+        assert row.tolist() == sorted(member.topk(count, largest=False).indices.tolist())
+        assert torch.equal(row, least_similar(member, count))
+
+
+def test_errors_name_what_does_not_fit():
+    fresh, pages, slots = torch.zeros(4, 2, 8), torch.zeros(3, 6, 8), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"fresh \[4, 2, 8\], pages \[3, 6, 8\], slots \[4, 1\] do not belong"):
+        similarity_sums(fresh, pages, slots[:, :1])
+    with pytest.raises(ValueError, match=r"pages \[3, 12, 4\]"):
+        similarity_sums(fresh, pages.view(3, 12, 4), slots)
+    with pytest.raises(ValueError, match=r"pages \[0, 6, 8\]: there is no page"):
+        similarity_sums(fresh, pages[:0], slots)
+    with pytest.raises(ValueError, match="a page is not contiguous"):
+        similarity_sums(fresh, torch.zeros(3, 8, 6).mT, slots)
+    with pytest.raises(ValueError, match="not whole slots from the next"):
+        similarity_sums(fresh, torch.zeros(3, 50)[:, :48].unflatten(1, (6, 8)), slots)
+    with pytest.raises(ValueError, match=r"differ in type: torch\.float16, torch\.float32"):
+        similarity_sums(fresh.half(), pages, slots)
+    with pytest.raises(ValueError, match=r"sums \[2, 4\] are not \[3, num_rows\]"):
+        cosine(torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"count=5 of similarity \[2, 4\]"):
+        least_similar(torch.zeros(2, 4), 5)
+    with pytest.raises(ValueError, match="count=-1"):
+        least_similar(torch.zeros(4), -1)
+    with pytest.raises(ValueError, match=r"similarity \[\]"):
+        least_similar(torch.tensor(1.0), 1)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.5])
+def test_operator_is_registered_correctly(missing):
+    fresh, pages, slots = retained_case(5, 2, 8, 4, missing, torch.float32, 0)
+    torch.library.opcheck(
+        torch.ops.dllm.similarity_sums.default,
+        (fresh, pages.nan_to_num(), slots),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )

@@ -1,0 +1,108 @@
+"""Mask voting, on the CPU, against its formula and against attention that is held whole."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.kernels import voting
+from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.kernels.voting import voting_scores, voting_scores_reference
+from tests.kernels.paged_cases import TOLERANCE, error
+
+
+def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return (torch.einsum("ihd,jhd->ihj", q.double(), keys) * q.shape[2] ** -0.5).logsumexp(dim=-1).float()
+
+
+@given(
+    voters=st.one_of(st.integers(0, 3), st.integers(0, 100)),
+    keys=st.one_of(st.integers(0, 3), st.integers(0, 300)),
+    others=st.integers(1, 50),
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (14, 2)]),
+    dim=st.sampled_from([8, 64, 96]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_equals_the_formula_for_views_of_one_projection(voters, keys, others, heads, dim, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, kv_heads = heads
+    fused = torch.randn(keys + others + voters, num_heads + kv_heads, dim, generator=generator).to(dtype)
+    q, k = fused[keys + others :, :num_heads], fused[:, num_heads:]
+    lse = log_sum_exp(q, k)
+    scores = voting_scores(q, k[:keys], lse)
+    assert scores.dtype == torch.float32
+    # The products are exact in float32 whatever the type of the inputs.
+    assert error(scores, voting_scores_reference(q, k[:keys], lse)) < 1e-5
+
+
+def test_worked_by_hand():
+    """Two voters, two query heads on one KV head, d = 4: attention of (3/4, 1/4) and three times (1/2, 1/2)."""
+    q = torch.zeros(2, 2, 4)
+    q[0, 0, 0] = 2 * torch.tensor(3.0).log()
+    k = torch.tensor([[[1.0, 0, 0, 0]], [[0.0, 1, 0, 0]]])
+    lse = torch.tensor([[4.0, 2.0], [2.0, 2.0]]).log()
+    for scores in (voting_scores(q, k, lse), voting_scores_reference(q, k, lse)):
+        assert scores.tolist() == [pytest.approx([1.125, 0.875])]
+
+
+def test_takes_the_log_sum_exp_of_attention_and_every_voter_has_one_vote():
+    q, k, v = torch.randn(3, 20, 4, 16).unbind(0)
+    k, v = k[:, :2], v[:, :2]
+    pages, table, heads = k.new_zeros(1, 8, 16), torch.zeros(1, 1).int(), torch.zeros(1, 2).int()
+    tables = pages, pages, table, heads, torch.tensor([2]).int(), heads
+    _, lse = paged_attention(q, k, v, [0, 20], *tables, attend_fresh=True, return_lse=True)
+    scores = voting_scores(q[12:], k, lse[12:])
+    torch.testing.assert_close(scores.sum(dim=1), torch.full((2,), 8.0))
+    attention = (q[12:, :2].transpose(0, 1) @ k[:, 0].T / 4).softmax(dim=-1)
+    torch.testing.assert_close(scores[0], attention.sum(dim=1).mean(dim=0))
+
+
+@pytest.mark.parametrize(("keys_per_tile", "pairs_per_tile"), [(7, 1000), (1000, 7), (8, 5), (1, 1)])
+def test_tiles_equal_the_whole(monkeypatch, keys_per_tile, pairs_per_tile):
+    q, k = torch.randn(11, 6, 8), torch.randn(40, 2, 8)
+    lse = log_sum_exp(q, k)
+    whole = voting_scores(q, k, lse)
+    monkeypatch.setattr(voting, "_KEYS_PER_TILE", keys_per_tile)
+    monkeypatch.setattr(voting, "_PAIRS_PER_TILE", pairs_per_tile)
+    torch.testing.assert_close(voting_scores(q, k, lse), whole)
+
+
+@pytest.mark.parametrize("scale", [1e3, -1e3])
+def test_large_scores_do_not_overflow(scale):
+    q, k = torch.full((3, 1, 4), scale), torch.ones(5, 1, 4)
+    torch.testing.assert_close(voting_scores(q, k, log_sum_exp(q, k)), torch.full((1, 5), 0.6), rtol=1e-3, atol=0)
+
+
+def test_what_nobody_votes_on_or_for():
+    q, k, lse = torch.randn(3, 4, 8), torch.randn(5, 2, 8), torch.zeros(3, 4)
+    assert voting_scores(q[:0], k, lse[:0]).tolist() == [[0.0] * 5] * 2
+    assert voting_scores(q, k[:0], lse).shape == (2, 0)
+
+
+def test_errors_name_what_does_not_fit():
+    q, k, lse = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"q \[3, 4, 8\] torch.float32 and k \[5, 16\] torch.float32 do not belong"):
+        voting_scores(q, k.flatten(1), lse)
+    with pytest.raises(ValueError, match=r"k \[5, 2, 7\]"):
+        voting_scores(q, k[..., :7], lse)
+    with pytest.raises(ValueError, match=r"torch.float32 and k \[5, 2, 8\] torch.float16"):
+        voting_scores(q, k.half(), lse)
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 KV heads"):
+        voting_scores(q[:, :3], k, lse[:, :3])
+    with pytest.raises(ValueError, match="4 query heads are not a multiple of 0 KV heads"):
+        voting_scores(q, k[:, :0], lse)
+    with pytest.raises(ValueError, match=r"lse \[4, 3\] torch.float32 is not float32 \[3, 4\]"):
+        voting_scores(q, k, lse.T)
+    with pytest.raises(ValueError, match=r"lse \[3, 4\] torch.float16 is not float32"):
+        voting_scores(q, k, lse.half())
+
+
+def test_operator_is_registered_correctly():
+    torch.library.opcheck(
+        torch.ops.dllm.voting_scores.default,
+        (torch.randn(3, 4, 8), torch.randn(5, 2, 8), torch.randn(3, 4)),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
