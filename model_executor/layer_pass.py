@@ -39,6 +39,11 @@ class LayerPass(ABC):
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""
         return num_rows
 
+    def kv_slots(self, index: int) -> list[int] | None:
+        """Slots of keys that each layer of a request turned out to need, on the rank that needs most; None where the
+        pass has settled nothing."""
+        return None
+
     def record(self, index: int) -> dict[str, Any]:
         """Trace entries of the pass for a request, by their names in ``DiffusionFigures.trace``."""
         return {}

@@ -118,6 +118,7 @@ class DiffusionModelRunner:
                 self.options.page_size,
                 self.model.num_kv_heads,
                 self.model.shape.head_dim,
+                self.model.shape.num_kv_heads,
                 self.model.shape.hidden_size,
                 self.model_config.dtype,
                 self.device,
@@ -300,6 +301,7 @@ class DiffusionModelRunner:
                 num_unmasked=len(unmasked[index]),
                 block_tokens=canvas.tokens[block].tolist() if done else None,
                 trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
+                kv_slots=layer_pass.kv_slots(index),
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,
