@@ -174,7 +174,7 @@ class DiffusionModelRunner:
         tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
         masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
         masked[spec.prompt_length :] = True
-        return Canvas(spec, request.seed, tokens, masked, masked_before=masked)
+        return Canvas(spec, _signed_seed(request.seed), tokens, masked, masked_before=masked)
 
     def _page_table(self, ids: list[list[int]]) -> torch.Tensor:
         widest = max(map(len, ids))
@@ -262,7 +262,7 @@ class DiffusionModelRunner:
             return torch.tensor(values, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
 
         counters = Counters(
-            seeds=per_row([_signed_seed(c.canvas.seed) for c in group]),
+            seeds=per_row([c.canvas.seed for c in group]),
             forwards=per_row([c.plan.forward for c in group]),
             positions=torch.cat([c.positions for c in group]),
         )

@@ -5,11 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import attention_with_lse, paged_attention
@@ -180,22 +176,10 @@ class MaskKVPass(AdaptivePass):
         assert isinstance(options, MaskKVOptions)
         budgets = prompt_budgets(options, spec.prompt_length, num_layers)
         heads = k.shape[1]
-        world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        total_heads = self.pages.total_kv_heads
-        # With more ranks than KV heads, neighbouring ranks hold the same head.
-        first_head = rank * total_heads // world
-        scored = ScoredLayer(
-            q=q,
-            k=k,
-            lse=lse,
-            masked=canvas.masked,
-            block=slice(*self.batch.plans[index].block),
-            prompt_length=spec.prompt_length,
-            seed=canvas.seed,
-            layer=layer,
-            first_kv_head=first_head,
-            observation_window=options.observation_window,
-        )
+        world, total_heads = get_tensor_model_parallel_world_size(), self.pages.total_kv_heads
+        plan = self.batch.plans[index]
+        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads, options.observation_window)
+        first_head = scored.first_kv_head
         tokens = torch.arange(spec.prompt_length, device=q.device)
         scores = SCORERS[options.scorer].score(scored, tokens)
         of_all_heads = scores

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.model_executor.noise import uniform
+from dllm_engine.model_executor.step_batch import Canvas
+from dllm_engine.scheduler.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,34 @@ class ScoredLayer:
     """Number of this rank's first KV head in the model."""
     observation_window: int
     """Last prompt tokens whose queries vote (``snapkv``)."""
+
+    @classmethod
+    def of(
+        cls,
+        canvas: Canvas,
+        plan: StepPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        lse: torch.Tensor | None,
+        layer: int,
+        total_kv_heads: int,
+        observation_window: int,
+    ) -> "ScoredLayer":
+        """Layer ``layer`` of a request, from this rank's part of it."""
+        world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        return cls(
+            q=q,
+            k=k,
+            lse=lse,
+            masked=canvas.masked,
+            block=slice(*plan.block),
+            prompt_length=canvas.spec.prompt_length,
+            seed=canvas.seed,
+            layer=layer,
+            # With more ranks than KV heads, neighbouring ranks hold the same head.
+            first_kv_head=rank * total_kv_heads // world,
+            observation_window=observation_window,
+        )
 
 
 class Scorer(NamedTuple):
