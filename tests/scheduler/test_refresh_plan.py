@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_engine.options import EngineOptions, SparseOptions
+from dllm_engine.options import DKVOptions, EngineOptions, SparseOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
@@ -143,8 +143,42 @@ def test_dream_with_a_cache_decodes_in_blocks_even_where_there_is_one():
 
 
 @pytest.mark.parametrize(
+    ("interval", "llada", "dream"),
+    [
+        (1, [UPDATE] * 8, [UPDATE] * 8),
+        (3, [UPDATE, UPDATE, REUSE, UPDATE, REUSE, REUSE, UPDATE, REUSE], [UPDATE, REUSE, REUSE, UPDATE] + [REUSE] * 2),
+        (8, [UPDATE, UPDATE] + [REUSE] * 6, [UPDATE] + [REUSE] * 7),
+    ],
+)
+def test_dkv_recomputes_the_canvas_at_a_blocks_start_and_at_intervals(interval, llada, dream):
+    request = spec(gen_length=16, steps=16, cache=DKVOptions(refresh_interval=interval))
+    plans = plans_of(request, "dkv")
+    assert [plan.state for plan in plans] == llada * 2
+    shifted = spec(
+        gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=DKVOptions(refresh_interval=interval)
+    )
+    shifted_plans = plans_of(shifted, "dkv")
+    assert [plan.state for plan in shifted_plans][: len(dream)] == dream
+    for plan in [*plans, *shifted_plans]:
+        whole = plan.state is UPDATE
+        assert plan.span == (0, 10 + (16 if plan in plans else 8))
+        assert plan.read == plan.retained == plan.span.size
+        assert (plan.rows is RowRule.ALL) == whole
+        # In between, at most what was masked when the block began: the response, then its second block.
+        masked = plan.span.size - plan.block.start
+        assert plan.max_rows == (plan.span.size if whole else masked + (plan.rows is RowRule.MASKED_BEFORE_AND_LAST))
+
+
+def test_dkv_feeds_the_last_row_of_shifted_logits_once_more_in_the_second_step():
+    shifted = spec(gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=DKVOptions())
+    reused = [RowRule.MASKED_BEFORE_AND_LAST] + [RowRule.MASKED_BEFORE] * 6
+    assert [plan.rows for plan in plans_of(shifted, "dkv")] == [RowRule.ALL, *reused]
+
+
+@pytest.mark.parametrize(
     ("method", "pages"),
-    [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4)],  # 26, 26 and 13 tokens in pages of 4
+    # 26, 26, 13 and 31 tokens in pages of 4.
+    [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4), ("dkv", 4 * 8)],
 )
 def test_page_demand_is_that_of_the_largest_block(method, pages):
     options = EngineOptions(cache_method=method, page_size=4)
