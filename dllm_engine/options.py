@@ -57,6 +57,13 @@ class DKVOptions(CacheOptions):
     """Steps of a block from one recomputation of the whole canvas to the next."""
 
 
+class FreeCacheOptions(CacheOptions):
+    """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
+
+    include_suffix: bool = True
+    """Feed the masked tokens behind the block along with it; off, the block alone."""
+
+
 class DLLMCacheOptions(CacheOptions):
     """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response."""
 
@@ -80,6 +87,7 @@ CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "sparse": SparseOptions,
     "dkv": DKVOptions,
     "dllm_cache": DLLMCacheOptions,
+    "freecache": FreeCacheOptions,
 }
 """Cache methods and the model their ``cache_options`` are validated with."""
 PAPER = "paper"

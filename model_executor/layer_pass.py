@@ -64,18 +64,18 @@ class RetentionRule(Protocol):
     """Which tokens of a layer an UPDATE step retains."""
 
     def __call__(self, spec: DecodingSpec, plan: StepPlan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Canvas positions, ascending, ``[plan.retained]`` int64.
+        """Canvas positions, ascending, ``[plan.retained]`` int64; the first ``plan.read`` are in pages already.
 
-        ``q`` ``[canvas_length, num_heads, head_dim]`` and ``k`` ``[canvas_length, num_kv_heads, head_dim]`` are this
-        layer's, after RoPE, of this rank's heads. The answer must be the same on every rank.
+        ``q`` ``[num_rows, num_heads, head_dim]`` and ``k`` ``[num_rows, num_kv_heads, head_dim]`` are this layer's of
+        the rows that the plan computes, after RoPE, of this rank's heads. The answer must be the same on every rank.
         """
 
 
 class RetentionPass(LayerPass):
     """Every computed row through every layer; attention over what is retained in pages and the fresh rows.
 
-    Requests in every refresh state share the pass: FULL and UPDATE requests attend to their own rows, REUSE requests
-    to their pages as well, and after the attention of each layer UPDATE requests write what the rule retains.
+    Requests in every refresh state share the pass: each attends to its own rows and to what its plan reads in pages,
+    and after the attention of each layer UPDATE requests write what the rule retains behind what they read.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory, rule: RetentionRule) -> None:
@@ -107,10 +107,11 @@ class RetentionPass(LayerPass):
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         for i, retained in self.retained.items():
-            rows, canvas = self.batch.rows(i), self.batch.canvases[i]
-            positions = self.rule(canvas.spec, self.batch.plans[i], q[rows], k[rows])
+            rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
+            positions = self.rule(canvas.spec, plan, q[rows], k[rows])
+            added = positions[plan.read :] - plan.span.start
             table = canvas.page_tables[PageKind.KV][layer]
-            write_retained(k[rows], v[rows], positions, self.pages.keys, self.pages.values, table)
+            write_retained(k[rows], v[rows], added, self.pages.keys, self.pages.values, table, plan.read)
             retained.append(positions)
 
     def record(self, index: int) -> dict[str, Any]:

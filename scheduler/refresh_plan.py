@@ -7,7 +7,7 @@ step depend on tokens the plan is symbolic (``RowRule``) with an upper bound, an
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dllm_engine.options import DKVOptions, DLLMCacheOptions, EngineOptions, SparseOptions
+from dllm_engine.options import DKVOptions, DLLMCacheOptions, EngineOptions, FreeCacheOptions, SparseOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
@@ -91,6 +91,28 @@ def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return replace(plan, read=spec.canvas_length, retained=spec.canvas_length, num_updated=num_updated)
 
 
+def plan_freecache(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """FreeCache, section 3.2.1: K/V of the prompt and of finished blocks are computed once and kept.
+
+    The first step computes the whole canvas and keeps the prompt. A finished block is fed once more, with its final
+    tokens, in the first step of the next one, which keeps it; its last row then predicts that block's first position
+    where logits are shifted.
+    """
+    options = spec.cache
+    assert isinstance(options, FreeCacheOptions)
+    block, clean = spec.block_span(progress.block), retained_prefix(spec, progress.block)
+    stop = spec.canvas_length if options.include_suffix else block.stop
+    if progress.step > 0:
+        plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(block.start, stop))
+        return replace(plan, read=clean, retained=clean)
+    if progress.block == 0:
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+        return replace(plan, retained=clean)
+    clean_before = retained_prefix(spec, progress.block - 1)
+    plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, Span(clean_before, stop))
+    return replace(plan, read=clean_before, retained=clean)
+
+
 def live_start(spec: DecodingSpec) -> int:
     """First canvas position whose hidden state every step needs, under dLLM-Cache.
 
@@ -165,6 +187,7 @@ REFRESH_PLANS: dict[str, RefreshPlan] = {
     "sparse": RefreshPlan(plan_sparse, _hold_tokens(retained_sparse)),
     "dkv": RefreshPlan(plan_dkv, _hold_canvas),
     "dllm_cache": RefreshPlan(plan_dllm_cache, _hold_canvas_and_features),
+    "freecache": RefreshPlan(plan_freecache, _hold_tokens(retained_prefix)),
 }
 
 

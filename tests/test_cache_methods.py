@@ -57,6 +57,8 @@ def test_refreshing_dkv_in_every_step_is_no_cache(engine, request, model):
         ("sparse", {"retention_ratio": 0.4}),
         ("sparse", {"retention_ratio": 0.4, "update_delay": 3, "scope": "prefix"}),
         ("dkv", {"refresh_interval": 5}),
+        ("freecache", {}),
+        ("freecache", {"include_suffix": False}),
     ],
 )
 def test_requests_in_all_states_share_a_batch(engine, request, model, cache_method, options):
@@ -72,7 +74,7 @@ def test_requests_in_all_states_share_a_batch(engine, request, model, cache_meth
     assert_nothing_left(llm)
 
 
-@pytest.mark.parametrize("cache_method", ["prefix", "dual", "sparse", "dkv"])
+@pytest.mark.parametrize("cache_method", ["prefix", "dual", "sparse", "dkv", "freecache"])
 def test_slots_that_hold_no_retained_token_are_never_read(engine, cache_method):
     llm = engine(cache_method)
     asked = prompts(5, seed=2)
@@ -195,6 +197,7 @@ def test_lowering_retention_needs_a_method_that_evicts(engine):
         ("sparse", {"ratio": 0.5}, "'ratio'=0.5"),
         ("dual", {"retention_ratio": 0.5}, "'retention_ratio'=0.5"),
         ("dkv", {"refresh_interval": 0}, "refresh_interval=0"),
+        ("freecache", {"include_suffix": "half"}, "include_suffix='half'"),
     ],
 )
 def test_cache_options_out_of_range_are_named(cache_method, options, named):
@@ -227,7 +230,7 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, 
     assert len(responses(llm, [[1] * 100])[0]) == 40
 
 
-@pytest.mark.parametrize("cache_method", ["sparse", "dkv"])
+@pytest.mark.parametrize("cache_method", ["sparse", "dkv", "freecache"])
 def test_aborting_in_any_state_leaks_no_page(engine, cache_method):
     from dllm_engine import DiffusionParams
 

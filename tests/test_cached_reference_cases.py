@@ -1,4 +1,4 @@
-"""With a cache the engine decodes exactly as the authors' code: tokens, order, and what each step computed and retained."""
+"""With a cache the engine decodes exactly as the authors' code: tokens, order, what a step computed and retained."""
 
 import json
 
@@ -55,7 +55,11 @@ def request_fields(case: Case) -> dict:
     h = case["hyperparameters"]
     # Fast-dLLM's name for unmasking by threshold on Dream; its confidence is maskgit_plus's.
     policy = {None: None, "confidence_threshold": "maskgit_plus"}.get(h.get("alg"), h.get("alg"))
-    fields = {"gen_length": h["gen_length"], "block_length": h.get("block_length", h["gen_length"]), "steps": h["steps"]}
+    fields = {
+        "gen_length": h["gen_length"],
+        "block_length": h.get("block_length", h["gen_length"]),
+        "steps": h["steps"],
+    }
     optional = {name: h[name] for name in ("threshold", "top_p", "top_k") if h.get(name) is not None}
     return fields | optional | {"unmasking": policy, "ignore_eos": True}
 

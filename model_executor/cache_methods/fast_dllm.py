@@ -12,7 +12,7 @@ from dllm_engine.scheduler.step_plan import StepPlan
 def prefix_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
     """Retain the prompt and all finished blocks."""
     assert pages is not None
-    return RetentionPass(batch, pages, _retain_prefix)
+    return RetentionPass(batch, pages, before_block)
 
 
 def dual_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
@@ -21,7 +21,8 @@ def dual_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
     return RetentionPass(batch, pages, _retain_outside)
 
 
-def _retain_prefix(spec: DecodingSpec, plan: StepPlan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def before_block(spec: DecodingSpec, plan: StepPlan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Canvas positions of the prompt and the finished blocks."""
     return torch.arange(plan.block.start, device=k.device)
 
 

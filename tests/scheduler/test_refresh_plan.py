@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_engine.options import DKVOptions, EngineOptions, SparseOptions
+from dllm_engine.options import DKVOptions, EngineOptions, FreeCacheOptions, SparseOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
@@ -175,10 +175,25 @@ def test_dkv_feeds_the_last_row_of_shifted_logits_once_more_in_the_second_step()
     assert [plan.rows for plan in plans_of(shifted, "dkv")] == [RowRule.ALL, *reused]
 
 
+@pytest.mark.parametrize("include_suffix", [True, False])
+def test_freecache_keeps_a_finished_block_in_the_next_ones_first_step(include_suffix):
+    plans = plans_of(spec(cache=FreeCacheOptions(include_suffix=include_suffix)), "freecache")
+    stops = [31, 31, 31] if include_suffix else [18, 26, 31]
+    assert [(plan.state, plan.span, plan.read, plan.retained) for plan in plans] == [
+        (UPDATE, (0, 31), 0, 10),
+        *[(REUSE, (10, stops[0]), 10, 10)] * 3,
+        (UPDATE, (10, stops[1]), 10, 18),
+        *[(REUSE, (18, stops[1]), 18, 18)] * 3,
+        (UPDATE, (18, stops[2]), 18, 26),
+        *[(REUSE, (26, stops[2]), 26, 26)] * 2,
+    ]
+    assert all(plan.rows is RowRule.ALL and plan.max_rows == plan.span.size for plan in plans)
+
+
 @pytest.mark.parametrize(
     ("method", "pages"),
-    # 26, 26, 13 and 31 tokens in pages of 4.
-    [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4), ("dkv", 4 * 8)],
+    # 26, 26, 13, 31 and 26 tokens in pages of 4.
+    [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4), ("dkv", 4 * 8), ("freecache", 4 * 7)],
 )
 def test_page_demand_is_that_of_the_largest_block(method, pages):
     options = EngineOptions(cache_method=method, page_size=4)
