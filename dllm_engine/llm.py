@@ -91,6 +91,19 @@ class LLM(vllm.LLM):
             blocks=replay(spec, completion.diffusion),
         )
 
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> list[float]:
+        """How much each layer changes its tokens in a forward pass over a prompt and a masked response.
+
+        1 − mean cosine between a token's hidden states before and after a layer, 0 … 2; a mean over prompts like those
+        to come is MaskKV's ``profile``. Raises ``ValueError`` for a canvas beyond ``max_model_len``.
+        """
+        length, limit = len(prompt_token_ids) + gen_length, self.model_config.max_model_len
+        if not prompt_token_ids or length > limit:
+            raise ValueError(f"prompt and response of {length} tokens: at least 1 of prompt, together at most {limit}")
+        # Every rank measures the same.
+        importance: list[float] = self.collective_rpc("profile_layers", args=(prompt_token_ids, gen_length))[0]
+        return importance
+
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A length that is only our default stays open, so that admission takes 256 or what fits."""
         params = super().get_default_sampling_params().clone()

@@ -218,7 +218,7 @@ class EngineOptions(BaseModel):
         try:
             options = cls.model_validate(raw)
         except ValidationError as error:
-            known = ", ".join(cls.model_fields)
+            known = ", ".join(name for name in cls.model_fields if name != "guide_shape")
             raise ValueError(f"{explain(error, 'engine option')} (engine options: {known})") from None
         _ = options.cache
         return options

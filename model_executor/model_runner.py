@@ -21,6 +21,7 @@ from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
 from dllm_engine.model_executor.guide import Draft, Guide
 from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
+from dllm_engine.model_executor.layer_profile import ProfilingPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
@@ -146,6 +147,14 @@ class DiffusionModelRunner:
         hidden = self.model(ids, positions, DensePass([*sequences, num_rows]))
         rows = min(self.predictor.max_rows, num_rows)
         self.model.compute_logits(hidden[:rows]).logits.float().softmax(dim=-1)
+
+    @torch.inference_mode()
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
+        """Importance of each layer in a forward pass over a prompt and a masked response; see ``ProfilingPass``."""
+        tokens = prompt_token_ids + [self.mask_token_id] * gen_length
+        layer_pass = ProfilingPass(len(tokens))
+        self.model(torch.tensor(tokens, device=self.device), torch.arange(len(tokens), device=self.device), layer_pass)
+        return layer_pass.importance
 
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""
