@@ -17,6 +17,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from dllm_engine.kernels.attention import use_dense_backend
+from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
 from dllm_engine.model_executor.guide import Draft, Guide
@@ -64,6 +66,9 @@ class DiffusionModelRunner:
         self.model_config = vllm_config.model_config
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
+        if self.options.dense_attention == "xformers":
+            check_xformers(device, self.model_config.dtype)
+        use_dense_backend(self.options.dense_attention)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
         self.canvases: dict[str, Canvas] = {}
