@@ -19,6 +19,14 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+class ParallelRule(NamedTuple):
+    """How many positions a step unmasks, read off the model's confidences."""
+
+    kind: str
+    """A name in ``PARALLEL_RULES``."""
+    value: float
+
+
 @dataclass(frozen=True)
 class DecodingSpec:
     """A request's settings with every default filled in; lengths in tokens."""
@@ -36,8 +44,8 @@ class DecodingSpec:
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
-    threshold: float | None = None
-    """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
+    parallel: ParallelRule | None = None
+    """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
 

@@ -92,8 +92,18 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
-    group.add_argument(
+    parallel = group.add_mutually_exclusive_group()
+    parallel.add_argument(
         "--threshold", type=float, metavar="P", help="fill every position at least this sure, not a fixed count a step"
+    )
+    parallel.add_argument(
+        "--factor", type=float, metavar="F", help="fill the n surest positions with (n+1)·(1 − n-th probability) < F"
+    )
+    parallel.add_argument(
+        "--entropy-bound", type=float, metavar="NATS", help="fill positions whose entropies add up to little"
+    )
+    parallel.add_argument(
+        "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"
     )
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
@@ -171,7 +181,7 @@ def _be_quiet() -> None:
 
 
 def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    from dllm_engine.params import DiffusionParams, request_options
+    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams, request_options
 
     lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
     if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
@@ -180,7 +190,7 @@ def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
         **lengths,
         steps=args.steps,
         unmasking=args.unmasking,
-        threshold=args.threshold,
+        **{name: getattr(args, name) for name in PARALLEL_OPTIONS},
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
