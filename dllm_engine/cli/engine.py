@@ -152,7 +152,7 @@ def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM
     check_vllm()
     from dllm_engine.llm import LLM
 
-    params = _decoding_params(args)
+    params = decoding_params(args)
     arguments = {
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
@@ -180,7 +180,8 @@ def _be_quiet() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
     from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams, request_options
 
     lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
@@ -199,6 +200,15 @@ def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     )
     request_options(params)  # vLLM would check these with the first request only
     return params
+
+
+def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
+    """Raise ``ValueError`` for parameters that would fail every request alike."""
+    from dllm_engine.families import family_of
+    from dllm_engine.params import resolve_decoding
+
+    engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
+    resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
 
 def has_chat_template(llm: "LLM") -> bool:
