@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -154,12 +156,26 @@ CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "sparse": SparseOptions,
     "dkv": DKVOptions,
     "dllm_cache": DLLMCacheOptions,
-    "freecache": FreeCacheOptions,
     "maskkv": MaskKVOptions,
+    "freecache": FreeCacheOptions,
 }
 """Cache methods and the model their ``cache_options`` are validated with."""
 PAPER = "paper"
 """As ``cache_options``: the settings of the method's paper, which are the defaults."""
+
+
+class GuideShape(BaseModel):
+    """Sizes of a guide model that its pages depend on; settled at start-up from its config."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def of_rank(self, tensor_parallel_size: int) -> "GuideShape":
+        """The part of one tensor-parallel rank; with more ranks than KV heads each head is on several of them."""
+        return self.model_copy(update={"num_kv_heads": max(1, self.num_kv_heads // tensor_parallel_size)})
 
 
 class EngineOptions(BaseModel):
@@ -171,6 +187,11 @@ class EngineOptions(BaseModel):
     cache_options: dict[str, Any] | Literal["paper"] = {}
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
+    guide_model: str | None = None
+    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) with the same tokenizer, which checks
+    drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""
+    guide_shape: GuideShape | None = None
+    """Filled in by the engine."""
     trace: bool = False
     """Record per forward pass which positions were unmasked and computed."""
 
@@ -178,6 +199,11 @@ class EngineOptions(BaseModel):
         """The cache options that were left open filled with ``settings``; raises ``ValueError`` as ``parse``."""
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         return self.parse(self.model_dump() | {"cache_options": settings | chosen})
+
+    @field_validator("guide_model")
+    @classmethod
+    def _demo_guide(cls, value: str | None) -> str | None:
+        return str(DEMO_GUIDE_DIR) if value == DEMO_MODEL else value
 
     @field_validator("cache_method")
     @classmethod
@@ -199,7 +225,7 @@ class EngineOptions(BaseModel):
 
     @property
     def uses_pages(self) -> bool:
-        return self.cache_method != "none"
+        return self.cache_method != "none" or self.guide_model is not None
 
     @cached_property
     def cache(self) -> CacheOptions:

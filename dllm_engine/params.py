@@ -1,6 +1,6 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.options import CacheOptions, EngineOptions, explain
-from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
 
@@ -43,6 +43,12 @@ class RequestOptions(BaseModel):
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     margin: float | None = Field(default=None, gt=0, le=1)
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
+    guided: bool | None = None
+    speculation_length: int | None = Field(default=None, ge=1)
+    guide_top_k: int | None = Field(default=None, ge=1)
+    guide_threshold: float | None = Field(default=None, gt=0, lt=1)
+    guide_fallback: Literal["guide", "draft"] | None = None
+    guide_correction: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -89,6 +95,19 @@ class DiffusionParams(SamplingParams):
     least the best one. For the policy ``topk_margin``."""
     retention_ratio: float | None = None
     """Retain less than the engine's ``retention_ratio`` for this request."""
+    guided: bool | None = None
+    """Guided Diffusion: whether the engine's guide model decides what a step unmasks; default yes, where the engine has
+    one. Schedules, unmasking policies and thresholds then have no say."""
+    speculation_length: int | None = None
+    """Masked positions drafted and checked by the guide in a step; default 32, within the running block."""
+    guide_top_k: int | None = None
+    """A draft passes if the guide has it among this many of its best tokens; default 1."""
+    guide_threshold: float | None = None
+    """Drafts more probable than this pass as well; default none."""
+    guide_fallback: str | None = None
+    """Whose token is taken where nothing passes: ``guide`` (default) or ``draft``."""
+    guide_correction: bool | None = None
+    """Replace what passes by the guide's tokens; default no."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -103,7 +122,7 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        own = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
+        own = tuple(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k"))
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
         if top_p != 1.0:
             chosen["top_p"] = top_p
@@ -176,6 +195,33 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
     )
 
 
+def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
+    """How the guide decides for a request; None where it does not."""
+    details: dict[str, Any] = {
+        "speculation_length": options.speculation_length,
+        "top_k": options.guide_top_k,
+        "threshold": options.guide_threshold,
+        "fallback": options.guide_fallback,
+        "correction": options.guide_correction,
+    }
+    given = {name: value for name, value in details.items() if value is not None}
+    if engine.guide_model is None:
+        if options.guided or given:
+            named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
+            raise InvalidRequestError(f"{named}: the engine has no guide; start it with guide_model")
+        return None
+    if options.guided is False:
+        if given:
+            raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
+        return None
+    for name in ("unmasking", "steps", *PARALLEL_OPTIONS):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
+            )
+    return Guidance(**given)
+
+
 def resolve_decoding(
     params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
 ) -> DecodingSpec:
@@ -204,6 +250,7 @@ def resolve_decoding(
         top_p=options.top_p if options.top_p is not None else params.top_p,
         top_k=max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
+        guidance=resolve_guidance(options, engine),
         cache=resolve_cache(options, engine),
     )
     if spec.parallel is None and spec.steps < spec.num_blocks:

@@ -3,7 +3,7 @@
 import torch
 
 from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.page_layout import PageKind
 
@@ -36,11 +36,11 @@ class TokenTables(BatchTables):
     """Tables of keys and values, token-major: token t of a request follows token t − 1, its heads side by side, so
     that a table grows by appending pages."""
 
-    def __init__(self, batch: StepBatch, pages: PageMemory, head_len: list[int]) -> None:
+    def __init__(self, batch: StepBatch, pages: PageView, head_len: list[int], kind: PageKind = PageKind.KV) -> None:
         """``head_len``: per request, the tokens that its rows attend to in pages."""
-        super().__init__(batch, PageKind.KV)
+        super().__init__(batch, kind)
         device = batch.positions.device
-        heads, num_requests = pages.num_kv_heads, len(batch.plans)
+        heads, num_requests = pages.num_kv_heads, len(batch.canvases)
         self.pages = pages
         self.requests, self.positions = batch.request_of_row(), batch.positions
         self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, heads)
@@ -68,6 +68,7 @@ class TokenTables(BatchTables):
         max_seqlen: int,
         *,
         attend_fresh: bool,
+        causal: bool = False,
     ) -> torch.Tensor:
         """Attention of a layer's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
         return paged_attention(
@@ -82,6 +83,7 @@ class TokenTables(BatchTables):
             self.token_stride,
             self.head_len,
             attend_fresh=attend_fresh,
+            causal=causal,
             max_seqlen=max_seqlen,
             max_head_len=self.max_head_len,
         )

@@ -71,10 +71,9 @@ class RetentionRule(Protocol):
     """Which tokens of a layer an UPDATE step retains."""
 
     def __call__(self, spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
-        """Canvas positions, ascending, ``[plan.retained]`` int64; the answer must be the same on every rank.
+        """Canvas positions, ascending, ``[plan.retained]`` int64; the first ``plan.read`` are in pages already.
 
-        The first ``plan.read`` of them are in pages already; the others must be among the rows that the plan computes,
-        which are the rows of ``layer``.
+        ``layer`` holds the rows that the plan computes. The answer must be the same on every rank.
         """
 
 

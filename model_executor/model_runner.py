@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -18,6 +19,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
+from dllm_engine.model_executor.guide import Draft, Guide
 from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
@@ -25,6 +27,7 @@ from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PageP
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.guided import select_guided
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
@@ -81,6 +84,10 @@ class DiffusionModelRunner:
         self.model = model.eval()
         if self.device.type == "cuda":
             self.model_memory_usage = torch.cuda.memory_allocated() - before
+        self.guide: Guide | None = None
+        if self.options.guide_model is not None:
+            config = AutoConfig.from_pretrained(self.options.guide_model)
+            self.guide = Guide(self.options.guide_model, config, self.vllm_config, self.mask_token_id, self.device)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
         )
@@ -97,7 +104,7 @@ class DiffusionModelRunner:
             return {}
         geometry = PoolGeometry.of_model(
             self.model_config.hf_config,
-            self.options.page_size,
+            self.options,
             self.vllm_config.parallel_config.tensor_parallel_size,
         )
         spec = PagePoolSpec(
@@ -123,6 +130,8 @@ class DiffusionModelRunner:
                 self.model_config.dtype,
                 self.device,
             )
+        if self.guide is not None:
+            self.guide.attach(self.pages)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Canvases are as long as their requests; nothing here is sized by the longest."""
@@ -214,6 +223,7 @@ class DiffusionModelRunner:
         for canvas in batch.canvases:
             canvas.masked_before = canvas.masked.clone()
         groups: dict[SamplingSettings, list[Candidates]] = defaultdict(list)
+        drafted: list[tuple[Candidates, TokenStatistics]] = []
         unmasked: list[list[int]] = [[] for _ in batch.plans]
         for index in range(len(batch.plans)):
             candidates = self._candidates(batch, index, finished)
@@ -221,7 +231,13 @@ class DiffusionModelRunner:
                 groups[_sampling_settings(candidates.canvas)].append(candidates)
         for settings, group in groups.items():
             for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
-                unmasked[candidates.index] = _fill(candidates, statistics)
+                if candidates.canvas.spec.guidance is not None:
+                    drafted.append((candidates, statistics))
+                else:
+                    unmasked[candidates.index] = _fill(candidates, statistics)
+        if drafted:
+            for (candidates, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
+                unmasked[candidates.index] = filled
         for canvas, positions in zip(batch.canvases, unmasked, strict=True):
             canvas.last_unmasked = positions
         return unmasked
@@ -287,6 +303,37 @@ class DiffusionModelRunner:
             )
         ]
         return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
+
+    def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[list[int]]:
+        """Unmask what the guide lets pass of each request's draft; returns the positions, sorted, per request."""
+        assert self.guide is not None
+        drafts, probabilities = [], []
+        for candidates, statistics in drafted:
+            guidance = candidates.canvas.spec.guidance
+            assert guidance is not None
+            window = slice(guidance.speculation_length)
+            drafts.append(Draft(candidates.canvas, candidates.positions[window], statistics.token[window]))
+            probabilities.append(statistics.probability[window].tolist())
+        filled = []
+        for draft, probability, verdict, (candidates, _) in zip(
+            drafts, probabilities, self.guide.check(drafts), drafted, strict=True
+        ):
+            canvas, plan = draft.canvas, candidates.plan
+            assert canvas.spec.guidance is not None
+            chosen = select_guided(
+                canvas.spec.guidance,
+                draft.tokens.tolist(),
+                probability,
+                verdict.ranks.tolist(),
+                verdict.tokens.tolist(),
+                first_needed=plan.quota.first_needed,
+            )
+            positions = draft.positions[list(chosen)]
+            canvas.tokens[positions] = torch.tensor(list(chosen.values()), device=self.device)
+            canvas.masked[positions] = False
+            self.guide.roll_back(canvas)
+            filled.append(sorted(positions.tolist()))
+        return filled
 
     def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> DiffusionRunnerOutput:
         reports = {}

@@ -53,6 +53,8 @@ class UnmaskQuota:
     """``count`` as a share of the masked candidates, for policies that draw each position by itself (``origin``)."""
     parallel: ParallelRule | None = None
     """Unmask as many candidates as this allows instead of ``count``."""
+    first_needed: bool = False
+    """Whether the first candidate must be filled in this step, because no later one can predict it."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,20 @@ class StepPlan:
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV)."""
 
 
-def unmask_quota(spec: DecodingSpec, progress: Progress, in_blocks: bool) -> UnmaskQuota:
+def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> UnmaskQuota:
     """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid).
 
-    ``in_blocks``: Dream's first step of a block fills its first position only, outside the time grid, because with
-    shifted logits that position is the one a block-only forward cannot predict (Fast-dLLM, Sparse-dLLM).
+    ``block_alone``: later steps of a block feed no row before it. With shifted logits such a step cannot predict the
+    block's first position, so Dream's first step of a block fills that one alone, outside the time grid (Fast-dLLM,
+    Sparse-dLLM; without a cache wherever there are several blocks).
     """
     block = spec.block_span(progress.block)
+    if spec.guidance is not None:
+        # The guide decides how many; schedules have no say.
+        first_needed = block_alone and spec.shifts_logits and progress.step == 0
+        return UnmaskQuota(block, progress.num_masked, 1.0, first_needed=first_needed)
     steps = spec.steps_in_block(progress.block)
+    in_blocks = block_alone or spec.num_blocks > 1
     if spec.schedule == "timestep" and in_blocks and progress.step == 0 and steps != 1:
         return UnmaskQuota(Span(block.start, block.start + 1), 1, 1.0)
     if progress.step >= steps - 1:
@@ -102,9 +110,9 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, in_blocks: bool) -> Unm
 
 
 def step_plan(
-    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, in_blocks: bool = True
+    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, block_alone: bool = True
 ) -> StepPlan:
-    """A step that computes all rows of ``span``; ``in_blocks`` as in ``unmask_quota``."""
+    """A step that computes all rows of ``span``; ``block_alone`` as in ``unmask_quota``."""
     return StepPlan(
         state=state,
         scope=scope,
@@ -112,6 +120,6 @@ def step_plan(
         span=span,
         max_rows=span.size,
         block=spec.block_span(progress.block),
-        quota=unmask_quota(spec, progress, in_blocks),
+        quota=unmask_quota(spec, progress, block_alone),
         forward=progress.num_forwards,
     )

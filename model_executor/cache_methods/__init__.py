@@ -17,7 +17,7 @@ CACHE_METHODS: dict[str, Callable[[StepBatch, PageMemory | None], LayerPass]] = 
     "sparse": sparse.layer_pass,
     "dkv": dkv.layer_pass,
     "dllm_cache": dllm_cache.layer_pass,
-    "freecache": freecache.layer_pass,
     "maskkv": maskkv.layer_pass,
+    "freecache": freecache.layer_pass,
 }
 """Each makes the layer pass of a step; page memory is None for methods that keep nothing."""

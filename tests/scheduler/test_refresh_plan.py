@@ -97,16 +97,16 @@ def test_dream_block_of_one_step_unmasks_everything():
 
 @pytest.mark.parametrize("schedule", ["uniform", "timestep"])
 def test_last_step_of_a_block_takes_whatever_is_left(schedule):
-    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5), in_blocks=True)
+    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5), block_alone=True)
     assert (quota.candidates, quota.count, quota.ratio) == ((10, 18), 5, 1.0)
     # Also beyond it: a policy that draws positions by chance may have left some.
-    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2), in_blocks=True).count == 2
+    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2), block_alone=True).count == 2
 
 
 def test_ratio_is_the_share_of_what_is_masked():
-    assert unmask_quota(spec(), Progress(step=1, num_masked=6), in_blocks=True).ratio == pytest.approx(2 / 6)
+    assert unmask_quota(spec(), Progress(step=1, num_masked=6), block_alone=True).ratio == pytest.approx(2 / 6)
     dream = spec(schedule="timestep", gen_length=8, block_length=8, steps=4)
-    quota = unmask_quota(dream, Progress(step=1, num_masked=6), in_blocks=False)
+    quota = unmask_quota(dream, Progress(step=1, num_masked=6), block_alone=False)
     assert quota.ratio == pytest.approx(1 - 0.5005 / 0.75025, abs=1e-6)
 
 
