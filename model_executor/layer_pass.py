@@ -123,13 +123,12 @@ class RetentionPass(LayerPass):
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         for i, retained in self.retained.items():
-            rows, canvas = self.batch.rows(i), self.batch.canvases[i]
+            rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
             lse = (
                 attention_with_lse(q[rows], k[rows], v[rows], [0, rows.stop - rows.start])[1]
                 if self.needs_lse
                 else None
             )
-            plan = self.batch.plans[i]
             scored = ScoredLayer.of(
                 canvas, plan, q[rows], k[rows], lse, layer, self.pages.total_kv_heads, self.observation_window
             )

@@ -29,7 +29,7 @@ from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.guided import select_guided
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
@@ -258,8 +258,7 @@ class DiffusionModelRunner:
 
     def _candidates(self, batch: StepBatch, index: int, finished: torch.Tensor | None = None) -> Candidates | None:
         plan, canvas = batch.plans[index], batch.canvases[index]
-        policy = _policy(canvas)
-        counted = not policy.draws_each_position and (plan.quota.threshold is None or not policy.measures_probability)
+        counted = plan.quota.parallel is None and not _policy(canvas).draws_each_position
         if counted and plan.quota.count == 0:
             return None
         first, stop = plan.quota.candidates
@@ -407,12 +406,10 @@ def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
     """Unmask the plan's quota of the candidates in their canvas; returns the positions, sorted."""
     canvas, quota = candidates.canvas, candidates.plan.quota
     confidence = _policy(canvas).confidence(statistics)
-    if _policy(canvas).draws_each_position:
+    if quota.parallel is not None:
+        chosen = PARALLEL_RULES[quota.parallel.kind].select(confidence, quota.parallel.value)
+    elif _policy(canvas).draws_each_position:
         chosen = (confidence < quota.ratio).nonzero()[:, 0]
-    elif quota.threshold is not None and _policy(canvas).measures_probability:
-        sure = confidence >= quota.threshold
-        sure[confidence.argmax()] = True
-        chosen = sure.nonzero()[:, 0]
     else:
         chosen = confidence.topk(min(quota.count, confidence.numel())).indices
     positions = candidates.positions[chosen]

@@ -19,6 +19,14 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+class ParallelRule(NamedTuple):
+    """How many positions a step unmasks, read off the model's confidences."""
+
+    kind: str
+    """A name in ``PARALLEL_RULES``."""
+    value: float
+
+
 @dataclass(frozen=True)
 class Guidance:
     """How a guide model decides what a step unmasks (Guided Diffusion, arXiv 2505.21467)."""
@@ -52,8 +60,8 @@ class DecodingSpec:
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
-    threshold: float | None = None
-    """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
+    parallel: ParallelRule | None = None
+    """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     guidance: Guidance | None = None
     """None: the diffusion model decides alone, by ``unmasking``."""
     cache: CacheOptions = field(default_factory=CacheOptions)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Progress, Span
 from dllm_engine.scheduler.unmask_schedule import timestep_count, timestep_ratio, uniform_count
 
 
@@ -51,9 +51,8 @@ class UnmaskQuota:
     count: int
     ratio: float
     """``count`` as a share of the masked candidates, for policies that draw each position by itself (``origin``)."""
-    threshold: float | None = None
-    """Unmask every candidate whose probability reaches this, at least one, instead of ``count``; for policies whose
-    confidence is a probability."""
+    parallel: ParallelRule | None = None
+    """Unmask as many candidates as this allows instead of ``count``."""
     first_needed: bool = False
     """Whether the first candidate must be filled in this step, because no later one can predict it."""
 
@@ -98,15 +97,15 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> U
     if spec.schedule == "timestep" and in_blocks and progress.step == 0 and steps != 1:
         return UnmaskQuota(Span(block.start, block.start + 1), 1, 1.0)
     if progress.step >= steps - 1:
-        return UnmaskQuota(block, progress.num_masked, 1.0, spec.threshold)
+        return UnmaskQuota(block, progress.num_masked, 1.0, spec.parallel)
     if spec.schedule == "uniform":
         count = uniform_count(block.size, steps, progress.step)
-        return UnmaskQuota(block, count, count / max(progress.num_masked, 1), spec.threshold)
+        return UnmaskQuota(block, count, count / max(progress.num_masked, 1), spec.parallel)
     return UnmaskQuota(
         block,
         timestep_count(progress.num_masked, steps, progress.step),
         timestep_ratio(steps, progress.step),
-        spec.threshold,
+        spec.parallel,
     )
 
 

@@ -216,6 +216,9 @@ def test_aborting_in_any_state_leaks_no_page(engine):
     [
         ({"unmasking": "random"}, "unmasking=random: the guide decides"),
         ({"threshold": 0.9}, "threshold=0.9: the guide decides"),
+        ({"factor": 0.9}, "factor=0.9: the guide decides"),
+        ({"entropy_bound": 0.9}, "entropy_bound=0.9: the guide decides"),
+        ({"margin": 0.9}, "margin=0.9: the guide decides"),
         ({"guided": False, "guide_top_k": 2}, "guided=False and top_k"),
         ({"guide_fallback": "coin"}, "guide_fallback='coin'"),
         ({"speculation_length": 0}, "speculation_length=0"),
