@@ -37,6 +37,7 @@ class RequestOptions(BaseModel):
     unmasking: str | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
+    delay_eos: bool = False
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -72,6 +73,10 @@ class DiffusionParams(SamplingParams):
     (``entropy``, ``topk_margin``, ``random``, ``origin``) keep to their fixed count, as Fast-dLLM's own code does."""
     retention_ratio: float | None = None
     """Retain less than the engine's ``retention_ratio`` for this request."""
+    delay_eos: bool = False
+    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM),
+    whatever the cache method. Without a cache it also asks for the rest of ES-dLLM's sampler, which ``es_dllm`` always
+    uses: equally many tokens per step in both families, by default those of the highest plain probability."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -88,6 +93,8 @@ class DiffusionParams(SamplingParams):
         self.top_p, self.top_k = top_p, top_k
         own = ("block_length", "steps", "unmasking", "threshold", "retention_ratio")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
+        if self.delay_eos:
+            chosen["delay_eos"] = True
         if top_p != 1.0:
             chosen["top_p"] = top_p
         if top_k > 0:
@@ -130,6 +137,12 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
     return engine.cache.model_copy(update={"retention_ratio": wanted})
 
 
+def _uses_es_dllm_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
+    """ES-dLLM decodes both families alike, with its cache and without: equally many tokens per step, and where it is
+    greedy by the plain probability, whatever top_p and top_k are."""
+    return engine.cache_method == "es_dllm" or (engine.cache_method == "none" and options.delay_eos)
+
+
 def resolve_decoding(
     params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
 ) -> DecodingSpec:
@@ -145,18 +158,22 @@ def resolve_decoding(
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
+    es_dllm = _uses_es_dllm_sampler(options, engine)
+    default_unmasking = "low_confidence" if es_dllm else family.default_unmasking
+    unfiltered = es_dllm and params.temperature == 0
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
         steps=options.steps if options.steps is not None else gen_length,
-        schedule=family.schedule,
+        schedule="uniform" if es_dllm else family.schedule,
         shifts_logits=family.shifts_logits,
-        unmasking=options.unmasking if options.unmasking is not None else family.default_unmasking,
+        unmasking=options.unmasking if options.unmasking is not None else default_unmasking,
         temperature=params.temperature,
-        top_p=options.top_p if options.top_p is not None else params.top_p,
-        top_k=max(options.top_k if options.top_k is not None else params.top_k, 0),
+        top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
+        top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         threshold=options.threshold,
+        delay_eos=options.delay_eos,
         cache=resolve_cache(options, engine),
     )
     if spec.threshold is None and spec.steps < spec.num_blocks:
@@ -181,13 +198,21 @@ def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolG
         )
 
 
+def model_end_tokens(hf_config: object) -> list[int]:
+    """The end tokens that a checkpoint's config names."""
+    return _config_tokens(hf_config, "eos_token_id")
+
+
+def _config_tokens(hf_config: object, key: str) -> list[int]:
+    value = getattr(hf_config, key, None)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
     """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
     ends = set(params.stop_token_ids or ())
     if not params.ignore_eos:
-        for key in ("eos_token_id", "end_of_turn_token_id"):
-            value = getattr(hf_config, key, None)
-            ends.update(value if isinstance(value, list) else [] if value is None else [value])
+        ends.update(model_end_tokens(hf_config), _config_tokens(hf_config, "end_of_turn_token_id"))
         if params.eos_token_id is not None:
             ends.add(params.eos_token_id)
     return frozenset(ends)
