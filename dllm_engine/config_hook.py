@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from dllm_engine import admission
 from dllm_engine.families import family_of
-from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.page_layout import PoolGeometry
@@ -16,6 +17,8 @@ from dllm_engine.scheduler.refresh_plan import longest_demand
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger(__name__)
 
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
@@ -98,8 +101,27 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     geometry = PoolGeometry.of_model(
         model_config.hf_config, options.page_size, vllm_config.parallel_config.tensor_parallel_size
     )
+    if isinstance(options.cache, MaskKVOptions):
+        _check_profile(options.cache, geometry.num_layers)
     longest_demand(options, geometry, model_config.max_model_len)
-    vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: options.model_dump()}
+    # The validated cache options: what they name on this disk (a profile) other nodes need not have.
+    settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
+    vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
+
+
+def _check_profile(cache: MaskKVOptions, num_layers: int) -> None:
+    if cache.profile is None:
+        if cache.layer_budget in ("boundary", "squeeze"):
+            logger.warning(
+                "maskkv has no layer profile, so layer_budget=%r gives every layer the same; make one with `dllm "
+                "profile` and pass it as cache_options={'profile': FILE}",
+                cache.layer_budget,
+            )
+    elif len(cache.profile) != num_layers:
+        raise ValueError(
+            f"cache option profile has {len(cache.profile)} layers, the model has {num_layers}; make one for this "
+            f"model with `dllm profile`"
+        )
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

@@ -1,7 +1,9 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
+import json
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -25,6 +27,21 @@ def explain(error: ValidationError, what: str) -> str:
     return "; ".join(lines)
 
 
+ScorerName = Literal["mask_voting", "mean_query", "snapkv", "random"]
+LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
+HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]
+
+
+def read_profile(path: str) -> list[float]:
+    """The layer importances in a file that ``dllm profile`` wrote; raises ``ValueError`` where it is none."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))["layer_importance"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a layer profile ({type(error).__name__}: {error}); make one with `dllm profile`"
+        ) from None
+
+
 class CacheOptions(BaseModel):
     """Options of a cache method; the methods without any use this class itself."""
 
@@ -40,6 +57,10 @@ class SparseOptions(CacheOptions):
     """Width of the max-pooling over importance scores; odd, 1 is none."""
     update_delay: int = Field(default=1, ge=0)
     """FULL steps of a block before the one that selects what is retained."""
+    scorer: ScorerName = "mean_query"
+    """What tells how much a token matters; other scorers' scores are averaged over the heads, as this one's are."""
+    observation_window: int = Field(default=32, ge=1)
+    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
     """Candidates on both sides of the block (Algorithm 4), or before it only, with the suffix kept whole (5)."""
 
@@ -72,6 +93,52 @@ class DLLMCacheOptions(CacheOptions):
     exclude_prompt_states: bool = True
     """Keep no features of prompt rows, which nothing reads (MaskKV's prompt-state exclusion). Off, they take the
     memory that dLLM-Cache's own code gives them; no token changes."""
+    refresh_first_layer: bool = True
+    """Recompute the response in the first layer in every pass, as dLLM-Cache's code does (its paper does not say).
+    Without it the value of a row in the first layer depends on its token alone, so only rows just unmasked differ."""
+
+
+class MaskKVOptions(DLLMCacheOptions):
+    """Options of ``maskkv`` (MaskKV, arXiv 2510.09309). The defaults are the paper's."""
+
+    response_refresh_interval: int = Field(default=5, ge=1)
+    refresh_first_layer: bool = False
+    kv_budget: int | None = Field(default=256, ge=0)
+    """Prompt tokens that a KV head of a layer retains, on average (B̄); None: ``retention_ratio`` alone decides. A
+    prompt that is no longer keeps all."""
+    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    """No more than this share of the prompt, on average."""
+    scorer: ScorerName = "mask_voting"
+    """What tells how much a prompt token matters to a head."""
+    observation_window: int = Field(default=32, ge=1)
+    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
+    layer_budget: LayerBudgetName = "boundary"
+    """How the budget is shared between layers: by the groups of MaskKV (``boundary``), PyramidKV's slope
+    (``pyramid``), SqueezeAttention's clusters (``squeeze``), or not at all. ``boundary`` and ``squeeze`` go by
+    ``profile``."""
+    beta: float = Field(default=0.4, ge=0, le=1)
+    """Share of the average budget that every layer gets (``boundary``)."""
+    head_budget: HeadBudgetName = "prompt_preference"
+    """How a layer's budget is shared between heads: by their attention to the prompt, by Ada-KV (``adaptive``), or
+    evenly."""
+    alpha: float = Field(default=0.1, ge=0, le=1)
+    """Share of a layer's budget that every head gets (``prompt_preference``)."""
+    redistribute: bool = False
+    """Hand on what rounding down and the prompt's length leave of the budgets (not in the paper)."""
+    profile: tuple[float, ...] | None = None
+    """Importance of each layer, or a file that ``dllm profile`` wrote; None: all layers are alike."""
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _read_profile(cls, value: Any) -> Any:
+        return read_profile(value) if isinstance(value, str) else value
+
+    @field_validator("profile")
+    @classmethod
+    def _sensible_profile(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and (not value or not all(0 <= score <= 2 for score in value)):
+            raise ValueError("needs one number from 0 to 2 per layer: 1 minus a mean cosine")
+        return value
 
 
 class ESDLLMOptions(CacheOptions):
@@ -135,6 +202,7 @@ CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "dkv": DKVOptions,
     "dllm_cache": DLLMCacheOptions,
     "es_dllm": ESDLLMOptions,
+    "maskkv": MaskKVOptions,
 }
 """Cache methods and the model their ``cache_options`` are validated with."""
 PAPER = "paper"

@@ -51,6 +51,7 @@ class TokenTables(BatchTables):
         device = batch.positions.device
         heads, num_requests = pages.num_kv_heads, len(batch.plans)
         self.pages = pages
+        self.requests, self.positions = batch.request_of_row(), batch.positions
         self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, heads)
         self.token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
         self.head_len = torch.tensor(head_len, dtype=torch.int32, device=device)[:, None].expand(num_requests, heads)
@@ -58,8 +59,15 @@ class TokenTables(BatchTables):
         self.max_head_len = max(head_len)
         self.head_offsets = torch.arange(heads, device=device)
 
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all), where canvas position p is token p."""
+        requests, tokens = self.requests, self.positions
+        if rows is not None:
+            requests, tokens = requests[rows], tokens[rows]
+        return self.token_slots(layer, requests, tokens)
+
     def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Physical slots of tokens, ``[n, num_kv_heads]``; arguments as in ``slots``."""
+        """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""
         places = self.slots(layer, requests, tokens, self.pages.page_size)
         return places[:, None] * self.pages.num_kv_heads + self.head_offsets
 

@@ -120,6 +120,7 @@ class DiffusionModelRunner:
                 self.options.page_size,
                 self.model.num_kv_heads,
                 self.model.shape.head_dim,
+                self.model.shape.num_kv_heads,
                 self.model.shape.hidden_size,
                 self.model_config.dtype,
                 self.device,
@@ -175,7 +176,7 @@ class DiffusionModelRunner:
         tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
         masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
         masked[spec.prompt_length :] = True
-        return Canvas(spec, request.seed, tokens, masked, masked_before=masked)
+        return Canvas(spec, _signed_seed(request.seed), tokens, masked, masked_before=masked)
 
     def _page_table(self, ids: list[list[int]]) -> torch.Tensor:
         widest = max(map(len, ids))
@@ -266,7 +267,7 @@ class DiffusionModelRunner:
             return torch.tensor(values, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
 
         counters = Counters(
-            seeds=per_row([_signed_seed(c.canvas.seed) for c in group]),
+            seeds=per_row([c.canvas.seed for c in group]),
             forwards=per_row([c.plan.forward for c in group]),
             positions=torch.cat([c.positions for c in group]),
         )
@@ -305,6 +306,7 @@ class DiffusionModelRunner:
                 num_unmasked=len(unmasked[index]),
                 block_tokens=canvas.tokens[block].tolist() if done else None,
                 trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
+                kv_slots=layer_pass.kv_slots(index),
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,

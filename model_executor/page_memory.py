@@ -44,12 +44,14 @@ class PageMemory:
         page_size: int,
         num_kv_heads: int,
         head_dim: int,
+        total_kv_heads: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.page_size = page_size
         self.num_kv_heads = num_kv_heads
+        self.total_kv_heads = total_kv_heads
         self.hidden_size = hidden_size
         # Not zeroed: on a CPU, memory that no page uses is then never touched.
         self.memory = torch.empty(num_pages, 2, page_size * num_kv_heads, head_dim, dtype=dtype, device=device)

@@ -16,6 +16,7 @@ class Canvas:
 
     spec: DecodingSpec
     seed: int
+    """Key of its random numbers, as the int64 of the same bits."""
     tokens: torch.Tensor
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
     masked: torch.Tensor

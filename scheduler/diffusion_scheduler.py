@@ -25,7 +25,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_page_demand, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
-from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
 from dllm_engine.scheduler.step_plan import RefreshState
@@ -44,6 +44,8 @@ class RequestState:
     end_tokens: frozenset[int]
     page_counts: PageCounts = field(default_factory=dict)
     """Pages per table that the request holds."""
+    pages_settled: bool = False
+    """Whether the runner has said how many pages the request needs for good."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
 
@@ -203,7 +205,7 @@ class DiffusionScheduler(SchedulerInterface):
         output.plans[request.request_id] = plan
         if plan.state is RefreshState.UPDATE:
             counts = self.page_counts(state.spec, state.progress.block, self.geometry)
-            if counts != state.page_counts:
+            if counts != state.page_counts and not state.pages_settled:
                 state.page_counts = counts
                 output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
@@ -212,6 +214,14 @@ class DiffusionScheduler(SchedulerInterface):
     def _resize_tables(self, request_id: str, counts: PageCounts) -> dict[PageKind, list[list[int]]]:
         tables = iter(self.pages.resize(request_id, [n for per_layer in counts.values() for n in per_layer]))
         return {kind: [next(tables) for _ in per_layer] for kind, per_layer in counts.items()}
+
+    def _settle_pages(self, state: RequestState, kv_slots: list[int]) -> None:
+        """Give back what was reserved for the worst case. Tables lose their last pages only, which hold nothing."""
+        slots_per_page = self.geometry.page_size * self.geometry.num_kv_heads
+        state.page_counts = state.page_counts | {PageKind.KV: [pages_for(slots, slots_per_page) for slots in kv_slots]}
+        self._resize_tables(state.request.request_id, state.page_counts)
+        self.pages.settle(state.request.request_id)
+        state.pages_settled = True
 
     def _describe_to_vllm(self, output: DiffusionSchedulerOutput) -> None:
         """Fill the fields that vLLM's logging and iteration details read."""
@@ -238,6 +248,8 @@ class DiffusionScheduler(SchedulerInterface):
                 state = self.states.get(request_id)
                 if state is None:  # aborted while the step ran
                     continue
+                if report.kv_slots is not None:
+                    self._settle_pages(state, report.kv_slots)
                 self._advance(state.progress, state.spec, report)
                 if report.block_tokens is None:
                     continue

@@ -1,6 +1,7 @@
 """The one message each way between scheduler and model runner."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -38,8 +39,10 @@ class StepReport:
     num_unmasked: int
     block_tokens: list[int] | None
     """The block's tokens once no mask is left in it, else None."""
-    trace: dict[str, list] | None
+    trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
+    kv_slots: list[int] | None = None
+    """Slots of keys that each layer turned out to need, on the rank that needs most, where a step has settled that."""
 
 
 @dataclass

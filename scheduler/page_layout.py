@@ -33,7 +33,8 @@ class PoolGeometry:
     """KV heads of this rank."""
     head_dim: int
     hidden_size: int
-    tensor_parallel_size: int = 1
+    total_kv_heads: int
+    """KV heads of the whole model."""
 
     @classmethod
     def of_model(cls, hf_config: Any, page_size: int, tensor_parallel_size: int) -> "PoolGeometry":
@@ -44,7 +45,7 @@ class PoolGeometry:
             num_kv_heads=max(1, hf_config.num_key_value_heads // tensor_parallel_size),
             head_dim=hf_config.hidden_size // hf_config.num_attention_heads,
             hidden_size=hf_config.hidden_size,
-            tensor_parallel_size=tensor_parallel_size,
+            total_kv_heads=hf_config.num_key_value_heads,
         )
 
     @property

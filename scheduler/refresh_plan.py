@@ -6,10 +6,19 @@ step depend on tokens the plan is symbolic (``RowRule``) with an upper bound, an
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from dllm_engine.options import DKVOptions, DLLMCacheOptions, EngineOptions, ESDLLMOptions, SparseOptions
+from dllm_engine.options import (
+    DKVOptions,
+    DLLMCacheOptions,
+    EngineOptions,
+    ESDLLMOptions,
+    MaskKVOptions,
+    SparseOptions,
+)
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
-from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.scheduler.layer_budgets import layer_budgets
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
 
 
@@ -134,6 +143,33 @@ def copied_es_dllm(spec: DecodingSpec, block: int) -> int:
     return int((spec.canvas_length - spec.block_span(block).size) * spec.cache.retention_ratio)
 
 
+def plan_maskkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """MaskKV, Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt. A pass that refreshes
+    the prompt alone reuses the response as it is."""
+    plan = plan_dllm_cache(spec, progress)
+    return replace(plan, num_updated=0) if plan.scope is Scope.PROMPT else plan
+
+
+def average_budget(options: MaskKVOptions, prompt_length: int) -> int:
+    """Prompt tokens that a KV head of a layer retains, on average; the whole prompt where nothing is evicted."""
+    average = int(prompt_length * options.retention_ratio)
+    return average if options.kv_budget is None else min(average, options.kv_budget)
+
+
+@lru_cache(maxsize=256)
+def prompt_budgets(options: MaskKVOptions, prompt_length: int, num_layers: int) -> list[int]:
+    """Prompt tokens per KV head that each layer retains, on average over its heads."""
+    return layer_budgets(
+        options.layer_budget,
+        average_budget(options, prompt_length),
+        options.profile,
+        num_layers,
+        prompt_length,
+        base_share=options.beta,
+        redistribute=options.redistribute,
+    )
+
+
 def live_start(spec: DecodingSpec) -> int:
     """First canvas position whose hidden state every step needs, under dLLM-Cache.
 
@@ -184,10 +220,27 @@ def _hold_canvas(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> Page
 
 
 def _hold_canvas_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
-    """The first layer recomputes every live row in every step and needs no features."""
-    pages = geometry.feature_pages(spec.canvas_length - live_start(spec))
-    features = [0] + [pages] * (geometry.num_layers - 1)
-    return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: features}
+    return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: _feature_pages(spec, geometry)}
+
+
+def _feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
+    """A layer that recomputes every live row in every step needs no features."""
+    assert isinstance(spec.cache, DLLMCacheOptions)
+    features = [geometry.feature_pages(spec.canvas_length - live_start(spec))] * geometry.num_layers
+    return [0, *features[1:]] if spec.cache.refresh_first_layer else features
+
+
+def _hold_budget_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    """Heads differ in what they retain, and all of a layer's budget may fall to the heads of one rank."""
+    assert isinstance(spec.cache, MaskKVOptions)
+    heads, slots_per_page = geometry.num_kv_heads, geometry.page_size * geometry.num_kv_heads
+    kv = [
+        pages_for(
+            min(spec.prompt_length * heads, budget * geometry.total_kv_heads) + spec.gen_length * heads, slots_per_page
+        )
+        for budget in prompt_budgets(spec.cache, spec.prompt_length, geometry.num_layers)
+    ]
+    return {PageKind.KV: kv, PageKind.FEATURES: _feature_pages(spec, geometry)}
 
 
 def _hold_es_dllm(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
@@ -225,6 +278,7 @@ REFRESH_PLANS: dict[str, RefreshPlan] = {
     "dkv": RefreshPlan(plan_dkv, _hold_canvas),
     "dllm_cache": RefreshPlan(plan_dllm_cache, _hold_canvas_and_features),
     "es_dllm": RefreshPlan(plan_es_dllm, _hold_es_dllm),
+    "maskkv": RefreshPlan(plan_maskkv, _hold_budget_and_features),
 }
 
 

@@ -1,10 +1,12 @@
-"""The demo model: a one-million-parameter diffusion model that ships with the package."""
+"""The demo models: a one-million-parameter diffusion model and its autoregressive guide, shipped with the package."""
 
 from pathlib import Path
 
 DEMO_MODEL = "demo"
 """The name that stands for the demo model wherever a model is named."""
 DEMO_MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
+DEMO_GUIDE_DIR: Path = Path(__file__).resolve().parent / "guide"
+"""An autoregressive model of the same tokenizer, for Guided Diffusion."""
 
 
 def demo_model_path() -> str:

@@ -50,15 +50,11 @@ def layer_pass(batch: StepBatch, pages: PageMemory | None) -> "EarlySkipPass":
 class Stage:
     """The layers between two cuts: how many rows of each request they compute."""
 
-    def __init__(self, batch: StepBatch, sizes: list[int]) -> None:
-        device = batch.positions.device
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
         self.sizes = sizes
         self.bounds = list(accumulate(sizes, initial=0))
         self.max_seqlen = max(sizes)
         self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
-        self.requests = torch.arange(len(sizes), device=device).repeat_interleave(
-            torch.tensor(sizes, device=device), output_size=self.bounds[-1]
-        )
 
 
 class Cut:
@@ -113,7 +109,7 @@ class EarlySkipPass(LayerPass):
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [plan.skips for plan in plans]
-        self.stage = Stage(batch, sizes)
+        self.stage = Stage(sizes, device)
         self.stages = [self.stage]
         """One more than there are cuts."""
         self.cuts: dict[int, Cut] = {}
@@ -122,7 +118,7 @@ class EarlySkipPass(LayerPass):
                 self._num_kept(i, fraction, size) if skip else size
                 for i, (size, skip) in enumerate(zip(sizes, self.skips, strict=True))
             ]
-            self.stages.append(Stage(batch, sizes))
+            self.stages.append(Stage(sizes, device))
             self.cuts[layer] = Cut(self.stages[-2], self.stages[-1], self.skips, device)
         self.kept_rows: list[torch.Tensor] = []
         """After each cut, the rows of the batch that went on."""
@@ -133,9 +129,10 @@ class EarlySkipPass(LayerPass):
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
             self.features = feature_rows(pages.memory, pages.hidden_size // ranks, pages.num_kv_heads)
-            starts = [c.spec.predicting_span(0).start for c in batch.canvases]
-            items = batch.positions - torch.tensor(starts, device=device)[self.stage.requests]
-            lengths = torch.tensor([c.spec.gen_length for c in batch.canvases], device=device)[self.stage.requests]
+            requests = self.tables.requests
+            starts = [canvas.spec.predicting_span(0).start for canvas in batch.canvases]
+            items = batch.positions - torch.tensor(starts, device=device)[requests]
+            lengths = torch.tensor([canvas.spec.gen_length for canvas in batch.canvases], device=device)[requests]
             self.feature_items = items.masked_fill(items >= lengths, -1)
             """Number of each row among those that predict the response; negative: it predicts none of it."""
 
@@ -204,12 +201,12 @@ class EarlySkipPass(LayerPass):
         self, layer: int, rows: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         stage, pages = self.stage, self.pages
-        slots = self.tables.token_slots(layer, stage.requests, self.batch.positions[rows])
+        slots = self.tables.row_slots(layer, rows)
         write_slots(k, pages.keys, slots)
         write_slots(v, pages.values, slots)
         if self.copy_tokens is not None:
             tokens = self.copy_tokens[rows]
-            slots = self.attended.token_slots(layer, stage.requests, tokens.clamp(min=0))
+            slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
             slots = slots.masked_fill((tokens < 0)[:, None], -1)
             write_slots(k, pages.keys, slots)
             write_slots(v, pages.values, slots)
@@ -254,14 +251,13 @@ class EarlySkipPass(LayerPass):
     def _cut(self, layer: int, cut: Cut, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
         """The rows that stay, as indices into the layer's; None where all do. What they are remembered by becomes
         ``fresh`` ``[rows of the layer, width]``."""
-        requests = self.stage.requests
         kept = None
         if cut.groups:
             kept = torch.empty(cut.after.bounds[-1], dtype=torch.int64, device=rows.device)
             if cut.whole is not None:
                 kept[cut.whole_places] = cut.whole
             members = torch.cat([of_group.flatten() for of_group, _ in cut.groups])
-            changes = self._changes(layer, rows[members], requests[members], fresh[members])
+            changes = self._changes(layer, rows[members], fresh[members])
             sizes = [of_group.numel() for of_group, _ in cut.groups]
             for (of_group, places), change in zip(cut.groups, changes.split(sizes), strict=True):
                 chosen = self._most_important(rows[of_group], change.view(of_group.shape), places.shape[1])
@@ -270,18 +266,18 @@ class EarlySkipPass(LayerPass):
             self.stage = cut.after
         if self.options.keeps_features:
             remembered, of_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
-            write_features(remembered, self.features, self._feature_slots(layer, of_rows, self.stage.requests))
+            write_features(remembered, self.features, self._feature_slots(layer, of_rows))
         return kept
 
-    def _changes(self, layer: int, rows: torch.Tensor, requests: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
         """How much ``fresh`` differs from what rows are remembered by, relative to the size of that; ``[rows]``."""
         indicator = self.options.indicator
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
         if self.options.keeps_features:
-            old = read_features(self.features, self._feature_slots(layer, rows, requests))
+            old = read_features(self.features, self._feature_slots(layer, rows))
         else:
-            slots = self.tables.token_slots(layer, requests, self.batch.positions[rows])
+            slots = self.tables.row_slots(layer, rows)
             old = self._kept(self.pages.keys if indicator == "key" else self.pages.values, slots).flatten(1)
         old = old.float()
         sums = torch.stack(((fresh.float() - old).abs().sum(dim=1), old.square().sum(dim=1)))
@@ -307,9 +303,9 @@ class EarlySkipPass(LayerPass):
         scores += self.bonuses[rows]
         return scores.topk(count, sorted=False).indices
 
-    def _feature_slots(self, layer: int, rows: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+    def _feature_slots(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         items = self.feature_items[rows]
-        slots = self.feature_tables.slots(layer, requests, items.clamp(min=0), self.features.shape[1])
+        slots = self.feature_tables.slots(layer, self.tables.requests[rows], items.clamp(min=0), self.features.shape[1])
         return slots.masked_fill(items < 0, -1)
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:

@@ -148,5 +148,5 @@ def test_dream_with_a_cache_decodes_in_blocks_even_where_there_is_one():
 )
 def test_page_demand_is_that_of_the_largest_block(method, pages):
     options = EngineOptions(cache_method=method, page_size=4)
-    geometry = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32)
+    geometry = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
     assert page_demand(spec(cache=options.cache), options, geometry) == pages
