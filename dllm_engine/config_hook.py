@@ -12,7 +12,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from dllm_engine import admission
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.causal import CausalModel
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, GuideShape, MaskKVOptions
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.page_layout import PoolGeometry
@@ -102,6 +102,11 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     family = family_of(model_config.hf_config)
     options = options.with_paper_settings(paper_settings(options.cache_method, model_config.model, family))
     if options.guide_model is not None:
+        if isinstance(options.cache, ESDLLMOptions) and options.cache.skips:
+            raise ValueError(
+                "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a draft "
+                "of every position; set cache option indicator='none' or choose another cache method"
+            )
         options = options.model_copy(update={"guide_shape": guide_shape(options.guide_model, model_config)})
     geometry = PoolGeometry.of_model(model_config.hf_config, options, vllm_config.parallel_config.tensor_parallel_size)
     if isinstance(options.cache, MaskKVOptions):

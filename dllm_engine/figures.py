@@ -27,7 +27,7 @@ class DiffusionFigures:
     trace: dict[str, list] = field(default_factory=dict)
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
     positions) and ``computed_positions`` (None: the whole canvas); per UPDATE step ``retained_positions``, a list per
-    layer."""
+    layer, and per step that skips ``selected_positions``, a list per layer that drops rows."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -48,6 +48,10 @@ class DiffusionFigures:
     @property
     def retained_positions(self) -> list[list[list[int]]]:
         return self._traced("retained_positions")
+
+    @property
+    def selected_positions(self) -> list[list[list[int]]]:
+        return self._traced("selected_positions")
 
     def _traced(self, name: str) -> list:
         if not self.trace:

@@ -2,6 +2,7 @@
 
 import json
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,6 +150,59 @@ class MaskKVOptions(DLLMCacheOptions):
         return value
 
 
+class ESDLLMOptions(CacheOptions):
+    """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over the response, as if every block
+    took all of its steps."""
+
+    indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
+    """What a row is remembered by, to tell how much it has changed; ``none``: no row is ever skipped, and each block
+    begins with the whole canvas (the paper's DualCache baseline)."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """Weight of a row's last confidence in its importance; the rest is the weight of its change."""
+    keep_schedule: tuple[tuple[float, float], ...] = ((1.0, 0.0), (0.5, 0.125), (0.25, 0.25))
+    """(fraction of the rows kept, relative depth from which on), by depth."""
+    block_refresh_interval: int = Field(default=8, ge=1)
+    """Steps from one that skips no row of the block to the next."""
+    prompt_refresh_interval: int = Field(default=64, ge=1)
+    """Steps from one recomputation of the prompt and all that was decoded to the next."""
+    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the positions outside the block that a layer attends to, chosen as ``sparse`` does; 1: all of them."""
+    update_delay: int = Field(default=1, ge=0)
+    """Steps of a block before the one that selects what is retained."""
+
+    @field_validator("keep_schedule")
+    @classmethod
+    def _falling(cls, value: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        fractions, depths = [fraction for fraction, _ in value], [depth for _, depth in value]
+        if not value or depths[0] != 0:
+            raise ValueError("must begin with depth 0")
+        if any(not 0 <= depth < 1 for depth in depths) or any(a >= b for a, b in pairwise(depths)):
+            raise ValueError("depths must rise within [0, 1)")
+        if any(not 0 < fraction <= 1 for fraction in fractions) or any(a < b for a, b in pairwise(fractions)):
+            raise ValueError("fractions must fall, or stay, within (0, 1]")
+        return value
+
+    @property
+    def skips(self) -> bool:
+        return self.indicator != "none"
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether rows are remembered in pages of their own; keys and values are in pages already."""
+        return self.indicator in ("hidden_state", "query") and self.alpha < 1
+
+    @property
+    def evicts(self) -> bool:
+        return self.retention_ratio < 1
+
+    def cuts(self, num_layers: int) -> dict[int, float]:
+        """Layers that drop rows, ascending, and the fraction of a step's rows that is left after each."""
+        if not self.skips:
+            return {}
+        fractions = {int(depth * num_layers): fraction for fraction, depth in self.keep_schedule}
+        return {layer: fraction for layer, fraction in fractions.items() if fraction < 1}
+
+
 CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "none": CacheOptions,
     "prefix": CacheOptions,
@@ -156,6 +210,7 @@ CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "sparse": SparseOptions,
     "dkv": DKVOptions,
     "dllm_cache": DLLMCacheOptions,
+    "es_dllm": ESDLLMOptions,
     "maskkv": MaskKVOptions,
     "freecache": FreeCacheOptions,
 }

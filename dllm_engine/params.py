@@ -49,6 +49,7 @@ class RequestOptions(BaseModel):
     guide_threshold: float | None = Field(default=None, gt=0, lt=1)
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
+    delay_eos: bool = False
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -108,6 +109,10 @@ class DiffusionParams(SamplingParams):
     """Whose token is taken where nothing passes: ``guide`` (default) or ``draft``."""
     guide_correction: bool | None = None
     """Replace what passes by the guide's tokens; default no."""
+    delay_eos: bool = False
+    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM),
+    whatever the cache method. Without a cache it also asks for the rest of ES-dLLM's sampler, which ``es_dllm`` always
+    uses: equally many tokens per step in both families, by default those of the highest plain probability."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -122,8 +127,10 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        own = tuple(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k"))
+        own = tuple(name for name in RequestOptions.model_fields if name not in ("delay_eos", "top_p", "top_k"))
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
+        if self.delay_eos:
+            chosen["delay_eos"] = True
         if top_p != 1.0:
             chosen["top_p"] = top_p
         if top_k > 0:
@@ -166,7 +173,7 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
     return engine.cache.model_copy(update={"retention_ratio": wanted})
 
 
-def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
+def resolve_unmasking(options: RequestOptions, default_unmasking: str) -> tuple[str, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise InvalidRequestError(
@@ -174,7 +181,7 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
         )
     given = [ParallelRule(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
     if not given:
-        return options.unmasking or family.default_unmasking, None
+        return options.unmasking or default_unmasking, None
     rule, *others = given
     if others:
         named = " and ".join(f"{kind}={value}" for kind, value in given)
@@ -182,8 +189,8 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
     measure = PARALLEL_RULES[rule.kind].measures
     suited = [policy for policy in UNMASKING_POLICIES.values() if policy.measures == measure]
     if options.unmasking is None:
-        default = UNMASKING_POLICIES[family.default_unmasking]
-        # The family's own where it suits, else one that like it measures before or after temperature and filters.
+        default = UNMASKING_POLICIES[default_unmasking]
+        # The default where it suits, else one that like it measures before or after temperature and filters.
         return max(suited, key=lambda policy: (policy is default, policy.tempered == default.tempered)).name, rule
     if UNMASKING_POLICIES[options.unmasking] in suited:
         return options.unmasking, rule
@@ -219,7 +226,15 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
+    if options.delay_eos:
+        raise InvalidRequestError("delay_eos=True: the guide decides when a response ends; leave it unset")
     return Guidance(**given)
+
+
+def _uses_es_dllm_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
+    """ES-dLLM decodes both families alike, with its cache and without: equally many tokens per step, and where it is
+    greedy by the plain probability, whatever top_p and top_k are."""
+    return engine.cache_method == "es_dllm" or (engine.cache_method == "none" and options.delay_eos)
 
 
 def resolve_decoding(
@@ -237,19 +252,23 @@ def resolve_decoding(
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
-    unmasking, parallel = resolve_unmasking(options, family)
+    es_dllm = _uses_es_dllm_sampler(options, engine)
+    default_unmasking = "low_confidence" if es_dllm else family.default_unmasking
+    unfiltered = es_dllm and params.temperature == 0
+    unmasking, parallel = resolve_unmasking(options, default_unmasking)
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
         steps=options.steps if options.steps is not None else gen_length,
-        schedule=family.schedule,
+        schedule="uniform" if es_dllm else family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
         temperature=params.temperature,
-        top_p=options.top_p if options.top_p is not None else params.top_p,
-        top_k=max(options.top_k if options.top_k is not None else params.top_k, 0),
+        top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
+        top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
+        delay_eos=options.delay_eos,
         guidance=resolve_guidance(options, engine),
         cache=resolve_cache(options, engine),
     )
@@ -271,13 +290,21 @@ def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolG
         )
 
 
+def model_end_tokens(hf_config: object) -> list[int]:
+    """The end tokens that a checkpoint's config names."""
+    return _config_tokens(hf_config, "eos_token_id")
+
+
+def _config_tokens(hf_config: object, key: str) -> list[int]:
+    value = getattr(hf_config, key, None)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
     """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
     ends = set(params.stop_token_ids or ())
     if not params.ignore_eos:
-        for key in ("eos_token_id", "end_of_turn_token_id"):
-            value = getattr(hf_config, key, None)
-            ends.update(value if isinstance(value, list) else [] if value is None else [value])
+        ends.update(model_end_tokens(hf_config), _config_tokens(hf_config, "end_of_turn_token_id"))
         if params.eos_token_id is not None:
             ends.add(params.eos_token_id)
     return frozenset(ends)

@@ -1,5 +1,7 @@
 """Page tables of a batch's requests side by side, as attention over pages wants them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dllm_engine.kernels.paged_attention import paged_attention
@@ -9,10 +11,11 @@ from dllm_engine.scheduler.page_layout import PageKind
 
 
 class BatchTables:
-    """Tables of one kind, stacked over the requests of a batch."""
+    """Tables of one kind, or of a kind per request, stacked over the requests of a batch."""
 
-    def __init__(self, batch: StepBatch, kind: PageKind) -> None:
-        tables = [canvas.page_tables.get(kind) for canvas in batch.canvases]
+    def __init__(self, batch: StepBatch, kind: PageKind | Sequence[PageKind]) -> None:
+        kinds = [kind] * len(batch.canvases) if isinstance(kind, PageKind) else kind
+        tables = [canvas.page_tables.get(kind) for canvas, kind in zip(batch.canvases, kinds, strict=True)]
         held = [table for table in tables if table is not None]
         num_layers = held[0].shape[0] if held else 0
         widest = max((table.shape[1] for table in held), default=0)
@@ -36,7 +39,13 @@ class TokenTables(BatchTables):
     """Tables of keys and values, token-major: token t of a request follows token t − 1, its heads side by side, so
     that a table grows by appending pages."""
 
-    def __init__(self, batch: StepBatch, pages: PageView, head_len: list[int], kind: PageKind = PageKind.KV) -> None:
+    def __init__(
+        self,
+        batch: StepBatch,
+        pages: PageView,
+        head_len: list[int],
+        kind: PageKind | Sequence[PageKind] = PageKind.KV,
+    ) -> None:
         """``head_len``: per request, the tokens that its rows attend to in pages."""
         super().__init__(batch, kind)
         device = batch.positions.device
@@ -55,6 +64,10 @@ class TokenTables(BatchTables):
         requests, tokens = self.requests, self.positions
         if rows is not None:
             requests, tokens = requests[rows], tokens[rows]
+        return self.token_slots(layer, requests, tokens)
+
+    def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""
         places = self.slots(layer, requests, tokens, self.pages.page_size)
         return places[:, None] * self.pages.num_kv_heads + self.head_offsets
 

@@ -18,6 +18,7 @@ from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.retention.scorers import ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.unmasking.policy import TokenStatistics
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -36,6 +37,9 @@ class LayerPass(ABC):
 
         ``hidden`` belongs to the pass, which may write into it.
         """
+
+    def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:  # noqa: B027
+        """Told what was predicted at masked positions of a request, before any of them is unmasked."""
 
     def rows_computed(self, index: int, num_rows: int) -> int:
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""

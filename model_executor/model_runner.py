@@ -33,6 +33,7 @@ from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLIC
 from dllm_engine.model_executor.unmasking.guided import select_guided
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
+from dllm_engine.params import model_end_tokens
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
@@ -70,6 +71,7 @@ class DiffusionModelRunner:
             check_xformers(device, self.model_config.dtype)
         use_dense_backend(self.options.dense_attention)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
+        self.end_tokens = torch.tensor(model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=device)
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
         self.canvases: dict[str, Canvas] = {}
         self.pages: PageMemory | None = None
@@ -188,7 +190,7 @@ class DiffusionModelRunner:
         batch = self._build_batch(scheduler_output.plans)
         layer_pass = self.make_layer_pass(batch, self.pages)
         hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-        unmasked = self._unmask(batch, hidden, layer_pass.finished)
+        unmasked = self._unmask(batch, hidden, layer_pass)
         return self._report(batch, unmasked, layer_pass)
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
@@ -229,10 +231,10 @@ class DiffusionModelRunner:
             return torch.cat((predicting, last)) if plan.rows is RowRule.MASKED_BEFORE_AND_LAST else predicting
         start = plan.span.start
         if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
-            start = min(start, canvas.last_unmasked[0])
+            start = min(start, max(canvas.last_unmasked[0] - canvas.spec.shifts_logits, 0))
         return torch.arange(start, plan.span.stop, device=self.device)
 
-    def _unmask(self, batch: StepBatch, hidden: torch.Tensor, finished: torch.Tensor | None) -> list[list[int]]:
+    def _unmask(self, batch: StepBatch, hidden: torch.Tensor, layer_pass: LayerPass) -> list[list[int]]:
         """Fill the positions each plan asks for; returns them, sorted, per request of the batch."""
         for canvas in batch.canvases:
             canvas.masked_before = canvas.masked.clone()
@@ -240,15 +242,18 @@ class DiffusionModelRunner:
         drafted: list[tuple[Candidates, TokenStatistics]] = []
         unmasked: list[list[int]] = [[] for _ in batch.plans]
         for index in range(len(batch.plans)):
-            candidates = self._candidates(batch, index, finished)
+            candidates = self._candidates(batch, index, layer_pass.finished)
             if candidates is not None:
                 groups[_sampling_settings(candidates.canvas)].append(candidates)
         for settings, group in groups.items():
             for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
                 if candidates.canvas.spec.guidance is not None:
                     drafted.append((candidates, statistics))
-                else:
-                    unmasked[candidates.index] = _fill(candidates, statistics)
+                    continue
+                if candidates.canvas.spec.delay_eos:
+                    statistics.held_back = _ends_too_early(candidates, statistics.token, self.end_tokens)
+                layer_pass.observe(candidates.index, candidates.positions, statistics)
+                unmasked[candidates.index] = _fill(candidates, statistics)
         if drafted:
             for (candidates, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
                 unmasked[candidates.index] = filled
@@ -402,16 +407,31 @@ def _sampling_settings(canvas: Canvas) -> SamplingSettings:
     return SamplingSettings(spec.temperature, spec.top_p, spec.top_k, tempered)
 
 
+def _ends_too_early(candidates: Candidates, tokens: torch.Tensor, end_tokens: torch.Tensor) -> torch.Tensor:
+    """Predicted end tokens after a masked position, while the response has none; ``[num_candidates]`` bool."""
+    canvas = candidates.canvas
+    ended = torch.isin(canvas.tokens[canvas.spec.prompt_length :], end_tokens).any()
+    after_mask = canvas.masked[(candidates.positions - 1).clamp(min=0)]
+    return torch.isin(tokens, end_tokens) & after_mask & ~ended
+
+
 def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
     """Unmask the plan's quota of the candidates in their canvas; returns the positions, sorted."""
     canvas, quota = candidates.canvas, candidates.plan.quota
+    allowed = None if statistics.held_back is None else (~statistics.held_back).nonzero()[:, 0]
     confidence = _policy(canvas).confidence(statistics)
+    if allowed is not None:
+        confidence = confidence[allowed]
+    if not confidence.numel():
+        return []
     if quota.parallel is not None:
         chosen = PARALLEL_RULES[quota.parallel.kind].select(confidence, quota.parallel.value)
     elif _policy(canvas).draws_each_position:
         chosen = (confidence < quota.ratio).nonzero()[:, 0]
     else:
         chosen = confidence.topk(min(quota.count, confidence.numel())).indices
+    if allowed is not None:
+        chosen = allowed[chosen]
     positions = candidates.positions[chosen]
     canvas.tokens[positions] = statistics.token[chosen]
     canvas.masked[positions] = False

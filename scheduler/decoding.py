@@ -64,6 +64,8 @@ class DecodingSpec:
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     guidance: Guidance | None = None
     """None: the diffusion model decides alone, by ``unmasking``."""
+    delay_eos: bool = False
+    """Hold back an end token while the position before it is masked and the response has none."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
 
@@ -83,6 +85,11 @@ class DecodingSpec:
         """Canvas positions of a block; the last one may be shorter."""
         start = self.prompt_length + block * self.block_length
         return Span(start, min(start + self.block_length, self.canvas_length))
+
+    def predicting_span(self, block: int) -> Span:
+        """The rows that predict a block: its own, or with shifted logits those one before."""
+        start, stop = self.block_span(block)
+        return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
 
     def steps_in_block(self, block: int) -> int:
         return split_steps(self.steps, self.num_blocks, block)

@@ -13,7 +13,9 @@ class PageKind(Enum):
     KV = "kv"
     """Keys and values, of this rank's KV heads."""
     FEATURES = "features"
-    """Rows of ``hidden_size`` activations, the same on every rank."""
+    """Rows of ``hidden_size`` activations."""
+    RETAINED = "retained"
+    """Keys and values again, of the tokens that eviction retained, where the whole canvas is kept as well."""
     GUIDE = "guide"
     """Keys and values of the guide model, of its KV heads of this rank."""
 

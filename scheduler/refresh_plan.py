@@ -12,14 +12,15 @@ from dllm_engine.options import (
     DKVOptions,
     DLLMCacheOptions,
     EngineOptions,
+    ESDLLMOptions,
     FreeCacheOptions,
     MaskKVOptions,
     SparseOptions,
 )
-from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, Progress, Span
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule, Progress, Span
 from dllm_engine.scheduler.layer_budgets import layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
 
 
 def plan_none(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -98,6 +99,54 @@ def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
     plan = step_plan(spec, progress, state, scope, span, block_alone=False)
     num_updated = 0 if response_due else int(spec.gen_length * options.update_ratio)
     return replace(plan, read=spec.canvas_length, retained=spec.canvas_length, num_updated=num_updated)
+
+
+def plan_es_dllm(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """ES-dLLM, by a clock that runs on to a block's last step where the block is complete before.
+
+    UPDATE of ALL is the whole canvas, the only steps that compute what comes after the block; UPDATE of PROMPT is
+    everything up to the block's end; UPDATE of ACTIVE is the block with no row skipped. The others REUSE, and skip. A
+    block's first step also feeds what the step before it decoded.
+    """
+    options = spec.cache
+    assert isinstance(options, ESDLLMOptions)
+    clock = sum(spec.steps_in_block(block) for block in range(progress.block)) + progress.step
+    block_due = clock % options.block_refresh_interval == 0
+    copying = RetainedCopy.NONE
+    if options.evicts and progress.step >= options.update_delay:
+        copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
+    rows = spec.predicting_span(progress.block)
+    if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+    elif clock % options.prompt_refresh_interval == 0:
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop))
+    else:
+        whole = block_due or copying is RetainedCopy.WRITE
+        plan = step_plan(spec, progress, RefreshState.UPDATE if whole else RefreshState.REUSE, Scope.ACTIVE, rows)
+        plan = replace(plan, skips=options.skips and not whole)
+        if progress.step == 0:
+            longest = rows.stop - spec.predicting_span(progress.block - 1).start
+            plan = replace(plan, rows=RowRule.FROM_LAST_UNMASKED, max_rows=longest)
+    num_copied = copied_es_dllm(spec, progress.block) if copying is not RetainedCopy.NONE else 0
+    return replace(
+        plan,
+        quota=replace(plan.quota, parallel=_exceeding(plan.quota.parallel)),
+        read=num_copied + rows.size if copying is RetainedCopy.READ else spec.canvas_length,
+        retained=spec.canvas_length,
+        retained_copy=copying,
+        num_copied=num_copied,
+    )
+
+
+def _exceeding(rule: ParallelRule | None) -> ParallelRule | None:
+    """ES-dLLM's threshold must be exceeded, not just reached."""
+    return rule._replace(kind="exceeded_threshold") if rule is not None and rule.kind == "threshold" else rule
+
+
+def copied_es_dllm(spec: DecodingSpec, block: int) -> int:
+    """Tokens outside the block that its retained copy holds."""
+    assert isinstance(spec.cache, ESDLLMOptions)
+    return int((spec.canvas_length - spec.block_span(block).size) * spec.cache.retention_ratio)
 
 
 def plan_maskkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -222,6 +271,22 @@ def _hold_budget_and_features(spec: DecodingSpec, block: int, geometry: PoolGeom
     return {PageKind.KV: kv, PageKind.FEATURES: _feature_pages(spec, geometry)}
 
 
+def _hold_es_dllm(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    """The whole canvas, the copy of what is retained with the block, and where rows are dropped the features of those
+    that predict the response: no other row is ever in a step that skips."""
+    options = spec.cache
+    assert isinstance(options, ESDLLMOptions)
+    counts = geometry.uniform(spec.canvas_length)
+    cuts = options.cuts(geometry.num_layers)
+    if options.keeps_features and cuts:
+        pages = geometry.feature_pages(spec.gen_length)
+        counts[PageKind.FEATURES] = [pages if layer in cuts else 0 for layer in range(geometry.num_layers)]
+    if options.evicts:
+        copied = copied_es_dllm(spec, block) + spec.block_span(block).size
+        counts[PageKind.RETAINED] = [geometry.kv_pages(copied)] * geometry.num_layers
+    return counts
+
+
 @dataclass(frozen=True)
 class RefreshPlan:
     """A cache method, as the scheduler sees it."""
@@ -240,6 +305,7 @@ REFRESH_PLANS: dict[str, RefreshPlan] = {
     "sparse": RefreshPlan(plan_sparse, _hold_tokens(retained_sparse)),
     "dkv": RefreshPlan(plan_dkv, _hold_canvas),
     "dllm_cache": RefreshPlan(plan_dllm_cache, _hold_canvas_and_features),
+    "es_dllm": RefreshPlan(plan_es_dllm, _hold_es_dllm),
     "maskkv": RefreshPlan(plan_maskkv, _hold_budget_and_features),
     "freecache": RefreshPlan(plan_freecache, _hold_tokens(retained_prefix)),
 }
@@ -263,15 +329,15 @@ def _pages_held(spec: DecodingSpec, block: int, options: EngineOptions, geometry
 def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len: int) -> int:
     """The most pages that a request of ``max_model_len`` can need, whatever its prompt, response and block length.
 
-    Demand grows with the canvas, and evenly from prompt to response, so the extremes bound it. Raises ``ValueError``
-    where the pool's pages do not suit the method.
+    Demand grows with the canvas, and evenly from prompt to response and with the block, so the extremes bound it.
+    Raises ``ValueError`` where the pool's pages do not suit the method.
     """
 
-    def demand(gen_length: int) -> int:
+    def demand(gen_length: int, block_length: int) -> int:
         spec = DecodingSpec(
             prompt_length=max_model_len - gen_length,
             gen_length=gen_length,
-            block_length=1,
+            block_length=block_length,
             steps=gen_length,
             schedule="uniform",
             unmasking="low_confidence",
@@ -284,4 +350,5 @@ def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len
         )
         return max(_pages_held(spec, block, options, geometry) for block in {0, spec.num_blocks - 1})
 
-    return max(demand(1), demand(max(max_model_len - 1, 1)))
+    longest = max(max_model_len - 1, 1)
+    return max(demand(1, 1), demand(longest, 1), demand(longest, longest))

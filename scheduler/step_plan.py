@@ -39,8 +39,18 @@ class RowRule(Enum):
     MASKED_BEFORE_AND_LAST = "masked_before_and_last"
     """And the canvas's last row, which predicts nothing with shifted logits."""
     FROM_LAST_UNMASKED = "from_last_unmasked"
-    """From the leftmost position that the previous step unmasked, where it lies before ``span``, to the end of
-    ``span``."""
+    """From the row that predicted the leftmost position unmasked in the previous step, where it lies before ``span``,
+    to the end of ``span``."""
+
+
+class RetainedCopy(Enum):
+    """What a step does with a copy of retained tokens beside the whole canvas (ES-dLLM with eviction)."""
+
+    NONE = "none"
+    WRITE = "write"
+    """Choose the tokens and copy them."""
+    READ = "read"
+    """Attend to the copy and the block, not to the rest of the canvas."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,11 @@ class StepPlan:
     """Tokens per layer that pages hold after the step."""
     num_updated: int = 0
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV)."""
+    skips: bool = False
+    """Whether layers drop rows (ES-dLLM)."""
+    retained_copy: RetainedCopy = RetainedCopy.NONE
+    num_copied: int = 0
+    """Tokens outside the block that the copy holds per layer; the block follows them."""
 
 
 def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> UnmaskQuota:

@@ -119,13 +119,14 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
     assert compared >= 2, "the cases decide by rounding; choose others"
 
 
-METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache"]
+METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache", "es_dllm"]
 
 
 @pytest.mark.parametrize("cache_method", METHODS)
 @pytest.mark.parametrize(("model", "guide"), [("llada-tiny-a", "llama"), ("dream-tiny-a", "qwen2")])
 def test_every_cache_method_can_be_guided(engine, cache_method, model, guide):
-    llm = engine(model, guide, cache_method)
+    options = {"cache_options": {"indicator": "none"}} if cache_method == "es_dllm" else {}
+    llm = engine(model, guide, cache_method, **options)
     together = [list(output.outputs[0].token_ids) for output in ask(llm, guide_threshold=0.2)]
     assert [len(tokens) for tokens in together] == [gen_length for _, gen_length, _ in LENGTHS]
     alone = [list(ask(llm, [case], guide_threshold=0.2)[0].outputs[0].token_ids) for case in LENGTHS]
@@ -235,6 +236,11 @@ def test_guiding_needs_a_guide(engines, reference_checkpoints, options, named):
     llm = engines(reference_checkpoints / "llada-tiny-a", max_model_len=128)
     with pytest.raises(ValueError, match=f"{named}: the engine has no guide"):
         ask(llm, LENGTHS[:1], **options)
+
+
+def test_rows_that_are_skipped_cannot_be_drafted(reference_checkpoints, guides):
+    with pytest.raises(ValueError, match="guide_model is not supported with cache_method='es_dllm'"):
+        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(guides["llama"]), cache_method="es_dllm")
 
 
 def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path):

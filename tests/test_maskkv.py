@@ -4,9 +4,8 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
-from tests.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.engines import generate
 from tests.plain_maskkv import plain_maskkv
 from tests.plain_reference import PlainModel
 

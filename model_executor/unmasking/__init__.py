@@ -13,10 +13,12 @@ from dllm_engine.model_executor.unmasking.origin import ORIGIN
 from dllm_engine.model_executor.unmasking.parallel import ParallelUnmasking
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy
 from dllm_engine.model_executor.unmasking.random import RANDOM
-from dllm_engine.model_executor.unmasking.threshold import THRESHOLD
+from dllm_engine.model_executor.unmasking.threshold import EXCEEDED_THRESHOLD, THRESHOLD
 from dllm_engine.model_executor.unmasking.topk_margin import TOPK_MARGIN
 
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
     policy.name: policy for policy in (LOW_CONFIDENCE, RANDOM, MASKGIT_PLUS, ENTROPY, TOPK_MARGIN, ORIGIN)
 }
-PARALLEL_RULES: dict[str, ParallelUnmasking] = {rule.name: rule for rule in (THRESHOLD, FACTOR, ENTROPY_BOUND, MARGIN)}
+PARALLEL_RULES: dict[str, ParallelUnmasking] = {
+    rule.name: rule for rule in (THRESHOLD, EXCEEDED_THRESHOLD, FACTOR, ENTROPY_BOUND, MARGIN)
+}

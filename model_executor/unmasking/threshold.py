@@ -1,4 +1,7 @@
-"""``threshold`` (Fast-dLLM, arXiv 2505.22618): every position whose probability reaches the value."""
+"""``threshold`` (Fast-dLLM, arXiv 2505.22618): every position whose probability reaches a value.
+
+ES-dLLM's has to be exceeded.
+"""
 
 import torch
 
@@ -12,5 +15,14 @@ def select_reaching(confidence: torch.Tensor, value: float) -> torch.Tensor:
     return reaching.nonzero()[:, 0]
 
 
+def select_exceeding(confidence: torch.Tensor, value: float) -> torch.Tensor:
+    """All positions more confident than ``value``, and always the most confident one."""
+    exceeding = confidence > value
+    exceeding[confidence.argmax()] = True
+    return exceeding.nonzero()[:, 0]
+
+
 # Fast-dLLM's Dream sampler takes a threshold with every policy and ignores it with most.
 THRESHOLD = ParallelUnmasking("threshold", measures="probability", select=select_reaching, else_counted=True)
+# What becomes of ``threshold`` under ES-dLLM; not to be asked for by name.
+EXCEEDED_THRESHOLD = ParallelUnmasking("exceeded_threshold", measures="probability", select=select_exceeding)

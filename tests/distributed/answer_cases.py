@@ -36,6 +36,7 @@ def main() -> None:
             "order": output.outputs[0].diffusion.unmasked_per_step,
             "forward_passes": output.outputs[0].diffusion.forward_passes,
             "retained": output.outputs[0].diffusion.retained_positions,
+            "selected": output.outputs[0].diffusion.selected_positions,
         }
         for output in outputs
     ]

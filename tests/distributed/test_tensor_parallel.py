@@ -85,3 +85,30 @@ def test_two_ranks_retain_the_same_tokens_as_one(engines, reference_checkpoints,
         assert answer["retained"] == figures.retained_positions
         assert answer["tokens"] == list(output.outputs[0].token_ids)
         assert answer["order"] == figures.unmasked_per_step
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llada-tiny-a", {"indicator": "query"}),
+        ("dream-tiny-a", {"indicator": "key"}),
+        ("dream-tiny-a", {"indicator": "hidden_state", "retention_ratio": 0.4}),
+    ],
+)
+def test_two_ranks_skip_the_same_rows_as_one(engines, reference_checkpoints, model, options):
+    from dllm_engine import DiffusionParams
+
+    engine = {"cache_method": "es_dllm", "cache_options": {"block_refresh_interval": 4} | options, "page_size": 16}
+    prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
+    params = {"gen_length": 40, "block_length": 16, "ignore_eos": True}
+    requests = [{"prompt": prompt, "params": params} for prompt in prompts]
+
+    answers = answer_sharded(reference_checkpoints / model, "mp", requests, **engine)
+
+    alone = generate(
+        engines(reference_checkpoints / model, max_model_len=512, **engine), prompts, DiffusionParams(**params)
+    )
+    for answer, output in zip(answers, alone, strict=True):
+        assert answer["tokens"] == list(output.outputs[0].token_ids)
+        assert answer["selected"] == output.outputs[0].diffusion.selected_positions
+        assert answer["retained"] == output.outputs[0].diffusion.retained_positions
