@@ -104,8 +104,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     if options.guide_model is not None:
         if isinstance(options.cache, ESDLLMOptions) and options.cache.skips:
             raise ValueError(
-                "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a draft "
-                "of every position; set cache option indicator='none' or choose another cache method"
+                "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a "
+                "draft of every position; set cache option indicator='none' or choose another cache method"
             )
         options = options.model_copy(update={"guide_shape": guide_shape(options.guide_model, model_config)})
     geometry = PoolGeometry.of_model(model_config.hf_config, options, vllm_config.parallel_config.tensor_parallel_size)
