@@ -118,9 +118,7 @@ def install() -> None:
             spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
             # The null block is not handed out; before the engine has told its size there is nothing to compare.
             if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
-                geometry = PoolGeometry.of_model(
-                    config, engine.page_size, self.vllm_config.parallel_config.tensor_parallel_size
-                )
+                geometry = PoolGeometry.of_model(config, engine, self.vllm_config.parallel_config.tensor_parallel_size)
                 check_page_demand(spec, engine, geometry, num_blocks - 1)
         return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
 

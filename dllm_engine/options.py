@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -77,6 +79,13 @@ class DKVOptions(CacheOptions):
 
     refresh_interval: int = Field(default=8, ge=1)
     """Steps of a block from one recomputation of the whole canvas to the next."""
+
+
+class FreeCacheOptions(CacheOptions):
+    """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
+
+    include_suffix: bool = True
+    """Feed the masked tokens behind the block along with it; off, the block alone."""
 
 
 class DLLMCacheOptions(CacheOptions):
@@ -203,10 +212,25 @@ CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "dllm_cache": DLLMCacheOptions,
     "es_dllm": ESDLLMOptions,
     "maskkv": MaskKVOptions,
+    "freecache": FreeCacheOptions,
 }
 """Cache methods and the model their ``cache_options`` are validated with."""
 PAPER = "paper"
 """As ``cache_options``: the settings of the method's paper, which are the defaults."""
+
+
+class GuideShape(BaseModel):
+    """Sizes of a guide model that its pages depend on; settled at start-up from its config."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def of_rank(self, tensor_parallel_size: int) -> "GuideShape":
+        """The part of one tensor-parallel rank; with more ranks than KV heads each head is on several of them."""
+        return self.model_copy(update={"num_kv_heads": max(1, self.num_kv_heads // tensor_parallel_size)})
 
 
 class EngineOptions(BaseModel):
@@ -218,6 +242,13 @@ class EngineOptions(BaseModel):
     cache_options: dict[str, Any] | Literal["paper"] = {}
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
+    dense_attention: Literal["sdpa", "xformers"] = "sdpa"
+    """Library that computes attention without pages: PyTorch's, or xformers where it is installed (CUDA)."""
+    guide_model: str | None = None
+    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) with the same tokenizer, which checks
+    drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""
+    guide_shape: GuideShape | None = None
+    """Filled in by the engine."""
     trace: bool = False
     """Record per forward pass which positions were unmasked and computed."""
 
@@ -225,6 +256,11 @@ class EngineOptions(BaseModel):
         """The cache options that were left open filled with ``settings``; raises ``ValueError`` as ``parse``."""
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         return self.parse(self.model_dump() | {"cache_options": settings | chosen})
+
+    @field_validator("guide_model")
+    @classmethod
+    def _demo_guide(cls, value: str | None) -> str | None:
+        return str(DEMO_GUIDE_DIR) if value == DEMO_MODEL else value
 
     @field_validator("cache_method")
     @classmethod
@@ -239,14 +275,14 @@ class EngineOptions(BaseModel):
         try:
             options = cls.model_validate(raw)
         except ValidationError as error:
-            known = ", ".join(cls.model_fields)
+            known = ", ".join(name for name in cls.model_fields if name != "guide_shape")
             raise ValueError(f"{explain(error, 'engine option')} (engine options: {known})") from None
         _ = options.cache
         return options
 
     @property
     def uses_pages(self) -> bool:
-        return self.cache_method != "none"
+        return self.cache_method != "none" or self.guide_model is not None
 
     @cached_property
     def cache(self) -> CacheOptions:

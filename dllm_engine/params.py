@@ -1,20 +1,24 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily
-from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.options import CacheOptions, EngineOptions, explain
-from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length."""
+
+PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
+"""Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 
 # Keys of extra_args that belong to vLLM itself.
 _VLLM_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
@@ -36,8 +40,17 @@ class RequestOptions(BaseModel):
     steps: int | None = Field(default=None, ge=1)
     unmasking: str | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
+    factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    margin: float | None = Field(default=None, gt=0, le=1)
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
-    delay_eos: bool = False
+    delay_eos: bool | None = None
+    guided: bool | None = None
+    speculation_length: int | None = Field(default=None, ge=1)
+    guide_top_k: int | None = Field(default=None, ge=1)
+    guide_threshold: float | None = Field(default=None, gt=0, lt=1)
+    guide_fallback: Literal["guide", "draft"] | None = None
+    guide_correction: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -66,17 +79,41 @@ class DiffusionParams(SamplingParams):
     steps: int | None = None
     """Denoising steps over the whole response; default one per token."""
     unmasking: str | None = None
-    """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream."""
+    """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream, and with parallel unmasking the
+    one that measures what the rule goes by."""
     threshold: float | None = None
     """Parallel unmasking (Fast-dLLM): each step unmasks every position of the block whose probability reaches this,
-    and at least the best one, until none is left; ``steps`` is ignored. Policies that do not measure a probability
-    (``entropy``, ``topk_margin``, ``random``, ``origin``) keep to their fixed count, as Fast-dLLM's own code does."""
+    and at least the best one, until none is left; ``steps`` is ignored, as with the other rules below, of which a
+    request may name one. For policies that measure a probability (``low_confidence``, ``maskgit_plus``); the others,
+    where named, keep to their fixed count, as Fast-dLLM's own code does."""
+    factor: float | None = None
+    """Parallel unmasking (Fast-dLLM): the n most probable positions, n the largest with
+    (n + 1) · (1 − n-th probability) < factor, at least one. Policies as for ``threshold``, others are refused."""
+    entropy_bound: float | None = None
+    """Parallel unmasking (EB-Sampler): positions in ascending order of entropy, as many as have a sum of entropies
+    less the largest of at most this (in nats), so at least one. For the policy ``entropy``."""
+    margin: float | None = None
+    """Parallel unmasking: every position whose two likeliest tokens differ in probability by at least this, and at
+    least the best one. For the policy ``topk_margin``."""
     retention_ratio: float | None = None
     """Retain less than the engine's ``retention_ratio`` for this request."""
-    delay_eos: bool = False
+    delay_eos: bool | None = None
     """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM),
     whatever the cache method. Without a cache it also asks for the rest of ES-dLLM's sampler, which ``es_dllm`` always
     uses: equally many tokens per step in both families, by default those of the highest plain probability."""
+    guided: bool | None = None
+    """Guided Diffusion: whether the engine's guide model decides what a step unmasks; default yes, where the engine has
+    one. Schedules, unmasking policies and thresholds then have no say."""
+    speculation_length: int | None = None
+    """Masked positions drafted and checked by the guide in a step; default 32, within the running block."""
+    guide_top_k: int | None = None
+    """A draft passes if the guide has it among this many of its best tokens; default 1."""
+    guide_threshold: float | None = None
+    """Drafts more probable than this pass as well; default none."""
+    guide_fallback: str | None = None
+    """Whose token is taken where nothing passes: ``guide`` (default) or ``draft``."""
+    guide_correction: bool | None = None
+    """Replace what passes by the guide's tokens; default no."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -91,10 +128,8 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        own = ("block_length", "steps", "unmasking", "threshold", "retention_ratio")
+        own = tuple(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k"))
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
-        if self.delay_eos:
-            chosen["delay_eos"] = True
         if top_p != 1.0:
             chosen["top_p"] = top_p
         if top_k > 0:
@@ -140,7 +175,63 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
 def _uses_es_dllm_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
     """ES-dLLM decodes both families alike, with its cache and without: equally many tokens per step, and where it is
     greedy by the plain probability, whatever top_p and top_k are."""
-    return engine.cache_method == "es_dllm" or (engine.cache_method == "none" and options.delay_eos)
+    return engine.cache_method == "es_dllm" or (engine.cache_method == "none" and bool(options.delay_eos))
+
+
+def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
+    """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
+    if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
+        raise InvalidRequestError(
+            f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
+        )
+    given = [ParallelRule(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
+    if not given:
+        return options.unmasking or family.default_unmasking, None
+    rule, *others = given
+    if others:
+        named = " and ".join(f"{kind}={value}" for kind, value in given)
+        raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
+    measure = PARALLEL_RULES[rule.kind].measures
+    suited = [policy for policy in UNMASKING_POLICIES.values() if policy.measures == measure]
+    if options.unmasking is None:
+        default = UNMASKING_POLICIES[family.default_unmasking]
+        # The family's own where it suits, else one that like it measures before or after temperature and filters.
+        return max(suited, key=lambda policy: (policy is default, policy.tempered == default.tempered)).name, rule
+    if UNMASKING_POLICIES[options.unmasking] in suited:
+        return options.unmasking, rule
+    if PARALLEL_RULES[rule.kind].else_counted:
+        return options.unmasking, None
+    raise InvalidRequestError(
+        f"{rule.kind}={rule.value} goes by {measure}, which unmasking={options.unmasking!r} does not measure; leave "
+        f"unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
+    )
+
+
+def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
+    """How the guide decides for a request; None where it does not."""
+    details: dict[str, Any] = {
+        "speculation_length": options.speculation_length,
+        "top_k": options.guide_top_k,
+        "threshold": options.guide_threshold,
+        "fallback": options.guide_fallback,
+        "correction": options.guide_correction,
+    }
+    given = {name: value for name, value in details.items() if value is not None}
+    if engine.guide_model is None:
+        if options.guided or given:
+            named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
+            raise InvalidRequestError(f"{named}: the engine has no guide; start it with guide_model")
+        return None
+    if options.guided is False:
+        if given:
+            raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
+        return None
+    for name in ("unmasking", "steps", "delay_eos", *PARALLEL_OPTIONS):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
+            )
+    return Guidance(**given)
 
 
 def resolve_decoding(
@@ -158,32 +249,31 @@ def resolve_decoding(
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
-    es_dllm = _uses_es_dllm_sampler(options, engine)
-    default_unmasking = "low_confidence" if es_dllm else family.default_unmasking
-    unfiltered = es_dllm and params.temperature == 0
+    of_es_dllm = _uses_es_dllm_sampler(options, engine)
+    unfiltered = of_es_dllm and params.temperature == 0
+    if of_es_dllm:
+        family = replace(family, schedule="uniform", default_unmasking="low_confidence")
+    unmasking, parallel = resolve_unmasking(options, family)
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
         steps=options.steps if options.steps is not None else gen_length,
-        schedule="uniform" if es_dllm else family.schedule,
+        schedule=family.schedule,
         shifts_logits=family.shifts_logits,
-        unmasking=options.unmasking if options.unmasking is not None else default_unmasking,
+        unmasking=unmasking,
         temperature=params.temperature,
         top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
-        threshold=options.threshold,
-        delay_eos=options.delay_eos,
+        parallel=parallel,
+        guidance=resolve_guidance(options, engine),
+        delay_eos=bool(options.delay_eos),
         cache=resolve_cache(options, engine),
     )
-    if spec.threshold is None and spec.steps < spec.num_blocks:
+    if spec.parallel is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(
             f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "
             f"needs at least one; raise steps or block_length"
-        )
-    if spec.unmasking not in UNMASKING_POLICIES:
-        raise InvalidRequestError(
-            f"unmasking={spec.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
         )
     return spec
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.page_layout import PageKind
 
@@ -42,14 +42,14 @@ class TokenTables(BatchTables):
     def __init__(
         self,
         batch: StepBatch,
-        pages: PageMemory,
+        pages: PageView,
         head_len: list[int],
         kind: PageKind | Sequence[PageKind] = PageKind.KV,
     ) -> None:
         """``head_len``: per request, the tokens that its rows attend to in pages."""
         super().__init__(batch, kind)
         device = batch.positions.device
-        heads, num_requests = pages.num_kv_heads, len(batch.plans)
+        heads, num_requests = pages.num_kv_heads, len(batch.canvases)
         self.pages = pages
         self.requests, self.positions = batch.request_of_row(), batch.positions
         self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, heads)
@@ -81,6 +81,7 @@ class TokenTables(BatchTables):
         max_seqlen: int,
         *,
         attend_fresh: bool,
+        causal: bool = False,
     ) -> torch.Tensor:
         """Attention of a layer's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
         return paged_attention(
@@ -95,6 +96,7 @@ class TokenTables(BatchTables):
             self.token_stride,
             self.head_len,
             attend_fresh=attend_fresh,
+            causal=causal,
             max_seqlen=max_seqlen,
             max_head_len=self.max_head_len,
         )

@@ -75,14 +75,17 @@ class RetentionRule(Protocol):
     """Which tokens of a layer an UPDATE step retains."""
 
     def __call__(self, spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
-        """Canvas positions, ascending, ``[plan.retained]`` int64; the answer must be the same on every rank."""
+        """Canvas positions, ascending, ``[plan.retained]`` int64; the first ``plan.read`` are in pages already.
+
+        ``layer`` holds the rows that the plan computes. The answer must be the same on every rank.
+        """
 
 
 class RetentionPass(LayerPass):
     """Every computed row through every layer; attention over what is retained in pages and the fresh rows.
 
-    Requests in every refresh state share the pass: FULL and UPDATE requests attend to their own rows, REUSE requests
-    to their pages as well, and after the attention of each layer UPDATE requests write what the rule retains.
+    Requests in every refresh state share the pass: each attends to its own rows and to what its plan reads in pages,
+    and after the attention of each layer UPDATE requests write what the rule retains behind what they read.
     """
 
     def __init__(
@@ -124,19 +127,19 @@ class RetentionPass(LayerPass):
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         for i, retained in self.retained.items():
-            rows, canvas = self.batch.rows(i), self.batch.canvases[i]
+            rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
             lse = (
                 attention_with_lse(q[rows], k[rows], v[rows], [0, rows.stop - rows.start])[1]
                 if self.needs_lse
                 else None
             )
-            plan = self.batch.plans[i]
             scored = ScoredLayer.of(
                 canvas, plan, q[rows], k[rows], lse, layer, self.pages.total_kv_heads, self.observation_window
             )
             positions = self.rule(canvas.spec, plan, scored)
+            added = positions[plan.read :] - plan.span.start
             table = canvas.page_tables[PageKind.KV][layer]
-            write_retained(k[rows], v[rows], positions, self.pages.keys, self.pages.values, table)
+            write_retained(k[rows], v[rows], added, self.pages.keys, self.pages.values, table, plan.read)
             retained.append(positions)
 
     def record(self, index: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -16,15 +17,20 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from dllm_engine.kernels.attention import use_dense_backend
+from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
+from dllm_engine.model_executor.guide import Draft, Guide
 from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
+from dllm_engine.model_executor.layer_profile import ProfilingPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.guided import select_guided
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import model_end_tokens
@@ -61,6 +67,9 @@ class DiffusionModelRunner:
         self.model_config = vllm_config.model_config
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
+        if self.options.dense_attention == "xformers":
+            check_xformers(device, self.model_config.dtype)
+        use_dense_backend(self.options.dense_attention)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.end_tokens = torch.tensor(model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=device)
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
@@ -83,6 +92,10 @@ class DiffusionModelRunner:
         self.model = model.eval()
         if self.device.type == "cuda":
             self.model_memory_usage = torch.cuda.memory_allocated() - before
+        self.guide: Guide | None = None
+        if self.options.guide_model is not None:
+            config = AutoConfig.from_pretrained(self.options.guide_model)
+            self.guide = Guide(self.options.guide_model, config, self.vllm_config, self.mask_token_id, self.device)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
         )
@@ -99,7 +112,7 @@ class DiffusionModelRunner:
             return {}
         geometry = PoolGeometry.of_model(
             self.model_config.hf_config,
-            self.options.page_size,
+            self.options,
             self.vllm_config.parallel_config.tensor_parallel_size,
         )
         spec = PagePoolSpec(
@@ -125,6 +138,8 @@ class DiffusionModelRunner:
                 self.model_config.dtype,
                 self.device,
             )
+        if self.guide is not None:
+            self.guide.attach(self.pages)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Canvases are as long as their requests; nothing here is sized by the longest."""
@@ -139,6 +154,14 @@ class DiffusionModelRunner:
         hidden = self.model(ids, positions, DensePass([*sequences, num_rows]))
         rows = min(self.predictor.max_rows, num_rows)
         self.model.compute_logits(hidden[:rows]).logits.float().softmax(dim=-1)
+
+    @torch.inference_mode()
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
+        """Importance of each layer in a forward pass over a prompt and a masked response; see ``ProfilingPass``."""
+        tokens = prompt_token_ids + [self.mask_token_id] * gen_length
+        layer_pass = ProfilingPass(len(tokens))
+        self.model(torch.tensor(tokens, device=self.device), torch.arange(len(tokens), device=self.device), layer_pass)
+        return layer_pass.importance
 
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""
@@ -216,6 +239,7 @@ class DiffusionModelRunner:
         for canvas in batch.canvases:
             canvas.masked_before = canvas.masked.clone()
         groups: dict[SamplingSettings, list[Candidates]] = defaultdict(list)
+        drafted: list[tuple[Candidates, TokenStatistics]] = []
         unmasked: list[list[int]] = [[] for _ in batch.plans]
         for index in range(len(batch.plans)):
             candidates = self._candidates(batch, index, layer_pass.finished)
@@ -226,15 +250,20 @@ class DiffusionModelRunner:
                 if candidates.canvas.spec.delay_eos:
                     statistics.held_back = _ends_too_early(candidates, statistics.token, self.end_tokens)
                 layer_pass.observe(candidates.index, candidates.positions, statistics)
-                unmasked[candidates.index] = _fill(candidates, statistics)
+                if candidates.canvas.spec.guidance is not None:
+                    drafted.append((candidates, statistics))
+                else:
+                    unmasked[candidates.index] = _fill(candidates, statistics)
+        if drafted:
+            for (candidates, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
+                unmasked[candidates.index] = filled
         for canvas, positions in zip(batch.canvases, unmasked, strict=True):
             canvas.last_unmasked = positions
         return unmasked
 
     def _candidates(self, batch: StepBatch, index: int, finished: torch.Tensor | None = None) -> Candidates | None:
         plan, canvas = batch.plans[index], batch.canvases[index]
-        policy = _policy(canvas)
-        counted = not policy.draws_each_position and (plan.quota.threshold is None or not policy.measures_probability)
+        counted = plan.quota.parallel is None and not _policy(canvas).draws_each_position
         if counted and plan.quota.count == 0:
             return None
         first, stop = plan.quota.candidates
@@ -293,6 +322,37 @@ class DiffusionModelRunner:
             )
         ]
         return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
+
+    def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[list[int]]:
+        """Unmask what the guide lets pass of each request's draft; returns the positions, sorted, per request."""
+        assert self.guide is not None
+        drafts, probabilities = [], []
+        for candidates, statistics in drafted:
+            guidance = candidates.canvas.spec.guidance
+            assert guidance is not None
+            window = slice(guidance.speculation_length)
+            drafts.append(Draft(candidates.canvas, candidates.positions[window], statistics.token[window]))
+            probabilities.append(statistics.probability[window].tolist())
+        filled = []
+        for draft, probability, verdict, (candidates, _) in zip(
+            drafts, probabilities, self.guide.check(drafts), drafted, strict=True
+        ):
+            canvas, plan = draft.canvas, candidates.plan
+            assert canvas.spec.guidance is not None
+            chosen = select_guided(
+                canvas.spec.guidance,
+                draft.tokens.tolist(),
+                probability,
+                verdict.ranks.tolist(),
+                verdict.tokens.tolist(),
+                first_needed=plan.quota.first_needed,
+            )
+            positions = draft.positions[list(chosen)]
+            canvas.tokens[positions] = torch.tensor(list(chosen.values()), device=self.device)
+            canvas.masked[positions] = False
+            self.guide.roll_back(canvas)
+            filled.append(sorted(positions.tolist()))
+        return filled
 
     def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> DiffusionRunnerOutput:
         reports = {}
@@ -364,12 +424,10 @@ def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
         confidence = confidence[allowed]
     if not confidence.numel():
         return []
-    if _policy(canvas).draws_each_position:
+    if quota.parallel is not None:
+        chosen = PARALLEL_RULES[quota.parallel.kind].select(confidence, quota.parallel.value)
+    elif _policy(canvas).draws_each_position:
         chosen = (confidence < quota.ratio).nonzero()[:, 0]
-    elif quota.threshold is not None and _policy(canvas).measures_probability:
-        sure = confidence > quota.threshold if quota.exceeds else confidence >= quota.threshold
-        sure[confidence.argmax()] = True
-        chosen = sure.nonzero()[:, 0]
     else:
         chosen = confidence.topk(min(quota.count, confidence.numel())).indices
     if allowed is not None:

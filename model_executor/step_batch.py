@@ -27,6 +27,10 @@ class Canvas:
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
     """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
+    guide_cached: int = 0
+    """Leading tokens that the guide's pages hold as they stand."""
+    guide_text: torch.Tensor | None = None
+    """What the guide was last shown, from the first token on."""
     cache_state: Any = None
     """What the engine's cache method keeps of this request beside pages."""
 
@@ -53,5 +57,5 @@ class StepBatch:
 
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
-        sizes = torch.tensor([self.num_rows(i) for i in range(len(self.plans))], device=self.positions.device)
-        return torch.arange(len(self.plans), device=self.positions.device).repeat_interleave(sizes)
+        sizes = torch.tensor([self.num_rows(i) for i in range(len(self.canvases))], device=self.positions.device)
+        return torch.arange(len(self.canvases), device=self.positions.device).repeat_interleave(sizes)

@@ -1,7 +1,7 @@
 """The two nouns every refresh plan speaks of: what a request asked for, and how far it has come."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dllm_engine.families import ScheduleKind
 from dllm_engine.options import CacheOptions
@@ -17,6 +17,30 @@ class Span(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+class ParallelRule(NamedTuple):
+    """How many positions a step unmasks, read off the model's confidences."""
+
+    kind: str
+    """A name in ``PARALLEL_RULES``."""
+    value: float
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """How a guide model decides what a step unmasks (Guided Diffusion, arXiv 2505.21467)."""
+
+    speculation_length: int = 32
+    """Masked positions, from the leftmost on, that are drafted and checked in a step."""
+    top_k: int = 1
+    """A draft passes if it is among this many of the guide's best tokens."""
+    threshold: float | None = None
+    """Drafts of a probability above this pass as well."""
+    fallback: Literal["guide", "draft"] = "guide"
+    """Whose token fills the first position where nothing passes."""
+    correction: bool = False
+    """Whether the guide's tokens replace the drafts that pass."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +60,10 @@ class DecodingSpec:
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
-    threshold: float | None = None
-    """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
+    parallel: ParallelRule | None = None
+    """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
+    guidance: Guidance | None = None
+    """None: the diffusion model decides alone, by ``unmasking``."""
     delay_eos: bool = False
     """Hold back an end token while the position before it is masked and the response has none."""
     cache: CacheOptions = field(default_factory=CacheOptions)

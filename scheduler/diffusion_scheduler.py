@@ -27,7 +27,7 @@ from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_demand
 from dllm_engine.scheduler.step_plan import RefreshState
 
 logger = init_logger(__name__)
@@ -81,7 +81,7 @@ class DiffusionScheduler(SchedulerInterface):
         refresh_plan = REFRESH_PLANS[self.options.cache_method]
         self.plan, self.page_counts = refresh_plan.plan, refresh_plan.pages
         self.geometry = PoolGeometry.of_model(
-            self.hf_config, self.options.page_size, vllm_config.parallel_config.tensor_parallel_size
+            self.hf_config, self.options, vllm_config.parallel_config.tensor_parallel_size
         )
         self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
         self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
@@ -203,11 +203,12 @@ class DiffusionScheduler(SchedulerInterface):
             return 0
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
-        if plan.state is RefreshState.UPDATE:
-            counts = self.page_counts(state.spec, state.progress.block, self.geometry)
-            if counts != state.page_counts and not state.pages_settled:
-                state.page_counts = counts
-                output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
+        counts = state.page_counts | guide_pages(state.spec, self.geometry)
+        if plan.state is RefreshState.UPDATE and not state.pages_settled:
+            counts |= self.page_counts(state.spec, state.progress.block, self.geometry)
+        if counts != state.page_counts:
+            state.page_counts = counts
+            output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
         return plan.max_rows
 

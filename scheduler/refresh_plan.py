@@ -13,10 +13,11 @@ from dllm_engine.options import (
     DLLMCacheOptions,
     EngineOptions,
     ESDLLMOptions,
+    FreeCacheOptions,
     MaskKVOptions,
     SparseOptions,
 )
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, Progress, Span
 from dllm_engine.scheduler.layer_budgets import layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
@@ -24,7 +25,7 @@ from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule,
 
 def plan_none(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """No cache: every step is FULL."""
-    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span, in_blocks=spec.num_blocks > 1)
+    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span, block_alone=False)
 
 
 def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -69,7 +70,7 @@ def plan_dkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
     assert isinstance(options, DKVOptions)
     whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
-    plan = step_plan(spec, progress, state, scope, spec.canvas_span, in_blocks=spec.num_blocks > 1)
+    plan = step_plan(spec, progress, state, scope, spec.canvas_span, block_alone=False)
     kept = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
     if whole:
         return kept
@@ -95,7 +96,7 @@ def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, True): (RefreshState.UPDATE, Scope.RESPONSE),
         (False, False): (RefreshState.REUSE, Scope.ACTIVE),
     }[prompt_due, response_due]
-    plan = step_plan(spec, progress, state, scope, span, in_blocks=spec.num_blocks > 1)
+    plan = step_plan(spec, progress, state, scope, span, block_alone=False)
     num_updated = 0 if response_due else int(spec.gen_length * options.update_ratio)
     return replace(plan, read=spec.canvas_length, retained=spec.canvas_length, num_updated=num_updated)
 
@@ -116,20 +117,24 @@ def plan_es_dllm(spec: DecodingSpec, progress: Progress) -> StepPlan:
         copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
     rows = spec.predicting_span(progress.block)
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, block_alone=False)
     elif clock % options.prompt_refresh_interval == 0:
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop))
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop), block_alone=False)
     else:
         whole = block_due or copying is RetainedCopy.WRITE
-        plan = step_plan(spec, progress, RefreshState.UPDATE if whole else RefreshState.REUSE, Scope.ACTIVE, rows)
+        state = RefreshState.UPDATE if whole else RefreshState.REUSE
+        plan = step_plan(spec, progress, state, Scope.ACTIVE, rows, block_alone=False)
         plan = replace(plan, skips=options.skips and not whole)
         if progress.step == 0:
             longest = rows.stop - spec.predicting_span(progress.block - 1).start
             plan = replace(plan, rows=RowRule.FROM_LAST_UNMASKED, max_rows=longest)
+    quota = plan.quota
+    if quota.parallel is not None and quota.parallel.kind == "threshold":
+        quota = replace(quota, parallel=quota.parallel._replace(kind="exceeded_threshold"))
     num_copied = copied_es_dllm(spec, progress.block) if copying is not RetainedCopy.NONE else 0
     return replace(
         plan,
-        quota=replace(plan.quota, exceeds=True),
+        quota=quota,
         read=num_copied + rows.size if copying is RetainedCopy.READ else spec.canvas_length,
         retained=spec.canvas_length,
         retained_copy=copying,
@@ -168,6 +173,28 @@ def prompt_budgets(options: MaskKVOptions, prompt_length: int, num_layers: int) 
         base_share=options.beta,
         redistribute=options.redistribute,
     )
+
+
+def plan_freecache(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """FreeCache, section 3.2.1: K/V of the prompt and of finished blocks are computed once and kept.
+
+    The first step computes the whole canvas and keeps the prompt. A finished block is fed once more, with its final
+    tokens, in the first step of the next one, which keeps it; its last row then predicts that block's first position
+    where logits are shifted.
+    """
+    options = spec.cache
+    assert isinstance(options, FreeCacheOptions)
+    block, clean = spec.block_span(progress.block), retained_prefix(spec, progress.block)
+    stop = spec.canvas_length if options.include_suffix else block.stop
+    if progress.step > 0:
+        plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(block.start, stop))
+        return replace(plan, read=clean, retained=clean)
+    if progress.block == 0:
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+        return replace(plan, retained=clean)
+    clean_before = retained_prefix(spec, progress.block - 1)
+    plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, Span(clean_before, stop))
+    return replace(plan, read=clean_before, retained=clean)
 
 
 def live_start(spec: DecodingSpec) -> int:
@@ -279,13 +306,23 @@ REFRESH_PLANS: dict[str, RefreshPlan] = {
     "dllm_cache": RefreshPlan(plan_dllm_cache, _hold_canvas_and_features),
     "es_dllm": RefreshPlan(plan_es_dllm, _hold_es_dllm),
     "maskkv": RefreshPlan(plan_maskkv, _hold_budget_and_features),
+    "freecache": RefreshPlan(plan_freecache, _hold_tokens(retained_prefix)),
 }
+
+
+def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
+    """Pages that the guide takes for a request, all its life. It is never asked what follows the last token."""
+    return geometry.guide_pages(spec.canvas_length - 1) if spec.guidance is not None else {}
 
 
 def page_demand(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> int:
     """The most pages a request holds at any time of its life."""
-    pages = REFRESH_PLANS[options.cache_method].pages
-    return max(sum(sum(counts) for counts in pages(spec, block, geometry).values()) for block in range(spec.num_blocks))
+    return max(_pages_held(spec, block, options, geometry) for block in range(spec.num_blocks))
+
+
+def _pages_held(spec: DecodingSpec, block: int, options: EngineOptions, geometry: PoolGeometry) -> int:
+    held = REFRESH_PLANS[options.cache_method].pages(spec, block, geometry) | guide_pages(spec, geometry)
+    return sum(map(sum, held.values()))
 
 
 def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len: int) -> int:
@@ -307,10 +344,10 @@ def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len
             top_p=1.0,
             top_k=0,
             shifts_logits=True,
+            guidance=Guidance() if options.guide_model else None,
             cache=options.cache,
         )
-        pages = REFRESH_PLANS[options.cache_method].pages
-        return max(sum(map(sum, pages(spec, block, geometry).values())) for block in {0, spec.num_blocks - 1})
+        return max(_pages_held(spec, block, options, geometry) for block in {0, spec.num_blocks - 1})
 
     longest = max(max_model_len - 1, 1)
     return max(demand(1, 1), demand(longest, 1), demand(longest, longest))

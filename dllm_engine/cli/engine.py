@@ -54,11 +54,13 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
+    """``with_model=False``: for commands that take the model as an argument of its own."""
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
-    )
+    if with_model:
+        group.add_argument(
+            "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
+        )
     group.add_argument(
         "--dtype",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
@@ -92,8 +94,18 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
-    group.add_argument(
+    parallel = group.add_mutually_exclusive_group()
+    parallel.add_argument(
         "--threshold", type=float, metavar="P", help="fill every position at least this sure, not a fixed count a step"
+    )
+    parallel.add_argument(
+        "--factor", type=float, metavar="F", help="fill the n surest positions with (n+1)·(1 − n-th probability) < F"
+    )
+    parallel.add_argument(
+        "--entropy-bound", type=float, metavar="NATS", help="fill positions whose entropies add up to little"
+    )
+    parallel.add_argument(
+        "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"
     )
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
@@ -128,21 +140,21 @@ def check_vllm() -> None:
 
 
 def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for.
+    """The engine and the decoding parameters that ``args`` ask for; raises as ``load_engine``."""
+    _prepare(args)
+    params = decoding_params(args)
+    return load_engine(args, trace=trace), params
+
+
+def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
+    """The engine that ``args`` ask for.
 
     On a single device the engine runs in this process: its errors are raised here, where another process would log
     them. Raises ``ValueError`` for options out of range, ``CommandError`` for a model that cannot be found.
     """
-    options = engine_options(args)
-    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
-        raise CommandError(f"model folder {args.model} does not exist")
-    _be_quiet()
-    if args.tensor_parallel_size == 1:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    check_vllm()
+    _prepare(args)
     from dllm_engine.llm import LLM
 
-    params = _decoding_params(args)
     arguments = {
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
@@ -151,9 +163,20 @@ def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM
         **dict(args.engine_arg),
     }
     try:
-        return LLM(args.model, trace=trace, **options, **arguments), params
+        return LLM(args.model, trace=trace, **engine_options(args), **arguments)
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment."""
+    engine_options(args)
+    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
+        raise CommandError(f"model folder {args.model} does not exist")
+    _be_quiet()
+    if args.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_vllm()
 
 
 def _be_quiet() -> None:
@@ -170,8 +193,9 @@ def _be_quiet() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    from dllm_engine.params import DiffusionParams, request_options
+def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
+    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams, request_options
 
     lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
     if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
@@ -180,7 +204,7 @@ def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
         **lengths,
         steps=args.steps,
         unmasking=args.unmasking,
-        threshold=args.threshold,
+        **{name: getattr(args, name) for name in PARALLEL_OPTIONS},
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -189,6 +213,15 @@ def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     )
     request_options(params)  # vLLM would check these with the first request only
     return params
+
+
+def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
+    """Raise ``ValueError`` for parameters that would fail every request alike."""
+    from dllm_engine.families import family_of
+    from dllm_engine.params import resolve_decoding
+
+    engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
+    resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
 
 def has_chat_template(llm: "LLM") -> bool:

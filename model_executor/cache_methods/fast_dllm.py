@@ -13,7 +13,7 @@ from dllm_engine.scheduler.step_plan import StepPlan
 def prefix_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
     """Retain the prompt and all finished blocks."""
     assert pages is not None
-    return RetentionPass(batch, pages, _retain_prefix)
+    return RetentionPass(batch, pages, before_block)
 
 
 def dual_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
@@ -22,7 +22,8 @@ def dual_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
     return RetentionPass(batch, pages, _retain_outside)
 
 
-def _retain_prefix(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
+def before_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
+    """Canvas positions of the prompt and the finished blocks."""
     return torch.arange(plan.block.start, device=layer.k.device)
 
 

@@ -18,7 +18,7 @@ from dllm_engine.scheduler.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of one request in a forward pass of its whole canvas."""
+    """One layer of one request in a forward pass, which to be scored must be of its whole canvas."""
 
     q: torch.Tensor
     """``[canvas_length, num_heads, head_dim]``, after RoPE."""

@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Measure = Literal["probability", "entropy", "margin"]
+"""What a confidence is: the predicted token's probability, the negative entropy, or p1 − p2."""
 
 
 @dataclass
@@ -32,8 +36,8 @@ class UnmaskingPolicy:
     confidence: Callable[[TokenStatistics], torch.Tensor]
     tempered: bool = False
     """Whether probabilities are those after temperature, top-p and top-k (Dream) or of the plain softmax (LLaDA)."""
-    measures_probability: bool = False
-    """Whether the confidence is a probability, which a threshold can be compared with."""
+    measures: Measure | None = None
+    """What the confidence is, where a rule of parallel unmasking could use it; None: chance."""
     needs_entropy: bool = False
     needs_margin: bool = False
     needs_noise: bool = False

@@ -78,6 +78,15 @@ def test_figures_come_with_the_response(client, model, examples, offline):
     assert "trace" not in figures
 
 
+@pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 1.0}, {"entropy_bound": 0.1}, {"margin": 0.8}])
+def test_parallel_unmasking_can_be_asked_for_per_request(client, model, rule):
+    # A line that the model was trained on: it is sure of every word.
+    answer = ask(client, model, "Hello!", extra_body={"vllm_xargs": rule | BLOCK["vllm_xargs"]})
+    assert answer.choices[0].message.content.strip() == "Hello! How can I help?"
+    (figures,) = answer.kv_transfer_params["diffusion"]
+    assert figures["tokens_per_forward"] > 1.5
+
+
 def test_completions_take_plain_prompts(client, model, examples, offline):
     tokenized = json.load(
         urllib.request.urlopen(
@@ -153,6 +162,8 @@ def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
         ({"extra_body": {"vllm_xargs": {"unmasking": "best"}}}, "unmasking='best'"),
         ({"extra_body": {"vllm_xargs": {"stepz": 3}}}, "'stepz'"),
         ({"extra_body": {"vllm_xargs": {"cfg_scale": 1.5}}}, "cfg_scale"),
+        ({"extra_body": {"vllm_xargs": {"factor": 0}}}, "factor=0"),
+        ({"extra_body": {"vllm_xargs": {"threshold": 0.9, "margin": 0.5}}}, "threshold=0.9 and margin=0.5"),
     ],
 )
 def test_what_cannot_be_served_is_answered_with_400_and_loses_nothing(client, model, examples, offline, options, named):
