@@ -1,5 +1,6 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -43,13 +44,13 @@ class RequestOptions(BaseModel):
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     margin: float | None = Field(default=None, gt=0, le=1)
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
+    delay_eos: bool | None = None
     guided: bool | None = None
     speculation_length: int | None = Field(default=None, ge=1)
     guide_top_k: int | None = Field(default=None, ge=1)
     guide_threshold: float | None = Field(default=None, gt=0, lt=1)
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
-    delay_eos: bool = False
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -96,6 +97,10 @@ class DiffusionParams(SamplingParams):
     least the best one. For the policy ``topk_margin``."""
     retention_ratio: float | None = None
     """Retain less than the engine's ``retention_ratio`` for this request."""
+    delay_eos: bool | None = None
+    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM),
+    whatever the cache method. Without a cache it also asks for the rest of ES-dLLM's sampler, which ``es_dllm`` always
+    uses: equally many tokens per step in both families, by default those of the highest plain probability."""
     guided: bool | None = None
     """Guided Diffusion: whether the engine's guide model decides what a step unmasks; default yes, where the engine has
     one. Schedules, unmasking policies and thresholds then have no say."""
@@ -109,10 +114,6 @@ class DiffusionParams(SamplingParams):
     """Whose token is taken where nothing passes: ``guide`` (default) or ``draft``."""
     guide_correction: bool | None = None
     """Replace what passes by the guide's tokens; default no."""
-    delay_eos: bool = False
-    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM),
-    whatever the cache method. Without a cache it also asks for the rest of ES-dLLM's sampler, which ``es_dllm`` always
-    uses: equally many tokens per step in both families, by default those of the highest plain probability."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -127,10 +128,8 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        own = tuple(name for name in RequestOptions.model_fields if name not in ("delay_eos", "top_p", "top_k"))
+        own = tuple(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k"))
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
-        if self.delay_eos:
-            chosen["delay_eos"] = True
         if top_p != 1.0:
             chosen["top_p"] = top_p
         if top_k > 0:
@@ -173,7 +172,13 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
     return engine.cache.model_copy(update={"retention_ratio": wanted})
 
 
-def resolve_unmasking(options: RequestOptions, default_unmasking: str) -> tuple[str, ParallelRule | None]:
+def _uses_es_dllm_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
+    """ES-dLLM decodes both families alike, with its cache and without: equally many tokens per step, and where it is
+    greedy by the plain probability, whatever top_p and top_k are."""
+    return engine.cache_method == "es_dllm" or (engine.cache_method == "none" and bool(options.delay_eos))
+
+
+def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise InvalidRequestError(
@@ -181,7 +186,7 @@ def resolve_unmasking(options: RequestOptions, default_unmasking: str) -> tuple[
         )
     given = [ParallelRule(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
     if not given:
-        return options.unmasking or default_unmasking, None
+        return options.unmasking or family.default_unmasking, None
     rule, *others = given
     if others:
         named = " and ".join(f"{kind}={value}" for kind, value in given)
@@ -189,8 +194,8 @@ def resolve_unmasking(options: RequestOptions, default_unmasking: str) -> tuple[
     measure = PARALLEL_RULES[rule.kind].measures
     suited = [policy for policy in UNMASKING_POLICIES.values() if policy.measures == measure]
     if options.unmasking is None:
-        default = UNMASKING_POLICIES[default_unmasking]
-        # The default where it suits, else one that like it measures before or after temperature and filters.
+        default = UNMASKING_POLICIES[family.default_unmasking]
+        # The family's own where it suits, else one that like it measures before or after temperature and filters.
         return max(suited, key=lambda policy: (policy is default, policy.tempered == default.tempered)).name, rule
     if UNMASKING_POLICIES[options.unmasking] in suited:
         return options.unmasking, rule
@@ -221,20 +226,12 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
         if given:
             raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
         return None
-    for name in ("unmasking", "steps", *PARALLEL_OPTIONS):
+    for name in ("unmasking", "steps", "delay_eos", *PARALLEL_OPTIONS):
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
-    if options.delay_eos:
-        raise InvalidRequestError("delay_eos=True: the guide decides when a response ends; leave it unset")
     return Guidance(**given)
-
-
-def _uses_es_dllm_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
-    """ES-dLLM decodes both families alike, with its cache and without: equally many tokens per step, and where it is
-    greedy by the plain probability, whatever top_p and top_k are."""
-    return engine.cache_method == "es_dllm" or (engine.cache_method == "none" and options.delay_eos)
 
 
 def resolve_decoding(
@@ -252,24 +249,25 @@ def resolve_decoding(
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
-    es_dllm = _uses_es_dllm_sampler(options, engine)
-    default_unmasking = "low_confidence" if es_dllm else family.default_unmasking
-    unfiltered = es_dllm and params.temperature == 0
-    unmasking, parallel = resolve_unmasking(options, default_unmasking)
+    of_es_dllm = _uses_es_dllm_sampler(options, engine)
+    unfiltered = of_es_dllm and params.temperature == 0
+    if of_es_dllm:
+        family = replace(family, schedule="uniform", default_unmasking="low_confidence")
+    unmasking, parallel = resolve_unmasking(options, family)
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
         steps=options.steps if options.steps is not None else gen_length,
-        schedule="uniform" if es_dllm else family.schedule,
+        schedule=family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
         temperature=params.temperature,
         top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
-        delay_eos=options.delay_eos,
         guidance=resolve_guidance(options, engine),
+        delay_eos=bool(options.delay_eos),
         cache=resolve_cache(options, engine),
     )
     if spec.parallel is None and spec.steps < spec.num_blocks:

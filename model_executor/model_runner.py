@@ -247,13 +247,13 @@ class DiffusionModelRunner:
                 groups[_sampling_settings(candidates.canvas)].append(candidates)
         for settings, group in groups.items():
             for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
-                if candidates.canvas.spec.guidance is not None:
-                    drafted.append((candidates, statistics))
-                    continue
                 if candidates.canvas.spec.delay_eos:
                     statistics.held_back = _ends_too_early(candidates, statistics.token, self.end_tokens)
                 layer_pass.observe(candidates.index, candidates.positions, statistics)
-                unmasked[candidates.index] = _fill(candidates, statistics)
+                if candidates.canvas.spec.guidance is not None:
+                    drafted.append((candidates, statistics))
+                else:
+                    unmasked[candidates.index] = _fill(candidates, statistics)
         if drafted:
             for (candidates, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
                 unmasked[candidates.index] = filled

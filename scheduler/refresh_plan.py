@@ -17,7 +17,7 @@ from dllm_engine.options import (
     MaskKVOptions,
     SparseOptions,
 )
-from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule, Progress, Span
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, Progress, Span
 from dllm_engine.scheduler.layer_budgets import layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
@@ -117,30 +117,29 @@ def plan_es_dllm(spec: DecodingSpec, progress: Progress) -> StepPlan:
         copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
     rows = spec.predicting_span(progress.block)
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, block_alone=False)
     elif clock % options.prompt_refresh_interval == 0:
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop))
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop), block_alone=False)
     else:
         whole = block_due or copying is RetainedCopy.WRITE
-        plan = step_plan(spec, progress, RefreshState.UPDATE if whole else RefreshState.REUSE, Scope.ACTIVE, rows)
+        state = RefreshState.UPDATE if whole else RefreshState.REUSE
+        plan = step_plan(spec, progress, state, Scope.ACTIVE, rows, block_alone=False)
         plan = replace(plan, skips=options.skips and not whole)
         if progress.step == 0:
             longest = rows.stop - spec.predicting_span(progress.block - 1).start
             plan = replace(plan, rows=RowRule.FROM_LAST_UNMASKED, max_rows=longest)
+    quota = plan.quota
+    if quota.parallel is not None and quota.parallel.kind == "threshold":
+        quota = replace(quota, parallel=quota.parallel._replace(kind="exceeded_threshold"))
     num_copied = copied_es_dllm(spec, progress.block) if copying is not RetainedCopy.NONE else 0
     return replace(
         plan,
-        quota=replace(plan.quota, parallel=_exceeding(plan.quota.parallel)),
+        quota=quota,
         read=num_copied + rows.size if copying is RetainedCopy.READ else spec.canvas_length,
         retained=spec.canvas_length,
         retained_copy=copying,
         num_copied=num_copied,
     )
-
-
-def _exceeding(rule: ParallelRule | None) -> ParallelRule | None:
-    """ES-dLLM's threshold must be exceeded, not just reached."""
-    return rule._replace(kind="exceeded_threshold") if rule is not None and rule.kind == "threshold" else rule
 
 
 def copied_es_dllm(spec: DecodingSpec, block: int) -> int:

@@ -1,6 +1,6 @@
-"""``threshold`` (Fast-dLLM, arXiv 2505.22618): every position whose probability reaches a value.
+"""``threshold`` (Fast-dLLM, arXiv 2505.22618): every position whose probability reaches the value.
 
-ES-dLLM's has to be exceeded.
+ES-dLLM's (arXiv 2603.10088) must exceed it; its plan asks for that rule in place of the other.
 """
 
 import torch
@@ -24,5 +24,6 @@ def select_exceeding(confidence: torch.Tensor, value: float) -> torch.Tensor:
 
 # Fast-dLLM's Dream sampler takes a threshold with every policy and ignores it with most.
 THRESHOLD = ParallelUnmasking("threshold", measures="probability", select=select_reaching, else_counted=True)
-# What becomes of ``threshold`` under ES-dLLM; not to be asked for by name.
-EXCEEDED_THRESHOLD = ParallelUnmasking("exceeded_threshold", measures="probability", select=select_exceeding)
+EXCEEDED_THRESHOLD = ParallelUnmasking(
+    "exceeded_threshold", measures="probability", select=select_exceeding, else_counted=True
+)

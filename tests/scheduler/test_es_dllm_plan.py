@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES
 from dllm_engine.options import EngineOptions, ESDLLMOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Progress, Span
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
@@ -59,14 +61,7 @@ def test_what_a_step_computes():
     assert [plan.skips for plan in plans[:7]] == [plan.state is REUSE for plan in plans[:7]]
     assert [plan.state for plan in plans[7:14]] == [REUSE, REUSE, UPDATE, UPDATE, REUSE, UPDATE, REUSE]
     assert {plan.span for plan in plans[7:14]} == {(18, 26), (0, 26)}  # at the clock of 10
-    assert all(plan.quota.parallel is None for plan in plans)
     assert all(plan.read == plan.retained == 30 and plan.retained_copy is NONE for plan in plans)
-
-
-@pytest.mark.parametrize(("asked", "planned"), [("threshold", "exceeded_threshold"), ("factor", "factor")])
-def test_a_threshold_has_to_be_exceeded(asked, planned):
-    request = replace(spec(), parallel=ParallelRule(asked, 0.9))
-    assert plans_of(request, (1,))[0].quota.parallel == ParallelRule(planned, 0.9)
 
 
 def test_a_blocks_first_step_also_feeds_what_was_unmasked_last():
@@ -87,6 +82,12 @@ def test_dream_feeds_the_rows_before_those_it_predicts():
     assert [plan.span for plan in plans[:2]] == [(0, 30), (9, 17)]
     assert [plan.span for plan in plans[7:10]] == [(17, 25), (17, 25), (0, 25)]
     assert plans[1].block == plans[1].quota.candidates == (10, 18)
+
+
+def test_a_threshold_must_be_exceeded():
+    request = replace(spec(), parallel=ParallelRule("threshold", 0.9))
+    assert {plan.quota.parallel for plan in plans_of(request, (3, 2, 1))} == {ParallelRule("exceeded_threshold", 0.9)}
+    assert PARALLEL_RULES["exceeded_threshold"].select(torch.tensor([0.5, 0.75, 0.875]), 0.75).tolist() == [2]
 
 
 def test_without_an_indicator_no_row_is_skipped_and_blocks_begin_with_the_whole_canvas():
