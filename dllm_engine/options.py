@@ -187,6 +187,8 @@ class EngineOptions(BaseModel):
     cache_options: dict[str, Any] | Literal["paper"] = {}
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
+    dense_attention: Literal["sdpa", "xformers"] = "sdpa"
+    """Library that computes attention without pages: PyTorch's, or xformers where it is installed (CUDA)."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) with the same tokenizer, which checks
     drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""
@@ -218,7 +220,7 @@ class EngineOptions(BaseModel):
         try:
             options = cls.model_validate(raw)
         except ValidationError as error:
-            known = ", ".join(cls.model_fields)
+            known = ", ".join(name for name in cls.model_fields if name != "guide_shape")
             raise ValueError(f"{explain(error, 'engine option')} (engine options: {known})") from None
         _ = options.cache
         return options

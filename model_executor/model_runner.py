@@ -17,10 +17,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from dllm_engine.kernels.attention import use_dense_backend
+from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
 from dllm_engine.model_executor.guide import Draft, Guide
 from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
+from dllm_engine.model_executor.layer_profile import ProfilingPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
@@ -63,6 +66,9 @@ class DiffusionModelRunner:
         self.model_config = vllm_config.model_config
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
+        if self.options.dense_attention == "xformers":
+            check_xformers(device, self.model_config.dtype)
+        use_dense_backend(self.options.dense_attention)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
         self.canvases: dict[str, Canvas] = {}
@@ -146,6 +152,14 @@ class DiffusionModelRunner:
         hidden = self.model(ids, positions, DensePass([*sequences, num_rows]))
         rows = min(self.predictor.max_rows, num_rows)
         self.model.compute_logits(hidden[:rows]).logits.float().softmax(dim=-1)
+
+    @torch.inference_mode()
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
+        """Importance of each layer in a forward pass over a prompt and a masked response; see ``ProfilingPass``."""
+        tokens = prompt_token_ids + [self.mask_token_id] * gen_length
+        layer_pass = ProfilingPass(len(tokens))
+        self.model(torch.tensor(tokens, device=self.device), torch.arange(len(tokens), device=self.device), layer_pass)
+        return layer_pass.importance
 
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""

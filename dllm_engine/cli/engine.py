@@ -54,11 +54,13 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
+    """``with_model=False``: for commands that take the model as an argument of its own."""
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
-    )
+    if with_model:
+        group.add_argument(
+            "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
+        )
     group.add_argument(
         "--dtype",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
@@ -138,21 +140,21 @@ def check_vllm() -> None:
 
 
 def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for.
+    """The engine and the decoding parameters that ``args`` ask for; raises as ``load_engine``."""
+    _prepare(args)
+    params = decoding_params(args)
+    return load_engine(args, trace=trace), params
+
+
+def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
+    """The engine that ``args`` ask for.
 
     On a single device the engine runs in this process: its errors are raised here, where another process would log
     them. Raises ``ValueError`` for options out of range, ``CommandError`` for a model that cannot be found.
     """
-    options = engine_options(args)
-    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
-        raise CommandError(f"model folder {args.model} does not exist")
-    _be_quiet()
-    if args.tensor_parallel_size == 1:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    check_vllm()
+    _prepare(args)
     from dllm_engine.llm import LLM
 
-    params = decoding_params(args)
     arguments = {
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
@@ -161,9 +163,20 @@ def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM
         **dict(args.engine_arg),
     }
     try:
-        return LLM(args.model, trace=trace, **options, **arguments), params
+        return LLM(args.model, trace=trace, **engine_options(args), **arguments)
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment."""
+    engine_options(args)
+    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
+        raise CommandError(f"model folder {args.model} does not exist")
+    _be_quiet()
+    if args.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_vllm()
 
 
 def _be_quiet() -> None:
