@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.cli.comparison import ONE, RULES, combinations, compare, comparison_table
+from dllm_engine.cli.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
 from dllm_engine.cli.engine import (
     DEMO_LENGTHS,
     add_decoding_arguments,
@@ -21,7 +21,7 @@ from dllm_engine.cli.engine import (
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.table import format_table
 from dllm_engine.cli.task_score import COLUMNS, score_task
-from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.demo.tasks import TASKS, Example, make_examples
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -52,16 +52,28 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     tasks = args.tasks.split(",")
     examples = {task: make_examples(task, args.count, args.seed) for task in tasks}
-    scores: Sequence[Any]
     if args.methods is not None or args.unmasking_rules is not None:
-        scores = list(compare(combinations(args), examples))
-        print(comparison_table(scores))
-    else:
-        llm, params = start_engine(args)
-        scores = [score_task(llm, examples[task], params) for task in examples]
-        print(format_table([COLUMNS, *(score.row() for score in scores)]))
+        return _compare(args, examples)
+    llm, params = start_engine(args)
+    scores = [score_task(llm, examples[task], params) for task in examples]
+    print(format_table([COLUMNS, *(score.row() for score in scores)]))
     if args.json:
         _write_json(args.json, args, scores)
+    return 0
+
+
+def _compare(args: argparse.Namespace, examples: dict[str, list[Example]]) -> int:
+    scores: list[ComparedScore] = []
+    wanted = combinations(args)
+    try:
+        for score in compare(wanted, examples):
+            scores.append(score)
+            if args.json:
+                _write_json(args.json, args, scores)
+    finally:
+        # A long run that is interrupted, or fails late, still shows what it found.
+        if scores:
+            print(comparison_table(scores))
     return 0
 
 

@@ -101,3 +101,17 @@ def test_all_stands_for_every_cache_method():
 
     asked = comparison.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
     assert [combination.cache_method for combination in asked] == list(CACHE_OPTIONS)
+
+
+def test_a_comparison_that_fails_late_shows_what_it_found(demo, monkeypatch, capsys):
+    def start_engine(args):
+        if args.cache_method == "dual":
+            raise OSError("out of luck")
+        return demo, None
+
+    monkeypatch.setattr(comparison, "start_engine", start_engine)
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none,dual"]) != 0
+    printed = capsys.readouterr()
+    assert [row.split()[0] for row in printed.out.splitlines()] == ["METHOD", "none"]
+    assert "out of luck" in printed.err
