@@ -24,6 +24,10 @@ class DiffusionFigures:
     tokens_unmasked: int
     tokens_computed: int
     """Rows fed to the model, summed over forward passes."""
+    pages_held: int = 0
+    """The most pages held at once, over all layers and kinds of page."""
+    tokens_retained: int = 0
+    """The most tokens that the pages of a layer held at once (the mean, where layers or heads differ)."""
     trace: dict[str, list] = field(default_factory=dict)
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
     positions) and ``computed_positions`` (None: the whole canvas); per UPDATE step ``retained_positions``, a list per
@@ -69,6 +73,8 @@ def figures_message(progress: "Progress") -> dict[str, Any]:
         forward_passes=progress.num_forwards,
         tokens_unmasked=progress.num_unmasked,
         tokens_computed=progress.num_rows_computed,
+        pages_held=progress.pages_held,
+        tokens_retained=progress.tokens_retained,
         trace=progress.trace,
     )
     return {MESSAGE_KEY: asdict(figures)}

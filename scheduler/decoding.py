@@ -77,5 +77,9 @@ class Progress:
     """Response tokens unmasked so far."""
     num_rows_computed: int = 0
     """Rows fed to the model so far, summed over forward passes."""
+    pages_held: int = 0
+    """The most pages held so far."""
+    tokens_retained: int = 0
+    """The most tokens per layer that pages held so far."""
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""

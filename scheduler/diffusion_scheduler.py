@@ -21,9 +21,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm_engine.families import family_of
 from dllm_engine.figures import figures_message
+from dllm_engine.metrics import attach_stats
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_page_demand, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
@@ -44,6 +46,8 @@ class RequestState:
     end_tokens: frozenset[int]
     page_counts: PageCounts = field(default_factory=dict)
     """Pages per table that the request holds."""
+    tokens_retained: int = 0
+    """Tokens per layer that they hold."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
 
@@ -89,6 +93,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.finished_req_ids_dict: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._rejected: list[Request] = []
         self._num_steps = 0
+        self._stats = EngineStats()
         self._pause_state = PauseState.UNPAUSED
         # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
         self._seeds = random.Random(vllm_config.model_config.seed)
@@ -146,7 +151,9 @@ class DiffusionScheduler(SchedulerInterface):
         return requests
 
     def _free(self, request: Request) -> None:
-        del self.states[request.request_id]
+        state = self.states.pop(request.request_id)
+        if self.log_stats:  # else nobody empties its lists
+            self._stats.add_ended(state.progress)
         self.pages.free(request.request_id)
         self.finished_req_ids.add(request.request_id)
         if self.finished_req_ids_dict is not None:
@@ -206,6 +213,10 @@ class DiffusionScheduler(SchedulerInterface):
             if counts != state.page_counts:
                 state.page_counts = counts
                 output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
+            state.tokens_retained = plan.retained
+            progress = state.progress
+            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
+            progress.pages_held = max(progress.pages_held, sum(map(sum, counts.values())))
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
         return plan.max_rows
 
@@ -234,10 +245,14 @@ class DiffusionScheduler(SchedulerInterface):
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         finished: set[Request] = set()
         if isinstance(model_runner_output, DiffusionRunnerOutput):
+            assert isinstance(scheduler_output, DiffusionSchedulerOutput)
+            self._stats.engine_steps += 1
             for request_id, report in model_runner_output.reports.items():
                 state = self.states.get(request_id)
                 if state is None:  # aborted while the step ran
                     continue
+                plan = scheduler_output.plans[request_id]
+                self._stats.add_step(plan, state.spec, report.num_unmasked, report.rows_computed)
                 self._advance(state.progress, state.spec, report)
                 if report.block_tokens is None:
                     continue
@@ -348,12 +363,19 @@ class DiffusionScheduler(SchedulerInterface):
         if not self.log_stats:
             return None
         num_running, num_waiting = self.get_request_counts()
-        return SchedulerStats(
+        scheduler_stats = SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
             kv_cache_usage=self.pages.usage,
             prefix_cache_stats=PrefixCacheStats(),
         )
+        stats, self._stats = self._stats, EngineStats()
+        stats.pages_total = self.pages.num_pages
+        stats.pages_reserved = self.pages.num_reserved
+        stats.pages_allocated = self.pages.num_allocated
+        stats.tokens_retained = sum(state.tokens_retained for state in self.states.values())
+        attach_stats(scheduler_stats, stats)
+        return scheduler_stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Nothing is shared between requests, so there is nothing to reset."""

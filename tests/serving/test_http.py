@@ -1,7 +1,9 @@
 """``vllm serve`` and ``dllm serve`` of the demo model, asked by the real OpenAI client."""
 
 import json
+import re
 import urllib.request
+from pathlib import Path
 
 import openai
 import pytest
@@ -175,6 +177,41 @@ def test_a_client_that_hangs_up_frees_its_place(client, server, model, examples,
     metrics = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
     (running_now,) = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
     assert float(running_now.split()[-1]) == 0.0
+
+
+def scrape(server) -> dict[str, float]:
+    """Every series of ``/metrics`` summed over its labels, and denoising steps by state as ``steps:<state>``."""
+    text = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, labels, value = re.fullmatch(r"([^{ ]+)(\{.*\})? (\S+)", line).groups()
+            values[name] = values.get(name, 0.0) + float(value)
+            if state := re.search(r'refresh_state="(\w+)"', labels or ""):
+                if name == "dllm:denoising_steps_total":
+                    values["steps:" + state[1]] = float(value)
+    return values
+
+
+def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
+    before = scrape(server)
+    answers = [ask(client, model, example.prompt) for example in examples[:3]]
+    figures = [figures for answer in answers for figures in answer.kv_transfer_params["diffusion"]]
+    after = scrape(server)
+    grown = {name: after[name] - before[name] for name in after}
+    for name in ("forward_passes", "tokens_unmasked", "tokens_computed"):
+        assert grown[f"dllm:{name}_total"] == sum(f[name] for f in figures), name
+    assert grown["steps:full"] == sum(f["denoising_steps"] for f in figures)
+    assert grown["dllm:request_pages_held_count"] == 3
+    assert after["dllm:pages_reserved"] == after["dllm:pages_allocated"] == after["dllm:tokens_retained"] == 0
+    labels = 'engine="0",model_name="' + model
+    assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+
+
+def test_every_metric_of_the_dashboard_exists(server):
+    dashboard = (Path(__file__).parents[2] / "docs" / "grafana" / "dllm-engine.json").read_text()
+    asked = set(re.findall(r"(?:dllm|vllm):\w+", dashboard))
+    assert asked <= set(scrape(server))
 
 
 def test_sigterm_ends_the_server_with_status_0(tmp_path):
