@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from dllm_engine import admission
+from dllm_engine import admission, response_fields
 from dllm_engine.families import family_of
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.paper_settings import paper_settings
@@ -84,6 +84,7 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         admission.serve_diffusion()
+        response_fields.install()
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:

@@ -2,8 +2,7 @@
 
 vLLM's ``EngineCoreOutput`` is a fixed struct; of its fields only ``kv_transfer_params``, a free dictionary, passes
 every executor and wire format. The scheduler puts a request's figures there, and ``install`` makes vLLM's front end
-hand them on: as ``RequestOutput.outputs[i].diffusion`` in Python, and over HTTP as
-``kv_transfer_params["diffusion"]``, a list with one entry per choice.
+hand them on, as ``RequestOutput.outputs[i].diffusion``; ``response_fields`` gives them to HTTP clients.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -82,13 +81,14 @@ def figures_message(progress: "Progress") -> dict[str, Any]:
 
 def install() -> None:
     """Make vLLM's output processor attach the figures. Idempotent; requests of other models are untouched."""
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
     if getattr(RequestState, "_dllm_figures", False):
         return
     make_request_output = RequestState.make_request_output
     new_completion_output = RequestState._new_completion_output
-    new_request_output = RequestState._new_request_output
+    merge = RequestOutput.add
 
     def take_message(
         self: Any,
@@ -112,14 +112,14 @@ def install() -> None:
         completion.diffusion = getattr(self, "diffusion", None)
         return completion
 
-    def attach_to_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = new_request_output(self, *args, **kwargs)
-        figures = [getattr(c, "diffusion", None) for c in output.outputs] if isinstance(output.outputs, list) else []
-        if any(f is not None for f in figures):
-            output.kv_transfer_params = {MESSAGE_KEY: [f.to_json() if f is not None else None for f in figures]}
-        return output
+    def merge_with_figures(self: Any, next_output: Any, aggregate: bool) -> None:
+        merge(self, next_output, aggregate)
+        latest = {completion.index: completion for completion in next_output.outputs}
+        for completion in self.outputs:
+            if completion.index in latest:
+                completion.diffusion = getattr(latest[completion.index], "diffusion", None)
 
     RequestState.make_request_output = take_message
     RequestState._new_completion_output = attach_to_completion
-    RequestState._new_request_output = attach_to_request
+    RequestOutput.add = merge_with_figures
     RequestState._dllm_figures = True

@@ -64,6 +64,10 @@ def ask(client, model, text, **options):
     )
 
 
+def figures_of(choice) -> dict:
+    return choice.model_extra["diffusion"]
+
+
 def test_chat_gives_the_text_of_offline_generation(client, model, examples, offline):
     for example, expected in zip(examples, offline, strict=True):
         answer = ask(client, model, example.prompt)
@@ -74,7 +78,7 @@ def test_chat_gives_the_text_of_offline_generation(client, model, examples, offl
 
 def test_figures_come_with_the_response(client, model, examples, offline):
     answer = ask(client, model, examples[0].prompt)
-    (figures,) = answer.kv_transfer_params["diffusion"]
+    figures = figures_of(answer.choices[0])
     assert figures["forward_passes"] == offline[0].diffusion.forward_passes
     assert figures["tokens_per_forward"] == 1.0
     assert "trace" not in figures
@@ -109,10 +113,37 @@ def test_streaming_sends_a_chunk_per_block(client, model, examples):
     assert chunks[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_streamed_chunks_carry_the_figures_so_far(client, model, examples, endpoint):
+    if endpoint == "chat":
+        stream = ask(client, model, examples[0].prompt, stream=True, extra_body={"ignore_eos": True})
+        whole = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True})
+    else:
+        create = client.completions.create
+        settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
+        stream, whole = (create(**settings, stream=s, extra_body=BLOCK | {"ignore_eos": True}) for s in (True, False))
+    figures = [figures_of(c.choices[0]) for c in stream if c.choices and "diffusion" in c.choices[0].model_extra]
+    assert [f["forward_passes"] for f in figures] == [8, 16, 24, 32]
+    assert figures[-1] == figures_of(whole.choices[0])
+
+
+def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
+    prompts = ["Tom=48. Give: Tom", "Tom=48. Ida=07. Max=31. Give: Ida, Tom"]
+    answer = client.completions.create(model=model, prompt=prompts, n=2, max_tokens=8, extra_body=BLOCK)
+    computed = [figures_of(choice)["tokens_computed"] for choice in answer.choices]
+    assert computed[0] == computed[1] < computed[2] == computed[3]
+    computed_streamed = {}
+    for chunk in client.completions.create(
+        model=model, prompt=prompts, n=2, max_tokens=8, stream=True, extra_body=BLOCK
+    ):
+        computed_streamed[chunk.choices[0].index] = figures_of(chunk.choices[0])["tokens_computed"]
+    assert computed_streamed == dict(enumerate(computed))
+
+
 def test_n_answers_each_carry_their_figures(client, model, examples):
     answer = ask(client, model, examples[0].prompt, n=3, temperature=1.0)
     assert len(answer.choices) == 3
-    assert len(answer.kv_transfer_params["diffusion"]) == 3
+    assert all(figures_of(choice)["tokens_unmasked"] >= 8 for choice in answer.choices)
 
 
 def test_a_seed_repeats_the_answer(client, model):
@@ -187,16 +218,16 @@ def scrape(server) -> dict[str, float]:
         if line and not line.startswith("#"):
             name, labels, value = re.fullmatch(r"([^{ ]+)(\{.*\})? (\S+)", line).groups()
             values[name] = values.get(name, 0.0) + float(value)
-            if state := re.search(r'refresh_state="(\w+)"', labels or ""):
-                if name == "dllm:denoising_steps_total":
-                    values["steps:" + state[1]] = float(value)
+            state = re.search(r'refresh_state="(\w+)"', labels or "")
+            if state and name == "dllm:denoising_steps_total":
+                values["steps:" + state[1]] = float(value)
     return values
 
 
 def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
     before = scrape(server)
     answers = [ask(client, model, example.prompt) for example in examples[:3]]
-    figures = [figures for answer in answers for figures in answer.kv_transfer_params["diffusion"]]
+    figures = [figures_of(answer.choices[0]) for answer in answers]
     after = scrape(server)
     grown = {name: after[name] - before[name] for name in after}
     for name in ("forward_passes", "tokens_unmasked", "tokens_computed"):
