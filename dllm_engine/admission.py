@@ -24,9 +24,8 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "logprobs": (None, "log-probabilities (beam search needs them too) are"),
     "prompt_logprobs": (None, "log-probabilities of the prompt are"),
-    "logprob_token_ids": (None, "log-probabilities are"),
+    "logprob_token_ids": (None, "log-probabilities of chosen tokens are"),
     "presence_penalty": (0.0, "penalties are"),
     "frequency_penalty": (0.0, "penalties are"),
     "repetition_penalty": (1.0, "penalties are"),
@@ -62,6 +61,11 @@ def check_request(
     for option in params.extra_args or {}:
         if option == "cfg_scale":
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it unset")
+    if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
+        raise InvalidRequestError(
+            f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
+            f"{hf_config.vocab_size} tokens to report, 0 for the response's own"
+        )
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token")
     if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= hf_config.vocab_size:
@@ -135,7 +139,32 @@ _serves_diffusion = False
 def serve_diffusion() -> None:
     """Note that this process serves one of our models: its server refuses what stock vLLM would clip."""
     global _serves_diffusion
-    _serves_diffusion = True
+    if not _serves_diffusion:
+        _serves_diffusion = True
+        _refuse_beam_search()
+
+
+def _refuse_beam_search() -> None:
+    """vLLM's beam search asks for one token at a time with its alternatives, which would be served, but mean nothing:
+    a diffusion model has no prefix to extend."""
+    from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+
+    message = "beam search is not supported for diffusion models; use n with a temperature above 0"
+    offline, online = BeamSearchOfflineMixin.beam_search, BeamSearchOnlineMixin.beam_search
+
+    def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.model_config, "is_dllm_engine", False):
+            raise InvalidRequestError(message)
+        return offline(self, *args, **kwargs)
+
+    def beam_search_online(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.model_config, "is_dllm_engine", False):
+            raise InvalidRequestError(message)
+        return online(self, *args, **kwargs)
+
+    BeamSearchOfflineMixin.beam_search = beam_search
+    BeamSearchOnlineMixin.beam_search = beam_search_online
 
 
 def _refuse_clipping() -> None:

@@ -94,10 +94,6 @@ class LLM(vllm.LLM):
             params.max_tokens = None
         return params
 
-    def beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Beam search extends a prefix token by token, which diffusion models do not have."""
-        raise ValueError("beam search is not supported for diffusion models; use n with a temperature above 0")
-
 
 def _model_name(model: str) -> str:
     """The model as a reader knows it: of a folder its name alone."""

@@ -158,6 +158,7 @@ def resolve_decoding(
         top_k=max(options.top_k if options.top_k is not None else params.top_k, 0),
         threshold=options.threshold,
         cache=resolve_cache(options, engine),
+        num_logprobs=params.logprobs,
     )
     if spec.threshold is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(

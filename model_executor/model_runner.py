@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
@@ -25,7 +25,7 @@ from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PageP
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PoolGeometry
@@ -173,7 +173,16 @@ class DiffusionModelRunner:
         tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
         masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
         masked[spec.prompt_length :] = True
-        return Canvas(spec, request.seed, tokens, masked, masked_before=masked)
+        canvas = Canvas(spec, request.seed, tokens, masked, masked_before=masked)
+        if spec.num_logprobs is not None:
+            shape = (spec.canvas_length, spec.num_logprobs)
+            canvas.logprobs = TokenLogprobs(
+                token=torch.zeros(spec.canvas_length, device=self.device),
+                rank=torch.zeros(spec.canvas_length, dtype=torch.int64, device=self.device),
+                top_tokens=torch.zeros(shape, dtype=torch.int64, device=self.device),
+                top=torch.zeros(shape, device=self.device),
+            )
+        return canvas
 
     def _page_table(self, ids: list[list[int]]) -> torch.Tensor:
         widest = max(map(len, ids))
@@ -221,6 +230,7 @@ class DiffusionModelRunner:
         for settings, group in groups.items():
             for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
                 unmasked[candidates.index] = _fill(candidates, statistics)
+                _record(candidates, statistics)
         for canvas, positions in zip(batch.canvases, unmasked, strict=True):
             canvas.last_unmasked = positions
         return unmasked
@@ -265,12 +275,14 @@ class DiffusionModelRunner:
             forwards=per_row([c.plan.forward for c in group]),
             positions=torch.cat([c.positions for c in group]),
         )
+        num_logprobs = [c.canvas.spec.num_logprobs for c in group if c.canvas.spec.num_logprobs is not None]
         statistics = self.predictor.predict(
             hidden[torch.cat([c.rows for c in group])],
             settings,
             counters,
             with_entropy=any(_policy(c.canvas).needs_entropy for c in group),
             with_margin=any(_policy(c.canvas).needs_margin for c in group),
+            num_logprobs=max(num_logprobs, default=None),
         )
         if any(_policy(c.canvas).needs_noise for c in group):
             statistics.noise = uniform(
@@ -286,6 +298,7 @@ class DiffusionModelRunner:
                 statistics.noise,
             )
         ]
+        split.append(_split_logprobs(statistics.logprobs, sizes))
         return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
 
     def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> DiffusionRunnerOutput:
@@ -300,6 +313,7 @@ class DiffusionModelRunner:
                 num_unmasked=len(unmasked[index]),
                 block_tokens=canvas.tokens[block].tolist() if done else None,
                 trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
+                logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,
@@ -317,6 +331,35 @@ def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerP
         "unmasked_per_step": unmasked,
         "computed_positions": None if whole else batch.positions[batch.rows(index)].tolist(),
     } | layer_pass.record(index)
+
+
+def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
+    """Keep what a request asks to know of its predictions. A position that was filled is predicted no more, so what is
+    kept of it is that of the step that filled it."""
+    kept, made = candidates.canvas.logprobs, statistics.logprobs
+    if kept is None or made is None:
+        return
+    positions, wanted = candidates.positions, kept.top.shape[1]
+    kept.token[positions] = made.token
+    kept.rank[positions] = made.rank
+    kept.top_tokens[positions] = made.top_tokens[:, :wanted]
+    kept.top[positions] = made.top[:, :wanted]
+
+
+def _split_logprobs(logprobs: TokenLogprobs | None, sizes: list[int]) -> list[TokenLogprobs | None]:
+    if logprobs is None:
+        return [None] * len(sizes)
+    parts = (logprobs.token, logprobs.rank, logprobs.top_tokens, logprobs.top)
+    return [TokenLogprobs(*of_request) for of_request in zip(*(part.split(sizes) for part in parts), strict=True)]
+
+
+def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
+    """In vLLM's form: the committed token first, then the likeliest ones."""
+    kept = canvas.logprobs
+    assert kept is not None
+    tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
+    values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
+    return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
 
 
 def _policy(canvas: Canvas) -> UnmaskingPolicy:

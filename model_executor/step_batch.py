@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -26,6 +27,8 @@ class Canvas:
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
     """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
+    logprobs: TokenLogprobs | None = None
+    """Of each canvas position, as of the last step that predicted it; None where the request does not ask."""
     cache_state: Any = None
     """What the engine's cache method keeps of this request beside pages."""
 

@@ -40,6 +40,8 @@ class DecodingSpec:
     """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens get log-probabilities beside the committed one; None: not even that."""
 
     @property
     def canvas_length(self) -> int:

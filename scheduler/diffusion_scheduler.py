@@ -15,7 +15,7 @@ from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -257,7 +257,7 @@ class DiffusionScheduler(SchedulerInterface):
                 if report.block_tokens is None:
                     continue
                 tokens = self._accept(state, report.block_tokens)
-                outputs[state.request.client_index].append(self._engine_output(state, tokens))
+                outputs[state.request.client_index].append(self._engine_output(state, tokens, report.logprobs))
                 if state.request.is_finished():
                     finished.add(state.request)
         self.running = remove_all(self.running, finished)
@@ -307,12 +307,16 @@ class DiffusionScheduler(SchedulerInterface):
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return tokens
 
-    def _engine_output(self, state: RequestState, tokens: list[int]) -> EngineCoreOutput:
+    def _engine_output(
+        self, state: RequestState, tokens: list[int], logprobs: LogprobsLists | None
+    ) -> EngineCoreOutput:
         request = state.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=tokens,
+            # The block's tokens behind an end token are not sent.
+            new_logprobs=logprobs.slice_request(0, len(tokens)) if logprobs is not None else None,
             finish_reason=request.get_finished_reason(),
             stop_reason=request.stop_reason,
             events=request.take_events(),

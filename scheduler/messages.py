@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
@@ -40,6 +40,8 @@ class StepReport:
     """The block's tokens once no mask is left in it, else None."""
     trace: dict[str, list] | None
     """One entry per trace name; None when the engine does not trace."""
+    logprobs: LogprobsLists | None = None
+    """Of ``block_tokens``, if the request asks."""
 
 
 @dataclass

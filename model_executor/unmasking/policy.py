@@ -7,6 +7,20 @@ import torch
 
 
 @dataclass
+class TokenLogprobs:
+    """Log-probabilities of the plain softmax of the logits, at temperature 1 and unfiltered; one entry per row."""
+
+    token: torch.Tensor
+    """``[num_rows]`` float32: of the predicted token."""
+    rank: torch.Tensor
+    """``[num_rows]`` int64: 1 + the number of tokens with a larger logit."""
+    top_tokens: torch.Tensor
+    """``[num_rows, num_logprobs]`` int64: the likeliest tokens, the first one first."""
+    top: torch.Tensor
+    """``[num_rows, num_logprobs]`` float32: theirs."""
+
+
+@dataclass
 class TokenStatistics:
     """The predicted token of each row, and how sure the model is of it; one entry per row."""
 
@@ -20,6 +34,8 @@ class TokenStatistics:
     """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None where no policy of the batch asks."""
     noise: torch.Tensor | None
     """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no policy of the batch asks."""
+    logprobs: TokenLogprobs | None = None
+    """None where no request of the batch asks."""
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,14 @@ def test_streamed_chunks_carry_the_figures_so_far(client, model, examples, endpo
 
 def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
     prompts = ["Tom=48. Give: Tom", "Tom=48. Ida=07. Max=31. Give: Ida, Tom"]
-    answer = client.completions.create(model=model, prompt=prompts, n=2, max_tokens=8, extra_body=BLOCK)
+    answer = client.completions.create(
+        model=model, prompt=prompts, n=2, temperature=1.0, max_tokens=8, extra_body=BLOCK
+    )
     computed = [figures_of(choice)["tokens_computed"] for choice in answer.choices]
     assert computed[0] == computed[1] < computed[2] == computed[3]
     computed_streamed = {}
     for chunk in client.completions.create(
-        model=model, prompt=prompts, n=2, max_tokens=8, stream=True, extra_body=BLOCK
+        model=model, prompt=prompts, n=2, temperature=1.0, max_tokens=8, stream=True, extra_body=BLOCK
     ):
         computed_streamed[chunk.choices[0].index] = figures_of(chunk.choices[0])["tokens_computed"]
     assert computed_streamed == dict(enumerate(computed))
@@ -144,6 +146,34 @@ def test_n_answers_each_carry_their_figures(client, model, examples):
     answer = ask(client, model, examples[0].prompt, n=3, temperature=1.0)
     assert len(answer.choices) == 3
     assert all(figures_of(choice)["tokens_unmasked"] >= 8 for choice in answer.choices)
+
+
+def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
+    answer = ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == len(offline[0].token_ids)
+    assert "".join(token.token for token in content[:-1]) == offline[0].text, "all but the end token"
+    assert all(-20 < token.logprob <= 0 and len(token.top_logprobs) == 2 for token in content)
+    streamed = []
+    for chunk in ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content
+    assert [token.token for token in streamed] == [token.token for token in content]
+    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in content], abs=1e-4)
+    alone = ask(client, model, examples[0].prompt, logprobs=True)
+    assert all(token.top_logprobs == [] for token in alone.choices[0].logprobs.content)
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, 3])
+def test_log_probabilities_of_a_completion(client, model, logprobs):
+    answer = client.completions.create(
+        model=model, prompt="Tom=48. Give: Tom", max_tokens=16, logprobs=logprobs,
+        extra_body=BLOCK | {"ignore_eos": True},
+    )  # fmt: skip
+    got = answer.choices[0].logprobs
+    assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == 16
+    assert all(value <= 0 for value in got.token_logprobs)
+    assert all(len(top) in (max(logprobs, 1), logprobs + 1) for top in got.top_logprobs)
 
 
 def test_a_seed_repeats_the_answer(client, model):
@@ -172,7 +202,9 @@ def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
     ("options", "named"),
     [
         ({"max_tokens": 505}, "max_tokens=505"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "logprobs"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs=1"),
+        ({"extra_body": {"use_beam_search": True}, "n": 2, "temperature": 1.0}, "beam search"),
         ({"presence_penalty": 1.0}, "presence_penalty=1.0"),
         ({"frequency_penalty": 1.0}, "frequency_penalty=1.0"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
