@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dllm_engine.families import ModelFamily, family_of
 from dllm_engine.options import EngineOptions
@@ -120,6 +120,11 @@ def install() -> None:
                 params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
             engine = EngineOptions.from_vllm_config(self.vllm_config)
             spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
+            if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
+                raise InvalidRequestError(
+                    "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
+                    "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
+                )
             # The null block is not handed out; before the engine has told its size there is nothing to compare.
             if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
                 geometry = PoolGeometry.of_model(

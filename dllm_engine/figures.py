@@ -65,7 +65,7 @@ class DiffusionFigures:
         return data
 
 
-def figures_message(progress: "Progress") -> dict[str, Any]:
+def figures_message(progress: "Progress", *, with_trace: bool = True) -> dict[str, Any]:
     """The figures as a message, for ``EngineCoreOutput.kv_transfer_params``."""
     figures = DiffusionFigures(
         denoising_steps=progress.num_forwards,
@@ -74,9 +74,17 @@ def figures_message(progress: "Progress") -> dict[str, Any]:
         tokens_computed=progress.num_rows_computed,
         pages_held=progress.pages_held,
         tokens_retained=progress.tokens_retained,
-        trace=progress.trace,
+        trace=progress.trace if with_trace else {},
     )
     return {MESSAGE_KEY: asdict(figures)}
+
+
+def take_figures(state: Any, message: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Keep the figures of a message for the completion that vLLM's ``RequestState`` makes next; None is left of it."""
+    if message is None or MESSAGE_KEY not in message:
+        return message
+    state.diffusion = DiffusionFigures(**message[MESSAGE_KEY])
+    return None
 
 
 def install() -> None:
@@ -100,9 +108,7 @@ def install() -> None:
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        if kv_transfer_params is not None and MESSAGE_KEY in kv_transfer_params:
-            self.diffusion = DiffusionFigures(**kv_transfer_params[MESSAGE_KEY])
-            kv_transfer_params = None
+        kv_transfer_params = take_figures(self, kv_transfer_params)
         return make_request_output(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *rest, **kwargs
         )

@@ -1,6 +1,6 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
@@ -37,6 +37,7 @@ class RequestOptions(BaseModel):
     unmasking: str | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
+    stream_granularity: Literal["block", "step"] | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -72,6 +73,9 @@ class DiffusionParams(SamplingParams):
     (``entropy``, ``topk_margin``, ``random``, ``origin``) keep to their fixed count, as Fast-dLLM's own code does."""
     retention_ratio: float | None = None
     """Retain less than the engine's ``retention_ratio`` for this request."""
+    stream_granularity: Literal["block", "step"] | None = None
+    """What a streamed response shows: finished blocks (the default), or the running block after each step as well, in
+    ``outputs[i].provisional``."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -86,7 +90,7 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        own = ("block_length", "steps", "unmasking", "threshold", "retention_ratio")
+        own = ("block_length", "steps", "unmasking", "threshold", "retention_ratio", "stream_granularity")
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
         if top_p != 1.0:
             chosen["top_p"] = top_p
@@ -159,6 +163,7 @@ def resolve_decoding(
         threshold=options.threshold,
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
+        streams_steps=options.stream_granularity == "step",
     )
     if spec.threshold is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(

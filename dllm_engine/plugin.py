@@ -10,7 +10,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from dllm_engine import admission, figures, metrics
+    from dllm_engine import admission, figures, metrics, provisional
     from dllm_engine.config_hook import DiffusionConfig
     from dllm_engine.families import FAMILIES
     from dllm_engine.model_executor.models import configs
@@ -29,4 +29,5 @@ def register() -> None:
     register_pool_spec()
     admission.install()
     figures.install()
+    provisional.install()
     metrics.install()

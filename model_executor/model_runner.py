@@ -1,6 +1,7 @@
 """The model runner: owns tokens, masks and batch layout; turns step plans into forward passes and unmasked tokens."""
 
 import itertools
+import math
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ from dllm_engine.model_executor.token_prediction import Counters, SamplingSettin
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.messages import (
+    BlockState,
+    DiffusionRunnerOutput,
+    DiffusionSchedulerOutput,
+    NewRequest,
+    StepReport,
+)
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
@@ -182,6 +189,8 @@ class DiffusionModelRunner:
                 top_tokens=torch.zeros(shape, dtype=torch.int64, device=self.device),
                 top=torch.zeros(shape, device=self.device),
             )
+        if spec.streams_steps:
+            canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=self.device)
         return canvas
 
     def _page_table(self, ids: list[list[int]]) -> torch.Tensor:
@@ -314,6 +323,7 @@ class DiffusionModelRunner:
                 block_tokens=canvas.tokens[block].tolist() if done else None,
                 trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
                 logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
+                block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,
@@ -336,6 +346,8 @@ def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerP
 def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
     """Keep what a request asks to know of its predictions. A position that was filled is predicted no more, so what is
     kept of it is that of the step that filled it."""
+    if candidates.canvas.confidences is not None:
+        candidates.canvas.confidences[candidates.positions] = statistics.probability
     kept, made = candidates.canvas.logprobs, statistics.logprobs
     if kept is None or made is None:
         return
@@ -360,6 +372,16 @@ def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
     tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
     values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
     return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
+
+
+def _block_state(canvas: Canvas, block: slice) -> BlockState:
+    assert canvas.confidences is not None
+    confidences = canvas.confidences[block].tolist()
+    return BlockState(
+        token_ids=canvas.tokens[block].tolist(),
+        masked=canvas.masked[block].tolist(),
+        confidences=[None if math.isnan(confidence) else confidence for confidence in confidences],
+    )
 
 
 def _policy(canvas: Canvas) -> UnmaskingPolicy:

@@ -29,6 +29,9 @@ class Canvas:
     """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
     logprobs: TokenLogprobs | None = None
     """Of each canvas position, as of the last step that predicted it; None where the request does not ask."""
+    confidences: torch.Tensor | None = None
+    """``[canvas_length]`` float32: probability of each position's token, as of the last step that predicted it, NaN
+    before; None where the request does not stream by step."""
     cache_state: Any = None
     """What the engine's cache method keeps of this request beside pages."""
 

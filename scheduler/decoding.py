@@ -42,6 +42,8 @@ class DecodingSpec:
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
     """How many of the likeliest tokens get log-probabilities beside the committed one; None: not even that."""
+    streams_steps: bool = False
+    """Whether every step reports the running block."""
 
     @property
     def canvas_length(self) -> int:

@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -24,6 +25,7 @@ from dllm_engine.figures import figures_message
 from dllm_engine.metrics import attach_stats
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_page_demand, end_token_ids, resolve_decoding
+from dllm_engine.provisional import provisional_message
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
@@ -253,11 +255,19 @@ class DiffusionScheduler(SchedulerInterface):
                     continue
                 plan = scheduler_output.plans[request_id]
                 self._stats.add_step(plan, state.spec, report.num_unmasked, report.rows_computed)
+                shown = {}
+                if report.block_state is not None:
+                    shown = provisional_message(state.spec, state.progress, report.block_state)
                 self._advance(state.progress, state.spec, report)
                 if report.block_tokens is None:
+                    if shown:
+                        message = figures_message(state.progress, with_trace=False) | shown
+                        output = EngineCoreOutput(request_id, new_token_ids=[], kv_transfer_params=message)
+                        outputs[state.request.client_index].append(output)
                     continue
                 tokens = self._accept(state, report.block_tokens)
-                outputs[state.request.client_index].append(self._engine_output(state, tokens, report.logprobs))
+                output = self._engine_output(state, tokens, report.logprobs, shown)
+                outputs[state.request.client_index].append(output)
                 if state.request.is_finished():
                     finished.add(state.request)
         self.running = remove_all(self.running, finished)
@@ -308,7 +318,7 @@ class DiffusionScheduler(SchedulerInterface):
         return tokens
 
     def _engine_output(
-        self, state: RequestState, tokens: list[int], logprobs: LogprobsLists | None
+        self, state: RequestState, tokens: list[int], logprobs: LogprobsLists | None, shown: dict[str, Any]
     ) -> EngineCoreOutput:
         request = state.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
@@ -321,7 +331,7 @@ class DiffusionScheduler(SchedulerInterface):
             stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=prefill_stats,
-            kv_transfer_params=figures_message(state.progress),
+            kv_transfer_params=figures_message(state.progress) | shown,
             trace_headers=request.trace_headers,
         )
 

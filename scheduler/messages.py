@@ -31,6 +31,17 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 
 @dataclass(frozen=True)
+class BlockState:
+    """The running block after a step, an entry per position."""
+
+    token_ids: list[int]
+    """The mask token's id where masked."""
+    masked: list[bool]
+    confidences: list[float | None]
+    """Probability of the token that was committed, or would be next; None where none was predicted yet."""
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What a step did to one request."""
 
@@ -42,6 +53,8 @@ class StepReport:
     """One entry per trace name; None when the engine does not trace."""
     logprobs: LogprobsLists | None = None
     """Of ``block_tokens``, if the request asks."""
+    block_state: BlockState | None = None
+    """If the request streams by step."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import urllib.request
 from pathlib import Path
 
@@ -127,6 +128,46 @@ def test_streamed_chunks_carry_the_figures_so_far(client, model, examples, endpo
     assert figures[-1] == figures_of(whole.choices[0])
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_streaming_by_step_shows_the_running_block(client, model, examples, offline, endpoint):
+    options = {"vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
+    if endpoint == "chat":
+        whole = ask(client, model, examples[0].prompt).choices[0]
+        chunks = [c for c in ask(client, model, examples[0].prompt, stream=True, extra_body=options) if c.choices]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        text_of, whole_text = (lambda choice: choice.delta.content or ""), whole.message.content
+    else:
+        settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
+        whole = client.completions.create(**settings, extra_body=BLOCK).choices[0]
+        chunks = list(client.completions.create(**settings, stream=True, extra_body=options))
+        text_of, whole_text = (lambda choice: choice.text), whole.text
+    assert "".join(text_of(chunk.choices[0]) for chunk in chunks) == whole_text
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+    assert figures_of(chunks[-1].choices[0]) == figures_of(whole)
+    steps = [chunk.choices[0] for chunk in chunks if "provisional" in chunk.choices[0].model_extra]
+    assert [figures_of(s)["forward_passes"] for s in steps] == list(range(1, figures_of(whole)["forward_passes"] + 1))
+    states = [step.model_extra["provisional"] for step in steps]
+    assert [sum(state["masked"]) for state in states] == [7, 6, 5, 4, 3, 2, 1, 0] * (len(states) // 8)
+    assert all(state["text"].count("░") == sum(state["masked"]) for state in states)
+    assert all(not text_of(step) and step.finish_reason is None for step in steps)
+    shown = "".join(state["text"] for state in states if not any(state["masked"]))
+    assert shown.startswith(whole_text)
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+
+
+def test_a_client_that_hangs_up_amid_steps_frees_its_place(client, server, model, examples):
+    options = {"ignore_eos": True, "vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
+    for _ in range(3):
+        stream = ask(client, model, examples[0].prompt, stream=True, max_tokens=256, extra_body=options)
+        for _ in zip(range(5), stream, strict=False):
+            pass
+        stream.close()
+    deadline = time.monotonic() + 20
+    while scrape(server)["vllm:num_requests_running"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert scrape(server)["vllm:num_requests_running"] == 0
+
+
 def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
     prompts = ["Tom=48. Give: Tom", "Tom=48. Ida=07. Max=31. Give: Ida, Tom"]
     answer = client.completions.create(
@@ -217,6 +258,8 @@ def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
         ({"extra_body": {"vllm_xargs": {"block_length": 33}}}, "block_length=33"),
         ({"extra_body": {"vllm_xargs": {"unmasking": "best"}}}, "unmasking='best'"),
         ({"extra_body": {"vllm_xargs": {"stepz": 3}}}, "'stepz'"),
+        ({"extra_body": {"vllm_xargs": {"stream_granularity": "step"}}}, "stream_granularity='step'"),
+        ({"extra_body": {"vllm_xargs": {"stream_granularity": "token"}}}, "stream_granularity='token'"),
         ({"extra_body": {"vllm_xargs": {"cfg_scale": 1.5}}}, "cfg_scale"),
     ],
 )
