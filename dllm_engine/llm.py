@@ -21,6 +21,8 @@ class LLM(vllm.LLM):
         cache_method: which cache to use; ``dllm models`` lists them.
         cache_options: options of the cache method; ``"paper"`` for those of its paper.
         page_size: tokens per page of one layer.
+        request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
+            that name none.
         trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
 
     Raises:
@@ -34,6 +36,7 @@ class LLM(vllm.LLM):
         cache_method: str = "none",
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
         page_size: int = 32,
+        request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -41,6 +44,7 @@ class LLM(vllm.LLM):
             "cache_method": cache_method,
             "cache_options": cache_options or {},
             "page_size": page_size,
+            "request_defaults": request_defaults or {},
             "trace": trace,
         }
         EngineOptions.parse(options)

@@ -16,6 +16,9 @@ from dllm_engine.scheduler.refresh_plan import page_demand
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length."""
 
+DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", "threshold", "retention_ratio")
+"""Request options that an engine may have a default for."""
+
 # Keys of extra_args that belong to vLLM itself.
 _VLLM_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
 
@@ -116,6 +119,48 @@ def request_options(params: SamplingParams) -> RequestOptions:
         raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
 
 
+def check_request_defaults(engine: EngineOptions) -> None:
+    """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
+    defaults = engine.request_defaults
+    for name in defaults:
+        if name not in DEFAULTABLE_OPTIONS:
+            raise ValueError(f"request_defaults takes no {name!r}; it may hold {', '.join(DEFAULTABLE_OPTIONS)}")
+    try:
+        options = RequestOptions.model_validate(defaults)
+    except ValidationError as error:
+        raise ValueError(explain(error, "request default")) from None
+    _check_unmasking(options.unmasking)
+    resolve_cache(options, engine)
+
+
+def _check_unmasking(name: str | None) -> None:
+    if name is not None and name not in UNMASKING_POLICIES:
+        raise InvalidRequestError(f"unmasking={name!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}")
+
+
+def _with_defaults(options: RequestOptions, defaults: dict[str, Any]) -> RequestOptions:
+    """The options with the engine's defaults for what they leave open. Steps and a threshold are alternatives: a
+    request that names steps gets no default threshold."""
+    chosen = options.model_dump(exclude_none=True)
+    if options.steps is not None:
+        defaults = {name: value for name, value in defaults.items() if name != "threshold"}
+    return options.model_copy(update=defaults | chosen)
+
+
+def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
+    """(block_length, steps). What the request did not name itself is fitted to its response: no block is longer, and
+    each block gets a step, each token at most one."""
+    block_length, steps = options.block_length, options.steps
+    if own.block_length is None:
+        block_length = min(block_length or family.default_block_length or gen_length, gen_length)
+    assert block_length is not None
+    if own.steps is None:
+        num_blocks = -(-gen_length // block_length)
+        steps = max(min(steps or gen_length, gen_length), num_blocks)
+    assert steps is not None
+    return block_length, steps
+
+
 def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
     """The engine's cache options with what the request lowers."""
     wanted = options.retention_ratio
@@ -138,14 +183,13 @@ def resolve_decoding(
     params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
 ) -> DecodingSpec:
     """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
-    options = request_options(params)
+    own = request_options(params)
+    options = _with_defaults(own, engine.request_defaults)
     gen_length = params.max_tokens
     if gen_length is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
-    block_length = options.block_length
-    if block_length is None:
-        block_length = min(family.default_block_length or gen_length, gen_length)
-    elif block_length > gen_length:
+    block_length, steps = _fit(options, own, family, gen_length)
+    if block_length > gen_length:
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
@@ -153,7 +197,7 @@ def resolve_decoding(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
-        steps=options.steps if options.steps is not None else gen_length,
+        steps=steps,
         schedule=family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=options.unmasking if options.unmasking is not None else family.default_unmasking,
@@ -170,10 +214,7 @@ def resolve_decoding(
             f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "
             f"needs at least one; raise steps or block_length"
         )
-    if spec.unmasking not in UNMASKING_POLICIES:
-        raise InvalidRequestError(
-            f"unmasking={spec.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
-        )
+    _check_unmasking(spec.unmasking)
     return spec
 
 

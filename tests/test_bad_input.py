@@ -240,7 +240,7 @@ def test_lora_request(llm, healthy):
         ({"trace": "often"}, ("trace", "'often'")),
         (
             {"additional_config": {"dllm": {"cache": 1}}, "vllm": True},
-            ("'cache'", "cache_method, cache_options, page_size, trace"),
+            ("'cache'", "cache_method, cache_options, page_size, trace, request_defaults"),
         ),
         ({"additional_config": {"dllm": "none"}, "vllm": True}, ("additional_config['dllm']='none'",)),
         ({"enable_lora": True}, ("enable_lora", "not supported")),
