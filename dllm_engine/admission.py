@@ -107,7 +107,8 @@ def install() -> None:
     ) -> Any:
         config = self.model_config.hf_config
         if getattr(self.model_config, "is_dllm_engine", False) and isinstance(params, SamplingParams):
-            if not isinstance(prompt, dict) or prompt.get("type", "token") != "token":
+            prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
+            if prompt["type"] != "token":
                 raise InvalidRequestError(
                     "only text and token prompts are supported, no embeddings or other modalities"
                 )
@@ -136,6 +137,19 @@ def install() -> None:
     InputProcessor.process_inputs = checked
     InputProcessor._dllm_admission = True
     _refuse_clipping()
+
+
+def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> Any:
+    """The prompt as token ids. ``AsyncLLM`` and ``LLMEngine`` also take raw prompts, which vLLM renders later."""
+    from vllm.v1.engine.input_processor import parse_model_prompt
+
+    if isinstance(prompt, dict) and "type" in prompt:
+        return prompt
+    renderer = input_processor.renderer
+    parsed = parse_model_prompt(input_processor.model_config, prompt)
+    settings = renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
+    (rendered,) = renderer.render_cmpl([parsed], settings)
+    return rendered
 
 
 _serves_diffusion = False

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -320,11 +322,71 @@ def test_every_metric_of_the_dashboard_exists(server):
     assert asked <= set(scrape(server))
 
 
-def test_sigterm_ends_the_server_with_status_0(tmp_path):
-    server = Server("dllm", "serve", "demo", "--max-model-len", "256", log=tmp_path / "log")
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_tokens_of_the_answer(client, model, examples, offline, stream):
+    """Not those of its last block that lie behind the end."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(client, model, examples[0].prompt, **options)
+    usage = list(answer)[-1].usage if stream else answer.usage
+    assert usage.completion_tokens == len(offline[0].token_ids)
+    assert offline[0].diffusion.tokens_unmasked > usage.completion_tokens
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_stop_string_ends_a_stream_too(client, model, examples, offline):
+    stop = offline[0].text.strip()[1:3]
+    chunks = [c.choices[0] for c in ask(client, model, examples[0].prompt, stop=[stop], stream=True)]
+    assert "".join(c.delta.content or "" for c in chunks) == offline[0].text.split(stop)[0]
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_options_in_vllm_xargs_change_the_decoding(client, model, examples):
+    options = {"block_length": 16, "steps": 8, "unmasking": "random"}
+    answer = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True, "vllm_xargs": options})
+    assert figures_of(answer.choices[0])["forward_passes"] == 8
+    options = {"block_length": 32, "threshold": 0.5}
+    answer = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True, "vllm_xargs": options})
+    assert figures_of(answer.choices[0])["tokens_per_forward"] > 1
+
+
+def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).parent / "vllm"), "bench", "serve"),
+            *("--base-url", server.url, "--model", model, "--dataset-name", "random"),
+            *("--random-input-len", "20", "--random-output-len", "24", "--ignore-eos"),
+            *("--num-prompts", "8", "--max-concurrency", "4", "--disable-tqdm"),
+            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (8, 0)
+    assert result["total_output_tokens"] == 8 * 24
+
+
+def test_dllm_serve_decodes_by_its_arguments_and_ends_with_status_0_at_sigterm(tmp_path):
+    flags = ["--cache-method", "sparse", "--retention-ratio", "0.5", "--page-size", "8", "--block-length", "8"]
+    server = Server("dllm", "serve", "demo", *flags, "--steps", "16", "--max-model-len", "256", log=tmp_path / "log")
     server.wait_until_ready()
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    model = client.models.list().data[0].id
-    (example,) = make_examples("names", 1, seed=3)
-    assert ask(client, model, example.prompt).choices[0].message.content
+    messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
+
+    def figures(**options) -> dict:
+        extra = {"ignore_eos": True} | options
+        answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=32, extra_body=extra)
+        return figures_of(answer.choices[0])
+
+    by_default = figures()
+    assert by_default["forward_passes"] == 16
+    assert by_default["tokens_retained"] == (10 + 24) // 2
+    assert by_default["pages_held"] % 3 == 0, "17 tokens are three pages in each layer"
+    assert figures(vllm_xargs={"steps": 32})["forward_passes"] == 32
+    assert figures(vllm_xargs={"retention_ratio": 0.25})["tokens_retained"] == (10 + 24) // 4
+    with pytest.raises(openai.BadRequestError, match=r"retention_ratio=0\.75 is out of range"):
+        figures(vllm_xargs={"retention_ratio": 0.75})
     assert server.stop() == 0, server.tail()
