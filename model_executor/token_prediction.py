@@ -120,9 +120,11 @@ class TokenPredictor:
         if settings.temperature > 0:
             best, token = _draw(drawn_from, counters, first_token, mask_column)
             token_logit = measured.gather(-1, token[:, None])[:, 0].float()
-        winner = None
-        # Of what this rank's shard would predict; the winner's is taken with the rest below.
-        plain_logit = logits.gather(-1, token[:, None])[:, 0]
+        winner = plain = None
+        if num_logprobs is not None:
+            # Of this shard and what it would predict; `_logprobs` takes the winner's.
+            log_sum = log_total if measured is logits else token_statistics(logits, mask_column, False, False)[2]
+            plain = logits.gather(-1, token[:, None])[:, 0], log_sum
         token = token + first_token
         if sharded:
             winner = torch.stack(self._gather(best)).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
@@ -143,8 +145,8 @@ class TokenPredictor:
             negative_entropy=negative_entropy if with_entropy else None,
             margin=p1 - p2 if p1 is not None else None,
             noise=None,
-            logprobs=self._logprobs(logits, first_token, plain_logit, winner, num_logprobs)
-            if num_logprobs is not None
+            logprobs=self._logprobs(logits, first_token, *plain, winner, num_logprobs)
+            if plain is not None and num_logprobs is not None
             else None,
         )
 
@@ -153,14 +155,14 @@ class TokenPredictor:
         logits: torch.Tensor,
         first_token: int,
         token_logit: torch.Tensor,
+        log_total: torch.Tensor,
         winner: torch.Tensor | None,
         num_logprobs: int,
     ) -> TokenLogprobs:
         """Log-probabilities under the plain softmax of this rank's ``logits`` and, where ``winner`` says which rank's
-        token was taken, those of the other ranks."""
+        token was taken, those of the other ranks. ``token_logit`` and ``log_total`` are this rank's."""
         top, top_tokens = logits.topk(min(num_logprobs, logits.shape[-1]), dim=-1)
         top_tokens = top_tokens + first_token
-        log_total = token_statistics(logits, -1, False, False)[2]
         if winner is not None:
             token_logit = torch.stack(self._gather(token_logit)).gather(0, winner)[0]
             top_tokens, top = torch.cat(self._gather(top_tokens), dim=-1), torch.cat(self._gather(top), dim=-1)
