@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from dllm_engine import admission
+from dllm_engine import admission, response_fields
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
@@ -90,6 +90,7 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         admission.serve_diffusion()
+        response_fields.install()
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:

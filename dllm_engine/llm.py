@@ -24,6 +24,8 @@ class LLM(vllm.LLM):
         dense_attention: library for attention without pages, ``"sdpa"`` (PyTorch) or ``"xformers"`` (CUDA).
         guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
             ``"demo"`` for the demo model's.
+        request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
+            that name none.
         trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
 
     Raises:
@@ -39,6 +41,7 @@ class LLM(vllm.LLM):
         page_size: int = 32,
         dense_attention: Literal["sdpa", "xformers"] = "sdpa",
         guide_model: str | None = None,
+        request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -48,6 +51,7 @@ class LLM(vllm.LLM):
             "page_size": page_size,
             "dense_attention": dense_attention,
             "guide_model": guide_model,
+            "request_defaults": request_defaults or {},
             "trace": trace,
         }
         EngineOptions.parse(options)
@@ -113,10 +117,6 @@ class LLM(vllm.LLM):
         if params.max_tokens == DEFAULT_GEN_LENGTH:
             params.max_tokens = None
         return params
-
-    def beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Beam search extends a prefix token by token, which diffusion models do not have."""
-        raise ValueError("beam search is not supported for diffusion models; use n with a temperature above 0")
 
 
 def _model_name(model: str) -> str:

@@ -251,6 +251,8 @@ class EngineOptions(BaseModel):
     """Filled in by the engine."""
     trace: bool = False
     """Record per forward pass which positions were unmasked and computed."""
+    request_defaults: dict[str, Any] = {}
+    """Request options for requests that name none; see ``params.DEFAULTABLE_OPTIONS``."""
 
     def with_paper_settings(self, settings: dict[str, Any]) -> "EngineOptions":
         """The cache options that were left open filled with ``settings``; raises ``ValueError`` as ``parse``."""
@@ -278,6 +280,11 @@ class EngineOptions(BaseModel):
             known = ", ".join(name for name in cls.model_fields if name != "guide_shape")
             raise ValueError(f"{explain(error, 'engine option')} (engine options: {known})") from None
         _ = options.cache
+        if options.request_defaults:
+            # What a request may ask for is defined on top of this module, and needs vLLM.
+            from dllm_engine.params import check_request_defaults
+
+            check_request_defaults(options)
         return options
 
     @property

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import ModelFamily
+from dllm_engine.families import FAMILIES, ModelFamily
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.options import CacheOptions, EngineOptions, explain
 from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
@@ -19,6 +19,8 @@ DEFAULT_GEN_LENGTH = 256
 
 PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
+DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
+"""Request options that an engine may have a default for."""
 
 # Keys of extra_args that belong to vLLM itself.
 _VLLM_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
@@ -51,6 +53,7 @@ class RequestOptions(BaseModel):
     guide_threshold: float | None = Field(default=None, gt=0, lt=1)
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
+    stream_granularity: Literal["block", "step"] | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -114,6 +117,9 @@ class DiffusionParams(SamplingParams):
     """Whose token is taken where nothing passes: ``guide`` (default) or ``draft``."""
     guide_correction: bool | None = None
     """Replace what passes by the guide's tokens; default no."""
+    stream_granularity: Literal["block", "step"] | None = None
+    """What a streamed response shows: finished blocks (the default), or the running block after each step as well, in
+    ``outputs[i].provisional``."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -152,6 +158,44 @@ def request_options(params: SamplingParams) -> RequestOptions:
     except ValidationError as error:
         known = ", ".join(RequestOptions.model_fields)
         raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
+
+
+def check_request_defaults(engine: EngineOptions) -> None:
+    """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
+    defaults = engine.request_defaults
+    for name in defaults:
+        if name not in DEFAULTABLE_OPTIONS:
+            raise ValueError(f"request_defaults takes no {name!r}; it may hold {', '.join(DEFAULTABLE_OPTIONS)}")
+    try:
+        options = RequestOptions.model_validate(defaults)
+    except ValidationError as error:
+        raise ValueError(explain(error, "request default")) from None
+    for family in FAMILIES.values():
+        resolve_unmasking(options, family)
+    resolve_cache(options, engine)
+
+
+def _with_defaults(options: RequestOptions, defaults: dict[str, Any]) -> RequestOptions:
+    """The options with the engine's defaults for what they leave open. Steps and the rules of parallel unmasking are
+    alternatives: a request that names one of them gets no default rule."""
+    chosen = options.model_dump(exclude_none=True)
+    if chosen.keys() & {"steps", *PARALLEL_OPTIONS}:
+        defaults = {name: value for name, value in defaults.items() if name not in PARALLEL_OPTIONS}
+    return options.model_copy(update=defaults | chosen)
+
+
+def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
+    """(block_length, steps). What the request did not name itself is fitted to its response: no block is longer, and
+    each block gets a step, each token at most one."""
+    block_length, steps = options.block_length, options.steps
+    if own.block_length is None:
+        block_length = min(block_length or family.default_block_length or gen_length, gen_length)
+    assert block_length is not None
+    if own.steps is None:
+        num_blocks = -(-gen_length // block_length)
+        steps = max(min(steps or gen_length, gen_length), num_blocks)
+    assert steps is not None
+    return block_length, steps
 
 
 def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
@@ -238,14 +282,15 @@ def resolve_decoding(
     params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
 ) -> DecodingSpec:
     """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
-    options = request_options(params)
+    own = request_options(params)
+    # What the guide has no use for it only minds where the request itself asks for it.
+    guidance = resolve_guidance(own, engine)
+    options = _with_defaults(own, engine.request_defaults)
     gen_length = params.max_tokens
     if gen_length is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
-    block_length = options.block_length
-    if block_length is None:
-        block_length = min(family.default_block_length or gen_length, gen_length)
-    elif block_length > gen_length:
+    block_length, steps = _fit(options, own, family, gen_length)
+    if block_length > gen_length:
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
@@ -253,12 +298,17 @@ def resolve_decoding(
     unfiltered = of_es_dllm and params.temperature == 0
     if of_es_dllm:
         family = replace(family, schedule="uniform", default_unmasking="low_confidence")
-    unmasking, parallel = resolve_unmasking(options, family)
+    unmasking, parallel = resolve_unmasking(options if guidance is None else own, family)
+    if guidance is not None and params.logprobs is not None and (guidance.correction or guidance.fallback == "guide"):
+        raise InvalidRequestError(
+            f"logprobs={params.logprobs}: tokens of the guide have no log-probability of the model; leave it unset, "
+            f"or set guide_fallback='draft' without guide_correction, or guided=False"
+        )
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
-        steps=options.steps if options.steps is not None else gen_length,
+        steps=steps,
         schedule=family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
@@ -266,9 +316,11 @@ def resolve_decoding(
         top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
-        guidance=resolve_guidance(options, engine),
+        guidance=guidance,
         delay_eos=bool(options.delay_eos),
         cache=resolve_cache(options, engine),
+        num_logprobs=params.logprobs,
+        streams_steps=options.stream_granularity == "step",
     )
     if spec.parallel is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(

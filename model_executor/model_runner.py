@@ -1,6 +1,7 @@
 """The model runner: owns tokens, masks and batch layout; turns step plans into forward passes and unmasked tokens."""
 
 import itertools
+import math
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.xformers_attention import check_xformers
@@ -31,10 +32,16 @@ from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.guided import select_guided
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import model_end_tokens
-from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.messages import (
+    BlockState,
+    DiffusionRunnerOutput,
+    DiffusionSchedulerOutput,
+    NewRequest,
+    StepReport,
+)
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
@@ -199,7 +206,18 @@ class DiffusionModelRunner:
         tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
         masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
         masked[spec.prompt_length :] = True
-        return Canvas(spec, _signed_seed(request.seed), tokens, masked, masked_before=masked)
+        canvas = Canvas(spec, _signed_seed(request.seed), tokens, masked, masked_before=masked)
+        if spec.num_logprobs is not None:
+            shape = (spec.canvas_length, spec.num_logprobs)
+            canvas.logprobs = TokenLogprobs(
+                token=torch.zeros(spec.canvas_length, device=self.device),
+                rank=torch.zeros(spec.canvas_length, dtype=torch.int64, device=self.device),
+                top_tokens=torch.zeros(shape, dtype=torch.int64, device=self.device),
+                top=torch.zeros(shape, device=self.device),
+            )
+        if spec.streams_steps:
+            canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=self.device)
+        return canvas
 
     def _page_table(self, ids: list[list[int]]) -> torch.Tensor:
         widest = max(map(len, ids))
@@ -254,6 +272,7 @@ class DiffusionModelRunner:
                     drafted.append((candidates, statistics))
                 else:
                     unmasked[candidates.index] = _fill(candidates, statistics)
+                _record(candidates, statistics)
         if drafted:
             for (candidates, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
                 unmasked[candidates.index] = filled
@@ -300,12 +319,14 @@ class DiffusionModelRunner:
             forwards=per_row([c.plan.forward for c in group]),
             positions=torch.cat([c.positions for c in group]),
         )
+        num_logprobs = [c.canvas.spec.num_logprobs for c in group if c.canvas.spec.num_logprobs is not None]
         statistics = self.predictor.predict(
             hidden[torch.cat([c.rows for c in group])],
             settings,
             counters,
             with_entropy=any(_policy(c.canvas).needs_entropy for c in group),
             with_margin=any(_policy(c.canvas).needs_margin for c in group),
+            num_logprobs=max(num_logprobs, default=None),
         )
         if any(_policy(c.canvas).needs_noise for c in group):
             statistics.noise = uniform(
@@ -321,6 +342,7 @@ class DiffusionModelRunner:
                 statistics.noise,
             )
         ]
+        split.append(_split_logprobs(statistics.logprobs, sizes))
         return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[list[int]]:
@@ -367,6 +389,8 @@ class DiffusionModelRunner:
                 block_tokens=canvas.tokens[block].tolist() if done else None,
                 trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
                 kv_slots=layer_pass.kv_slots(index),
+                logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
+                block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,
@@ -384,6 +408,47 @@ def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerP
         "unmasked_per_step": unmasked,
         "computed_positions": None if whole else batch.positions[batch.rows(index)].tolist(),
     } | layer_pass.record(index)
+
+
+def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
+    """Keep what a request asks to know of its predictions. A position that was filled is predicted no more, so what is
+    kept of it is that of the step that filled it."""
+    if candidates.canvas.confidences is not None:
+        candidates.canvas.confidences[candidates.positions] = statistics.probability
+    kept, made = candidates.canvas.logprobs, statistics.logprobs
+    if kept is None or made is None:
+        return
+    positions, wanted = candidates.positions, kept.top.shape[1]
+    kept.token[positions] = made.token
+    kept.rank[positions] = made.rank
+    kept.top_tokens[positions] = made.top_tokens[:, :wanted]
+    kept.top[positions] = made.top[:, :wanted]
+
+
+def _split_logprobs(logprobs: TokenLogprobs | None, sizes: list[int]) -> list[TokenLogprobs | None]:
+    if logprobs is None:
+        return [None] * len(sizes)
+    parts = (logprobs.token, logprobs.rank, logprobs.top_tokens, logprobs.top)
+    return [TokenLogprobs(*of_request) for of_request in zip(*(part.split(sizes) for part in parts), strict=True)]
+
+
+def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
+    """In vLLM's form: the committed token first, then the likeliest ones."""
+    kept = canvas.logprobs
+    assert kept is not None
+    tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
+    values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
+    return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
+
+
+def _block_state(canvas: Canvas, block: slice) -> BlockState:
+    assert canvas.confidences is not None
+    confidences = canvas.confidences[block].tolist()
+    return BlockState(
+        token_ids=canvas.tokens[block].tolist(),
+        masked=canvas.masked[block].tolist(),
+        confidences=[None if math.isnan(confidence) else confidence for confidence in confidences],
+    )
 
 
 def _policy(canvas: Canvas) -> UnmaskingPolicy:

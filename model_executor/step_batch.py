@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -31,6 +32,11 @@ class Canvas:
     """Leading tokens that the guide's pages hold as they stand."""
     guide_text: torch.Tensor | None = None
     """What the guide was last shown, from the first token on."""
+    logprobs: TokenLogprobs | None = None
+    """Of each canvas position, as of the last step that predicted it; None where the request does not ask."""
+    confidences: torch.Tensor | None = None
+    """``[canvas_length]`` float32: probability of each position's token, as of the last step that predicted it, NaN
+    before; None where the request does not stream by step."""
     cache_state: Any = None
     """What the engine's cache method keeps of this request beside pages."""
 

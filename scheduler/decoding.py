@@ -68,6 +68,10 @@ class DecodingSpec:
     """Hold back an end token while the position before it is masked and the response has none."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens get log-probabilities beside the committed one; None: not even that."""
+    streams_steps: bool = False
+    """Whether every step reports the running block."""
 
     @property
     def canvas_length(self) -> int:
@@ -110,5 +114,9 @@ class Progress:
     """Response tokens unmasked so far."""
     num_rows_computed: int = 0
     """Rows fed to the model so far, summed over forward passes."""
+    pages_held: int = 0
+    """The most pages held so far."""
+    tokens_retained: int = 0
+    """The most tokens per layer that pages held so far."""
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""

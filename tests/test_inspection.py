@@ -40,7 +40,7 @@ def make_figures(states, unmasked, computed, retained):
         "retained_positions": retained,
     }
     rows = sum(17 if positions is None else len(positions) for positions in computed)
-    return DiffusionFigures(len(states), len(states), sum(map(len, unmasked)), rows, trace)
+    return DiffusionFigures(len(states), len(states), sum(map(len, unmasked)), rows, trace=trace)
 
 
 def make_inspection(**changes):

@@ -52,6 +52,14 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="an option of the cache method, repeatable; `dllm models` lists them",
     )
+    group.add_argument(
+        "--retention-ratio",
+        type=float,
+        metavar="R",
+        help="share of the tokens outside the running block that pages keep, for cache methods that evict; short for "
+        "--cache-option retention_ratio=R",
+    )
+    group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
@@ -84,11 +92,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_cache_arguments(parser)
 
 
-def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
-    group.add_argument("--gen-length", type=int, metavar="N", help="response tokens (default: 256, demo model 32)")
+def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_default: str) -> None:
+    """What requests may name themselves as well, under the same names."""
     group.add_argument(
-        "--block-length", type=int, metavar="N", help="response tokens denoised together (demo model: 8)"
+        "--block-length",
+        type=int,
+        metavar="N",
+        help=f"response tokens denoised together (default: {block_length_default})",
     )
     group.add_argument(
         "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
@@ -107,6 +117,12 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     parallel.add_argument(
         "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"
     )
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
+    group.add_argument("--gen-length", type=int, metavar="N", help="response tokens (default: 256, demo model 32)")
+    add_denoising_arguments(group, "the family's, demo model 8")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
@@ -118,7 +134,14 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The cache arguments as engine options; raises ``ValueError`` naming what is unknown or out of range."""
-    options = {"cache_method": args.cache_method, "cache_options": dict(args.cache_option)}
+    cache_options = dict(args.cache_option)
+    if args.retention_ratio is not None:
+        if "retention_ratio" in cache_options:
+            raise CommandError("give --retention-ratio or --cache-option retention_ratio=…, not both")
+        cache_options["retention_ratio"] = args.retention_ratio
+    options: dict[str, Any] = {"cache_method": args.cache_method, "cache_options": cache_options}
+    if args.page_size is not None:
+        options["page_size"] = args.page_size
     EngineOptions.parse(options)
     return options
 

@@ -11,6 +11,20 @@ Measure = Literal["probability", "entropy", "margin"]
 
 
 @dataclass
+class TokenLogprobs:
+    """Log-probabilities of the plain softmax of the logits, at temperature 1 and unfiltered; one entry per row."""
+
+    token: torch.Tensor
+    """``[num_rows]`` float32: of the predicted token."""
+    rank: torch.Tensor
+    """``[num_rows]`` int64: 1 + the number of tokens with a larger logit."""
+    top_tokens: torch.Tensor
+    """``[num_rows, num_logprobs]`` int64: the likeliest tokens, the first one first."""
+    top: torch.Tensor
+    """``[num_rows, num_logprobs]`` float32: theirs."""
+
+
+@dataclass
 class TokenStatistics:
     """The predicted token of each row, and how sure the model is of it; one entry per row."""
 
@@ -26,6 +40,8 @@ class TokenStatistics:
     """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no policy of the batch asks."""
     held_back: torch.Tensor | None = None
     """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where the request allows them."""
+    logprobs: TokenLogprobs | None = None
+    """None where no request of the batch asks."""
 
 
 @dataclass(frozen=True)
