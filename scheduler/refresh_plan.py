@@ -331,6 +331,10 @@ def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len
     Demand grows with the canvas, and evenly from prompt to response and with the block, so the extremes bound it.
     Raises ``ValueError`` where the pool's pages do not suit the method.
     """
+    cache = options.cache
+    if isinstance(cache, MaskKVOptions):
+        # A share of one prompt token is none, while of a few a layer, or the heads of a rank, may retain them all.
+        cache = cache.model_copy(update={"retention_ratio": 1.0})
 
     def demand(gen_length: int, block_length: int) -> int:
         spec = DecodingSpec(
@@ -345,7 +349,7 @@ def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len
             top_k=0,
             shifts_logits=True,
             guidance=Guidance() if options.guide_model else None,
-            cache=options.cache,
+            cache=cache,
         )
         return max(_pages_held(spec, block, options, geometry) for block in {0, spec.num_blocks - 1})
 

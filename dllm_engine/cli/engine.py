@@ -59,6 +59,12 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the tokens outside the running block that pages keep, for cache methods that evict; short for "
         "--cache-option retention_ratio=R",
     )
+    group.add_argument(
+        "--guide-model",
+        metavar="MODEL",
+        help="small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion); `demo`: the demo "
+        "model's",
+    )
     group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
 
 
@@ -142,6 +148,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"cache_method": args.cache_method, "cache_options": cache_options}
     if args.page_size is not None:
         options["page_size"] = args.page_size
+    if args.guide_model is not None:
+        options["guide_model"] = args.guide_model
     EngineOptions.parse(options)
     return options
 

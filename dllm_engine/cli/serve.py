@@ -82,6 +82,8 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         options = options | engine_options(args)
     if args.page_size is not None:
         options = options | {"page_size": args.page_size}
+    if args.guide_model is not None:
+        options = options | {"guide_model": args.guide_model}
     if defaults := {name: getattr(args, name) for name in _REQUEST_DEFAULTS if getattr(args, name) is not None}:
         check_vllm()  # what checks them needs it
         options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}
