@@ -140,7 +140,7 @@ def resolve_decoding(
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
     block_length = options.block_length
     if block_length is None:
-        block_length = min(family.default_block_length or gen_length, gen_length)
+        block_length = family.block_length_of(gen_length)
     elif block_length > gen_length:
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
