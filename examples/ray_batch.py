@@ -3,11 +3,10 @@
 python examples/ray_batch.py prompts.jsonl answers.jsonl --replicas 2
 python examples/ray_batch.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --cache-method sparse
 
-An input line is a JSON object with a `prompt` (text) or `messages`, an `id` if wanted, and any fields of DiffusionParams
-that it wants otherwise: `{"id": "a", "prompt": "Reverse: Rome Tom Oslo", "gen_length": 32, "block_length": 8}`. An
-output line is its record, with `text` or, where the line cannot be answered, `error`. Run again, the same command
-answers what is missing; it refuses an output of another input or of other settings. Exit status 1: some lines have
-errors.
+An input line is a JSON object with a `prompt` (text) or `messages`, an `id` if wanted, and any fields of
+DiffusionParams: `{"id": "a", "prompt": "Reverse: Rome Tom Oslo", "gen_length": 32, "block_length": 8}`. An output line
+is its record, with `text` or, where the line cannot be answered, `error`. Run again, the same command answers what is
+missing; it refuses an output of another input or of other settings. Exit status 1: some lines have errors.
 
 Install it with `pip install "dllm-engine[ray]"` beside vLLM. A running cluster is used where RAY_ADDRESS names one.
 Each replica takes a GPU where the cluster has any, else `--cpus-per-replica` CPUs.
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.data
 
 from dllm_engine.cli.batch import InputLine, ResultFile, parse_request, read_input, settings_digest
 from dllm_engine.cli.engine import add_cache_arguments, engine_options, positive_int
@@ -75,6 +75,10 @@ class Replica:
 
         request = parse_request(line)
         fields = {key: value for key, value in json.loads(line.text).items() if key not in NOT_PARAMS}
+        for name in fields.keys() - set(DiffusionParams.__struct_fields__):
+            raise ValueError(
+                f"unknown field {name!r}; beside {', '.join(NOT_PARAMS)} a line has DiffusionParams' fields"
+            )
         params = DiffusionParams(**fields)
         if params.n != 1:
             raise ValueError(f"n={params.n}: a line has one answer; repeat the line")
@@ -113,10 +117,10 @@ def answer_file(args: argparse.Namespace) -> int:
     with ResultFile(args.output, lines, settings_digest({"model": args.model, **options})) as results:
         total, resumed = len(results.pending), results.num_resumed
         if total:
+            pending = {line.index: line for line in results.pending}
             for number, record in enumerate(answer_on_replicas(args, options, results.pending), start=1):
-                line = next(line for line in results.pending if line.index == record["index"])
-                fields = {key: value for key, value in record.items() if key != "index"}
-                results.append([results.record(line, _id_of(line), **fields)])
+                line = pending[record.pop("index")]
+                results.append([results.record(line, _id_of(line), **record)])
                 print(f"\r{resumed + number} of {resumed + total} lines", end="", file=sys.stderr, flush=True)
         print(f"\nanswered: {total}, before: {resumed}, errors: {results.num_errors}", file=sys.stderr)
         return 1 if results.num_errors else 0
@@ -130,7 +134,7 @@ def answer_on_replicas(
     if not ray.is_initialized():
         # One CPU more than the replicas take, for Ray Data's own work.
         local = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": replicas * args.cpus_per_replica + 1}
-        ray.init(log_to_driver=False, **local)
+        ray.init(log_to_driver=False, logging_level="ERROR", **local)
     ray.data.DataContext.get_current().enable_progress_bars = False
     with_gpus = ray.cluster_resources().get("GPU", 0) > 0
     rows = [{"index": line.index, "line": line.text.decode(errors="replace")} for line in lines]
