@@ -151,11 +151,17 @@ def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, 
 
 
 _serves_diffusion = False
+_response_limit: int | None = None
 
 
-def serve_diffusion() -> None:
-    """Note that this process serves one of our models: its server refuses what stock vLLM would clip."""
-    global _serves_diffusion
+def serve_diffusion(response_limit: int | None) -> None:
+    """Note that this process serves one of our models: its server refuses what stock vLLM would clip.
+
+    Args:
+        response_limit: most response tokens, where whoever runs the server has set some.
+    """
+    global _serves_diffusion, _response_limit
+    _response_limit = response_limit
     if not _serves_diffusion:
         _serves_diffusion = True
         _refuse_beam_search()
@@ -185,7 +191,8 @@ def _refuse_beam_search() -> None:
 
 
 def _refuse_clipping() -> None:
-    """vLLM's server silently shortens ``max_tokens`` to what is left of the context; refuse such a request instead.
+    """vLLM's server silently shortens ``max_tokens`` to what is left of the context, or to the ``max_new_tokens`` of
+    its generation config; refuse such a request instead.
 
     The function is imported by name, so it is replaced wherever it has been imported already.
     """
@@ -194,12 +201,20 @@ def _refuse_clipping() -> None:
     clipping: Callable[..., int] = api_utils.get_max_tokens
 
     def get_max_tokens(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
-        if _serves_diffusion and max_tokens is not None and input_length + max_tokens > max_model_len:
+        if not _serves_diffusion or max_tokens is None:
+            return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+        if input_length + max_tokens > max_model_len:
             raise InvalidRequestError(
                 f"prompt ({input_length} tokens) and max_tokens={max_tokens} need a canvas of "
                 f"{input_length + max_tokens}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
             )
-        return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+        if _response_limit is not None and max_tokens > _response_limit:
+            raise InvalidRequestError(
+                f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
+                f"generation config)"
+            )
+        # Asked for, it is meant: our default of max_new_tokens is for requests that name no length.
+        return max_tokens
 
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("vllm.") and getattr(module, "get_max_tokens", None) is clipping:

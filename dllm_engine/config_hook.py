@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from dllm_engine import admission, response_fields
+from dllm_engine import admission, response_fields, server_end
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
@@ -56,7 +56,10 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         # Defaults for callers that name neither: greedy as the authors decode, and a bounded response.
         own = _generation_config(model_config)
         defaults = {"temperature": own.get("temperature", 0.0), "max_new_tokens": DEFAULT_GEN_LENGTH}
-        model_config.override_generation_config = defaults | (model_config.override_generation_config or {})
+        given = model_config.override_generation_config or {}
+        if not hasattr(model_config, "dllm_response_limit"):
+            model_config.dllm_response_limit = given.get("max_new_tokens")
+        model_config.override_generation_config = defaults | given
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -89,8 +92,9 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
-        admission.serve_diffusion()
+        admission.serve_diffusion(vllm_config.model_config.dllm_response_limit)
         response_fields.install()
+        server_end.install()
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:
@@ -160,18 +164,29 @@ def _check_profile(cache: MaskKVOptions, num_layers: int) -> None:
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
-    parallel = vllm_config.parallel_config
+    parallel, offload = vllm_config.parallel_config, vllm_config.offload_config
+    leave_unset = "leave it unset"
+    # Layouts that split a model otherwise than by tensor parallelism, and what to use in their place.
+    use_tensors = "use tensor_parallel_size to split a model over GPUs, data_parallel_size for more requests"
     refused = {
-        "pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
-        "enable_lora": vllm_config.lora_config is not None,
-        "speculative_config": vllm_config.speculative_config is not None,
-        "kv_transfer_config": vllm_config.kv_transfer_config is not None,
-        "enable_prompt_embeds": vllm_config.model_config.enable_prompt_embeds,
+        "pipeline_parallel_size": (parallel.pipeline_parallel_size > 1, use_tensors),
+        "decode_context_parallel_size": (parallel.decode_context_parallel_size > 1, use_tensors),
+        "prefill_context_parallel_size": (parallel.prefill_context_parallel_size > 1, use_tensors),
+        "enable_expert_parallel": (parallel.enable_expert_parallel, "these models have no experts; " + use_tensors),
+        "enable_batch_sharded_sampling": (bool(parallel.enable_batch_sharded_sampling), leave_unset),
+        "enable_dbo": (parallel.enable_dbo, leave_unset),
+        "ubatch_size": (parallel.ubatch_size > 0, leave_unset),
+        "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, use_tensors),
+        "offload_group_size": (offload.prefetch.offload_group_size > 0, use_tensors),
+        "enable_lora": (vllm_config.lora_config is not None, leave_unset),
+        "speculative_config": (vllm_config.speculative_config is not None, leave_unset),
+        "kv_transfer_config": (vllm_config.kv_transfer_config is not None, leave_unset),
+        "ec_transfer_config": (vllm_config.ec_transfer_config is not None, leave_unset),
+        "enable_prompt_embeds": (vllm_config.model_config.enable_prompt_embeds, leave_unset),
     }
-    for name, wanted in refused.items():
+    for name, (wanted, instead) in refused.items():
         if wanted:
-            raise ValueError(f"{name} is not supported for diffusion models; leave it unset")
+            raise ValueError(f"{name} is not supported for diffusion models; {instead}")
 
 
 def _generation_config(model_config: "ModelConfig") -> dict:

@@ -24,6 +24,10 @@ class ModelFamily:
     """None: the whole response is one block."""
     checkpoints: tuple[str, ...]
 
+    def block_length_of(self, gen_length: int) -> int:
+        """Block length of a request that names none."""
+        return min(self.default_block_length or gen_length, gen_length)
+
 
 LLADA = ModelFamily(
     name="LLaDA",

@@ -189,7 +189,7 @@ def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_
     each block gets a step, each token at most one."""
     block_length, steps = options.block_length, options.steps
     if own.block_length is None:
-        block_length = min(block_length or family.default_block_length or gen_length, gen_length)
+        block_length = min(block_length or family.block_length_of(gen_length), gen_length)
     assert block_length is not None
     if own.steps is None:
         num_blocks = -(-gen_length // block_length)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600
 
 
 def free_port() -> int:

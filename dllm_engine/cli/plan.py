@@ -1,0 +1,190 @@
+"""``dllm plan``: what fits a GPU, by arithmetic from the model's config alone."""
+
+import argparse
+import json
+import shlex
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.cli.engine import add_cache_arguments, engine_options, positive_int
+from dllm_engine.cli.table import format_table
+from dllm_engine.options import EngineOptions
+from dllm_engine.units import parse_size, readable_size
+
+if TYPE_CHECKING:
+    from dllm_engine.sizing import RequestDemand, Sizing
+
+
+def byte_size(text: str) -> int:
+    """``parse_size`` for an argument parser."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def share(text: str) -> float:
+    """A number above 0, and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, at most 1")
+    return value
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="how many requests fit a GPU: weights, pages and requests by arithmetic",
+        description="Sizing from the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument("--gpu-memory", type=byte_size, required=True, metavar="SIZE", help="of one GPU, such as 80GiB")
+    parser.add_argument("--prompt", type=positive_int, default=1024, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--response", type=positive_int, default=256, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument(
+        "--block-length", type=positive_int, metavar="N", help="tokens denoised together (default: the family's)"
+    )
+    group = parser.add_argument_group("engine", "As for `dllm serve`; the plan ends with the command that uses them.")
+    group.add_argument("--page-size", type=positive_int, default=32, metavar="N", help="tokens (default: %(default)s)")
+    group.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="GPUs per model")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        default="auto",
+        help="type of weights, activations and pages (default: the checkpoint's)",
+    )
+    group.add_argument(
+        "--max-model-len", type=positive_int, metavar="N", help="longest request (default: prompt + response)"
+    )
+    group.add_argument(
+        "--max-num-seqs", type=positive_int, default=256, metavar="N", help="most requests (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=positive_int,
+        default=8192,
+        metavar="N",
+        help="rows of one forward pass (default: %(default)s; at least --max-model-len)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=share,
+        default=0.92,
+        metavar="P",
+        help="share of the GPU that vLLM may use (default: %(default)s)",
+    )
+    group.add_argument(
+        "--overhead",
+        type=byte_size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="set aside for the CUDA context, libraries and communication (default: 1GiB, an assumption)",
+    )
+    add_cache_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = EngineOptions.parse(engine_options(args) | {"page_size": args.page_size})
+    from dllm_engine.sizing import Deployment, plan
+
+    sizing = plan(
+        Deployment(
+            model=args.model,
+            gpu_memory=args.gpu_memory,
+            prompt=args.prompt,
+            response=args.response,
+            options=options,
+            block_length=args.block_length,
+            dtype=args.dtype,
+            tensor_parallel_size=args.tensor_parallel_size,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            overhead=args.overhead,
+        )
+    )
+    command = serve_command(sizing, args)
+    if args.json:
+        print(json.dumps(asdict(sizing) | {"serve": command}, indent=2))
+    else:
+        print(as_text(sizing, args, command))
+    return 0
+
+
+def as_text(sizing: "Sizing", args: argparse.Namespace, command: list[str]) -> str:
+    """The plan as two tables: where a GPU's memory goes, and what a request takes under each cache method."""
+    s = sizing
+    gpus = f"{s.tensor_parallel_size} GPUs" if s.tensor_parallel_size > 1 else "1 GPU"
+    head = (
+        f"{s.model} in {s.dtype} on {gpus} of {readable_size(s.gpu_memory)}: "
+        f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
+    )
+    unused = s.gpu_memory - s.weight_bytes - s.activation_bytes - s.overhead - s.pool_bytes
+    pages = f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} ({s.page_size} tokens of one layer)"
+    activations = f"estimate: one layer over {s.max_num_batched_tokens:,} rows"
+    memory = [
+        ("PER GPU", "SIZE", ""),
+        ("weights", readable_size(s.weight_bytes), "exact" if not s.notes else "upper bound"),
+        ("activations", readable_size(s.activation_bytes), activations),
+        ("overhead", readable_size(s.overhead), "assumed (--overhead)"),
+        ("left unused", readable_size(unused), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
+        ("page pool", readable_size(s.pool_bytes), pages),
+    ]
+    rows: list[tuple[str, ...]] = [
+        ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
+    ]
+    rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *s.others)]
+    lines = [head, "", format_table(memory), "", format_table(rows), ""]
+    lines += [f"Note: {note}." for note in s.notes]
+    lines += [
+        "* as asked for; the others with their papers' options. Pages are those reserved for a request at admission;",
+        "  rows are the positions computed per step, as a mean over the response at a token per step.",
+        "",
+        f"To serve it so: {shlex.join(command)}",
+    ]
+    return "\n".join(lines)
+
+
+def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[str, ...]:
+    name = demand.cache_method + (" *" if chosen else "")
+    if not demand.requests:
+        return (name, "–", f"{demand.pages:,}" if demand.pages else "–", "–", "–", "0", demand.limit)
+    return (
+        name,
+        f"{demand.tokens_retained:,} of {canvas:,}",
+        f"{demand.pages:,}",
+        readable_size(demand.bytes),
+        f"{demand.rows_per_step:,.0f}",
+        f"{demand.requests:,}",
+        demand.limit,
+    )
+
+
+def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
+    """The command line of a server with the plan's settings."""
+    command = ["dllm", "serve", sizing.model]
+    if sizing.demand.cache_method != "none":
+        command += ["--cache-method", sizing.demand.cache_method]
+    for key, value in args.cache_option:
+        command += ["--cache-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    settings: dict[str, Any] = {
+        "--max-model-len": sizing.max_model_len,
+        "--max-num-seqs": sizing.max_num_seqs,
+        "--max-num-batched-tokens": sizing.max_num_batched_tokens,
+        "--gpu-memory-utilization": args.gpu_memory_utilization,
+    }
+    if sizing.tensor_parallel_size > 1:
+        settings["--tensor-parallel-size"] = sizing.tensor_parallel_size
+    if args.dtype != "auto":
+        settings["--dtype"] = args.dtype
+    if sizing.page_size != EngineOptions().page_size:
+        settings["--additional-config"] = json.dumps({"dllm": {"page_size": sizing.page_size}})
+    for flag, value in settings.items():
+        command += [flag, str(value)]
+    return command

@@ -1,0 +1,361 @@
+"""Sizing arithmetic: from a model's config alone, what fits a GPU. Nothing is loaded and no GPU is asked.
+
+The bytes of weights and pages are exact for unquantized checkpoints. The activation allowance is an estimate of what
+vLLM measures when an engine starts, and the overhead is what the caller says it is.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dllm_engine.demo import model_path
+from dllm_engine.families import FAMILIES, family_of
+from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.paper_settings import paper_settings
+from dllm_engine.released_configs import RELEASED_CONFIGS
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand
+from dllm_engine.units import readable_size
+
+DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+HEAD_CHUNK_NUMBERS = 1 << 24
+"""Logits made at once, as ``model_executor/token_prediction.py`` bounds them."""
+VOCABULARY_PADDING = 64
+"""vLLM rounds the rows of embedding and head up to this."""
+GIB = 1 << 30
+
+
+class SizingError(ValueError):
+    """What was asked for does not fit; says which setting to change."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, a GPU, and the requests to plan for."""
+
+    model: str
+    gpu_memory: int
+    """Bytes of one GPU."""
+    prompt: int
+    response: int
+    options: EngineOptions
+    block_length: int | None = None
+    """None: the family's default."""
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    """None: what prompt and response need."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.92
+    overhead: int = GIB
+    """Bytes that neither weights, activations nor pages take: CUDA context, libraries, communication buffers."""
+
+
+@dataclass(frozen=True)
+class RequestDemand:
+    """One request of the planned lengths under one cache method."""
+
+    cache_method: str
+    cache_options: dict[str, Any]
+    tokens_retained: int
+    """Per layer, at its most; of the canvas."""
+    pages: int
+    """Reserved at admission: over all layers, on each GPU."""
+    bytes: int
+    rows_per_step: float
+    """Positions computed in a denoising step, as a mean over the response; the most, where that depends on tokens."""
+    requests: int
+    """That run at once."""
+    limit: str
+    """What keeps their number there; for no requests, why the engine would not serve any."""
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Everything per GPU."""
+
+    model: str
+    dtype: str
+    gpu_memory: int
+    tensor_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    canvas: int
+    weight_bytes: int
+    activation_bytes: int
+    overhead: int
+    pool_bytes: int
+    page_size: int
+    page_bytes: int
+    num_pages: int
+    """That can be handed out."""
+    demand: RequestDemand
+    others: list[RequestDemand]
+    """The other cache methods, with their papers' options."""
+    notes: list[str]
+
+
+def plan(deployment: Deployment) -> Sizing:
+    """Do the arithmetic.
+
+    Raises:
+        SizingError: no request fits, or a setting does not suit the model.
+        ValueError: the model or an option is unknown.
+    """
+    d = deployment
+    config = load_config(d.model)
+    max_model_len = _max_model_len(d, config)
+    _check_tensor_parallel(d, config)
+    dtype = _dtype(d.dtype, config)
+    rows = max(d.max_num_batched_tokens, max_model_len)
+    weights = weight_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype])
+    activations = activation_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
+    pool = int(d.gpu_memory * d.gpu_memory_utilization) - weights - activations - d.overhead
+    if pool <= 0:
+        raise SizingError(_does_not_fit(d, config, weights, activations, DTYPE_BYTES[dtype], rows))
+    geometry = PoolGeometry.of_model(config, d.options, d.tensor_parallel_size)
+    page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
+    num_pages = pages_of_pool(pool, page_bytes)
+
+    def demand(options: EngineOptions) -> RequestDemand:
+        options = options.with_paper_settings(paper_settings(options.cache_method, d.model, family_of(config)))
+        spec = request_spec(d, config, options)
+        pages = page_demand(spec, options, geometry)
+        retained, rows_per_step = walk(spec, options)
+        requests, limit = _requests(d, options, geometry, pages, num_pages, max_model_len)
+        return RequestDemand(
+            cache_method=options.cache_method,
+            cache_options=options.cache.model_dump(),
+            tokens_retained=retained,
+            pages=pages,
+            bytes=pages * page_bytes,
+            rows_per_step=rows_per_step,
+            requests=requests,
+            limit=limit,
+        )
+
+    chosen = demand(d.options)
+    if not chosen.requests:
+        raise SizingError(f"cache_method={chosen.cache_method!r}: {chosen.limit}")
+    others = []
+    for method in CACHE_OPTIONS:
+        if method != d.options.cache_method:
+            options = EngineOptions(cache_method=method, page_size=d.options.page_size)
+            try:
+                others.append(demand(options))
+            except ValueError as error:  # a page_size that does not suit this method
+                others.append(RequestDemand(method, {}, 0, 0, 0, 0.0, 0, str(error)))
+    notes = []
+    if getattr(config, "quantization_config", None):
+        notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
+    return Sizing(
+        model=d.model,
+        dtype=dtype,
+        gpu_memory=d.gpu_memory,
+        tensor_parallel_size=d.tensor_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=d.max_num_seqs,
+        max_num_batched_tokens=rows,
+        canvas=d.prompt + d.response,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        overhead=d.overhead,
+        pool_bytes=pool,
+        page_size=d.options.page_size,
+        page_bytes=page_bytes,
+        num_pages=num_pages,
+        demand=chosen,
+        others=others,
+        notes=notes,
+    )
+
+
+def load_config(model: str) -> Any:
+    """A model's config: of its folder, of the local Hugging Face cache, or known by its name."""
+    folder = Path(model_path(model))
+    file = folder / "config.json" if folder.is_dir() else _cached_config(model)
+    if file is not None and file.is_file():
+        try:
+            values = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from None
+    elif folder.is_dir():
+        raise ValueError(f"{folder} holds no config.json; name the folder of a checkpoint")
+    elif model in RELEASED_CONFIGS:
+        values = RELEASED_CONFIGS[model]
+    else:
+        raise ValueError(
+            f"model {model!r} is neither a folder nor in the local Hugging Face cache; download its config.json, or "
+            f"name one of demo, {', '.join(RELEASED_CONFIGS)}"
+        )
+    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
+
+    classes = {config.model_type: config for config in (LLaDAConfig, DreamConfig)}
+    if not isinstance(values, dict) or values.get("model_type") not in classes:
+        kind = values.get("model_type") if isinstance(values, dict) else None
+        raise ValueError(
+            f"model {model!r}: model_type={kind!r} is not a supported diffusion language model; supported: "
+            f"{', '.join(FAMILIES)}"
+        )
+    return classes[values["model_type"]](**{key: value for key, value in values.items() if key != "model_type"})
+
+
+def _cached_config(model: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # no name of a repository
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
+    """The request that the plan is for."""
+    family = family_of(config)
+    block_length = deployment.block_length
+    return DecodingSpec(
+        prompt_length=deployment.prompt,
+        gen_length=deployment.response,
+        block_length=family.block_length_of(deployment.response) if block_length is None else block_length,
+        steps=deployment.response,
+        schedule=family.schedule,
+        unmasking=family.default_unmasking,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        shifts_logits=family.shifts_logits,
+        cache=options.cache,
+    )
+
+
+def walk(spec: DecodingSpec, options: EngineOptions) -> tuple[int, float]:
+    """The most tokens that a layer retains at any time, and the mean rows of a step, as the method's plans say.
+
+    A token is unmasked per step.
+    """
+    make_plan = REFRESH_PLANS[options.cache_method].plan
+    retained = rows = 0
+    for number in range(spec.gen_length):
+        block, step = divmod(number, spec.block_length)
+        num_masked = spec.block_span(block).size - step
+        step_plan = make_plan(spec, Progress(block, step, num_masked, num_forwards=number, num_unmasked=number))
+        retained, rows = max(retained, step_plan.retained), rows + step_plan.max_rows
+    return retained, rows / spec.gen_length
+
+
+def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> int:
+    """Bytes of the weights on one tensor-parallel rank."""
+    tp = tensor_parallel_size
+    hidden = config.hidden_size
+    head_dim = hidden // config.num_attention_heads
+    heads = config.num_attention_heads // tp
+    kv_heads = max(1, config.num_key_value_heads // tp)
+    projections = (heads + 2 * kv_heads) * head_dim
+    layer = 2 * hidden + hidden * projections + heads * head_dim * hidden + 3 * hidden * config.intermediate_size // tp
+    if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
+        layer += projections
+    table = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp * hidden
+    tables = 1 if config.tie_word_embeddings else 2
+    return dtype_bytes * (config.num_hidden_layers * layer + tables * table + hidden)
+
+
+def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
+    """Estimate of the memory that a forward pass over ``rows`` holds at most.
+
+    The larger of a layer's two halves over all rows, counted tensor by tensor (the fused projections, RoPE in
+    float32), and a chunk of logits with its softmax in float32.
+    """
+    tp, hidden = tensor_parallel_size, config.hidden_size
+    q = hidden // tp
+    kv = max(1, config.num_key_value_heads // tp) * (hidden // config.num_attention_heads)
+    stream = 2 * hidden * dtype_bytes  # hidden states and their norm
+    attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * 4 * q
+    mlp = (3 * config.intermediate_size // tp + hidden) * dtype_bytes
+    phases = 2 * 4 * (hidden // config.num_attention_heads)
+    head = min(HEAD_CHUNK_NUMBERS, rows * config.vocab_size) // tp * (dtype_bytes + 2 * 4)
+    return rows * (stream + max(attention, mlp) + phases) + head
+
+
+def bytes_of_page(geometry: PoolGeometry, dtype_bytes: int) -> int:
+    """Bytes of a page: keys and values of ``page_size`` tokens of one layer, of this rank's KV heads."""
+    return 2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
+
+
+def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:
+    """Pages that can be handed out: vLLM keeps one as its null block."""
+    return max(pool_bytes // page_bytes - 1, 0)
+
+
+def _requests(
+    d: Deployment, options: EngineOptions, geometry: PoolGeometry, pages: int, num_pages: int, max_model_len: int
+) -> tuple[int, str]:
+    """How many requests run at once, and what limits them."""
+    longest = longest_demand(options, geometry, max_model_len)
+    if longest > num_pages:
+        return 0, (
+            f"the pool's {num_pages} pages cannot hold one request of max_model_len={max_model_len}, which may need "
+            f"{longest}; lower --prompt, --response or --max-model-len, retain less, or raise --gpu-memory or "
+            f"--tensor-parallel-size"
+        )
+    if not pages or num_pages // pages >= d.max_num_seqs:
+        return d.max_num_seqs, "max_num_seqs"
+    return num_pages // pages, "pages"
+
+
+def _max_model_len(d: Deployment, config: Any) -> int:
+    canvas, most = d.prompt + d.response, config.max_position_embeddings
+    if canvas > most:
+        raise SizingError(
+            f"--prompt {d.prompt} and --response {d.response} need a canvas of {canvas}, the model has {most} "
+            f"positions; lower one"
+        )
+    if d.max_model_len is None:
+        return canvas
+    if not canvas <= d.max_model_len <= most:
+        raise SizingError(
+            f"--max-model-len {d.max_model_len} is out of range: prompt and response need {canvas}, the model has "
+            f"{most} positions"
+        )
+    return d.max_model_len
+
+
+def _check_tensor_parallel(d: Deployment, config: Any) -> None:
+    tp, heads, kv_heads = d.tensor_parallel_size, config.num_attention_heads, config.num_key_value_heads
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tp not in fitting:
+        raise SizingError(
+            f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads ({kv_heads} KV heads) "
+            f"evenly; choose one of {', '.join(map(str, fitting))}"
+        )
+    if d.block_length is not None and not 1 <= d.block_length <= d.response:
+        raise SizingError(f"--block-length {d.block_length} is out of range: 1 … {d.response} (--response)")
+
+
+def _dtype(wanted: str, config: Any) -> str:
+    """As vLLM chooses: the checkpoint's, and bfloat16 where that is float32."""
+    if wanted != "auto":
+        return {"float": "float32", "half": "float16"}.get(wanted, wanted)
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return own if own in ("bfloat16", "float16") else "bfloat16"
+
+
+def _does_not_fit(d: Deployment, config: Any, weights: int, activations: int, dtype_bytes: int, rows: int) -> str:
+    share = d.gpu_memory * d.gpu_memory_utilization
+    advice = "raise --gpu-memory, or lower --max-num-batched-tokens"
+    for tp in (2, 4, 8):
+        if tp > d.tensor_parallel_size and config.num_attention_heads % tp == 0:
+            needed = weight_bytes(config, tp, dtype_bytes) + activation_bytes(config, tp, dtype_bytes, rows)
+            if needed + d.overhead < share:
+                advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
+                break
+    total, usable, taken, kept, other = map(readable_size, (d.gpu_memory, share, weights, activations, d.overhead))
+    return (
+        f"--gpu-memory {total} leaves nothing for pages: of the {usable} that vLLM uses, weights take {taken}, "
+        f"activations {kept} and overhead {other}; {advice}"
+    )

@@ -1,0 +1,98 @@
+"""``dllm plan`` shows the sizing arithmetic, and the command that serves it."""
+
+import argparse
+import json
+
+import pytest
+
+from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.plan import byte_size, share
+from dllm_engine.options import CACHE_OPTIONS
+
+LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
+
+
+def planned(capsys, *argv):
+    assert main([*argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_row_per_cache_method_the_chosen_one_first(capsys):
+    out = planned(capsys, *LLADA, "--prompt", "1024", "--response", "256")
+    rows = out.split("CACHE METHOD")[1].splitlines()[1:]
+    assert rows[0].split()[:6] == ["sparse", "*", "624", "of", "1,280", "640"]
+    assert {row.split()[0] for row in rows[: len(CACHE_OPTIONS)]} == set(CACHE_OPTIONS)
+
+
+def test_json_holds_bytes_and_the_command(capsys):
+    sizing = json.loads(planned(capsys, *LLADA, "--cache-option", "retention_ratio=0.25", "--json"))
+    assert sizing["page_bytes"] == 2 * 32 * 4096 * 2
+    assert sizing["demand"]["pages"] == 32 * 10
+    assert sizing["demand"]["bytes"] == 320 * sizing["page_bytes"]
+    assert {d["cache_method"] for d in sizing["others"]} == set(CACHE_OPTIONS) - {"sparse"}
+    assert sizing["serve"][:3] == ["dllm", "serve", "GSAI-ML/LLaDA-8B-Instruct"]
+
+
+def test_the_command_serves_with_the_plans_settings(capsys):
+    """As `dllm serve` and vLLM's own parser read it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dllm_engine.cli.serve import vllm_arguments
+
+    settings = ["--page-size", "16", "--tensor-parallel-size", "2", "--dtype", "half", "--max-num-seqs", "9"]
+    settings += ["--cache-option", "scope=prefix", "--json"]
+    command = json.loads(planned(capsys, *LLADA, *settings))["serve"]
+    args, args.unknown = build_parser().parse_known_args(command[1:])
+    _, *passed_on = vllm_arguments(args)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("model_tag")
+    read = parser.parse_args(passed_on)
+    assert read.additional_config["dllm"]["page_size"] == 16
+    assert read.additional_config["dllm"]["cache_options"] == {"scope": "prefix"}
+    assert (read.tensor_parallel_size, read.dtype, read.max_num_seqs) == (2, "half", 9)
+    assert (read.max_model_len, read.max_num_batched_tokens) == (1280, 8192)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--cache-method", "magic"], "unknown cache method"),
+        (["--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
+        (["--prompt", "5000"], "--prompt 5000 and --response 256 need a canvas of 5256"),
+        (["--gpu-memory", "15GiB"], "use --tensor-parallel-size 2, or raise --gpu-memory"),
+        (["--tensor-parallel-size", "5"], "choose one of 1, 2, 4, 8, 16, 32"),
+    ],
+)
+def test_errors_say_what_to_do(argv, message, capsys):
+    assert main([*LLADA, *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 << 30),
+        ("24GB", 24 * 10**9),
+        ("512MiB", 512 << 20),
+        ("1.5 gib", 3 << 29),
+        ("4096", 4096),
+        ("2T", 2 * 10**12),
+    ],
+)
+def test_sizes_have_units(text, size):
+    assert byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 horses", "-1GiB", "nan"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="80GiB"):
+        byte_size(text)
+
+
+@pytest.mark.parametrize("text", ["0", "1.1", "nan", "half", "-0.5"])
+def test_shares_are_above_0_and_at_most_1(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        share(text)

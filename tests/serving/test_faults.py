@@ -1,0 +1,96 @@
+"""A server whose processes are killed, or that is asked to stop, while it answers."""
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from tests.serving.server import Server
+
+pytestmark = pytest.mark.slow
+
+NUM_CLIENTS = 3
+SECONDS = 20
+"""Far above what it takes, far below a timeout of any client."""
+
+
+@pytest.fixture
+def server(tmp_path, request):
+    server = Server("dllm", "serve", "demo", "--max-model-len", "2048", *request.param, log=tmp_path / "log")
+    server.wait_until_ready()
+    yield server
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def ask(server, num_tokens):
+    """(HTTP status, seconds) of a request; a status of 0 where the connection broke."""
+    body = {"model": "demo", "prompt": "Reverse: Rome Tom Oslo", "max_tokens": num_tokens, "ignore_eos": True}
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    start = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            tokens = json.load(response)["usage"]["completion_tokens"]
+            assert tokens == num_tokens
+            return response.status, time.monotonic() - start
+    except urllib.error.HTTPError as error:
+        return error.code, time.monotonic() - start
+    except OSError:
+        return 0, time.monotonic() - start
+
+
+def running_requests(server):
+    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+def while_asked(server, num_tokens, act):
+    """What clients got who were waiting when ``act`` was called; the seconds since then, and the exit status."""
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        answers = [clients.submit(ask, server, num_tokens) for _ in range(NUM_CLIENTS)]
+        deadline = time.monotonic() + 60
+        while running_requests(server) < NUM_CLIENTS:
+            assert time.monotonic() < deadline, "the requests never ran together; ask for more tokens"
+            time.sleep(0.05)
+        act()
+        start = time.monotonic()
+        statuses = [answer.result()[0] for answer in answers]
+        seconds = time.monotonic() - start
+    return statuses, seconds, server.process.wait(SECONDS)
+
+
+def process_called(server, name):
+    return next(p for p in psutil.Process(server.process.pid).children(recursive=True) if name in p.name())
+
+
+@pytest.mark.parametrize("server", [()], indirect=True)
+@pytest.mark.parametrize("name", ["EngineCore", "Worker"])
+def test_clients_of_a_killed_process_get_errors_and_the_server_fails(server, name):
+    statuses, seconds, exit_status = while_asked(server, 600, process_called(server, name).kill)
+    assert all(status in (0, 500, 503) for status in statuses), statuses
+    assert seconds < SECONDS
+    assert exit_status == 1, server.tail()
+
+
+@pytest.mark.parametrize("server", [("--shutdown-timeout", "60")], indirect=True)
+def test_requests_that_run_are_finished_before_the_server_stops(server):
+    statuses, _, exit_status = while_asked(server, 300, server.process.terminate)
+    assert statuses == [200] * NUM_CLIENTS
+    assert exit_status == 0, server.tail()
+
+
+@pytest.mark.parametrize("server", [("--shutdown-timeout", "1")], indirect=True)
+def test_clients_whose_requests_outlast_the_shutdown_timeout_get_errors(server):
+    statuses, seconds, exit_status = while_asked(server, 600, server.process.terminate)
+    assert all(status in (0, 500, 503) for status in statuses), statuses
+    assert seconds < SECONDS
+    assert exit_status == 0, server.tail()
