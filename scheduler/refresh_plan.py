@@ -151,8 +151,10 @@ def copied_es_dllm(spec: DecodingSpec, block: int) -> int:
 def plan_maskkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """MaskKV, Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt. A pass that refreshes
     the prompt alone reuses the response as it is."""
+    assert isinstance(spec.cache, MaskKVOptions)
     plan = plan_dllm_cache(spec, progress)
-    return replace(plan, num_updated=0) if plan.scope is Scope.PROMPT else plan
+    retained = min(average_budget(spec.cache, spec.prompt_length), spec.prompt_length) + spec.gen_length
+    return replace(plan, retained=retained, num_updated=0 if plan.scope is Scope.PROMPT else plan.num_updated)
 
 
 def average_budget(options: MaskKVOptions, prompt_length: int) -> int:
