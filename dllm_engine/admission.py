@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dllm_engine.families import ModelFamily, family_of
 from dllm_engine.options import EngineOptions
@@ -24,9 +24,8 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "logprobs": (None, "log-probabilities (beam search needs them too) are"),
     "prompt_logprobs": (None, "log-probabilities of the prompt are"),
-    "logprob_token_ids": (None, "log-probabilities are"),
+    "logprob_token_ids": (None, "log-probabilities of chosen tokens are"),
     "presence_penalty": (0.0, "penalties are"),
     "frequency_penalty": (0.0, "penalties are"),
     "repetition_penalty": (1.0, "penalties are"),
@@ -62,6 +61,11 @@ def check_request(
     for option in params.extra_args or {}:
         if option == "cfg_scale":
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it unset")
+    if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
+        raise InvalidRequestError(
+            f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
+            f"{hf_config.vocab_size} tokens to report, 0 for the response's own"
+        )
     if not prompt_token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token")
     if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= hf_config.vocab_size:
@@ -103,7 +107,8 @@ def install() -> None:
     ) -> Any:
         config = self.model_config.hf_config
         if getattr(self.model_config, "is_dllm_engine", False) and isinstance(params, SamplingParams):
-            if not isinstance(prompt, dict) or prompt.get("type", "token") != "token":
+            prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
+            if prompt["type"] != "token":
                 raise InvalidRequestError(
                     "only text and token prompts are supported, no embeddings or other modalities"
                 )
@@ -116,17 +121,33 @@ def install() -> None:
                 params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
             engine = EngineOptions.from_vllm_config(self.vllm_config)
             spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
+            if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
+                raise InvalidRequestError(
+                    "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
+                    "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
+                )
             # The null block is not handed out; before the engine has told its size there is nothing to compare.
             if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
-                geometry = PoolGeometry.of_model(
-                    config, engine.page_size, self.vllm_config.parallel_config.tensor_parallel_size
-                )
+                geometry = PoolGeometry.of_model(config, engine, self.vllm_config.parallel_config.tensor_parallel_size)
                 check_page_demand(spec, engine, geometry, num_blocks - 1)
         return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
 
     InputProcessor.process_inputs = checked
     InputProcessor._dllm_admission = True
     _refuse_clipping()
+
+
+def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> Any:
+    """The prompt as token ids. ``AsyncLLM`` and ``LLMEngine`` also take raw prompts, which vLLM renders later."""
+    from vllm.v1.engine.input_processor import parse_model_prompt
+
+    if isinstance(prompt, dict) and "type" in prompt:
+        return prompt
+    renderer = input_processor.renderer
+    parsed = parse_model_prompt(input_processor.model_config, prompt)
+    settings = renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
+    (rendered,) = renderer.render_cmpl([parsed], settings)
+    return rendered
 
 
 _serves_diffusion = False
@@ -140,7 +161,33 @@ def serve_diffusion(response_limit: int | None) -> None:
         response_limit: most response tokens, where whoever runs the server has set some.
     """
     global _serves_diffusion, _response_limit
-    _serves_diffusion, _response_limit = True, response_limit
+    _response_limit = response_limit
+    if not _serves_diffusion:
+        _serves_diffusion = True
+        _refuse_beam_search()
+
+
+def _refuse_beam_search() -> None:
+    """vLLM's beam search asks for one token at a time with its alternatives, which would be served, but mean nothing:
+    a diffusion model has no prefix to extend."""
+    from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+
+    message = "beam search is not supported for diffusion models; use n with a temperature above 0"
+    offline, online = BeamSearchOfflineMixin.beam_search, BeamSearchOnlineMixin.beam_search
+
+    def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.model_config, "is_dllm_engine", False):
+            raise InvalidRequestError(message)
+        return offline(self, *args, **kwargs)
+
+    def beam_search_online(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.model_config, "is_dllm_engine", False):
+            raise InvalidRequestError(message)
+        return online(self, *args, **kwargs)
+
+    BeamSearchOfflineMixin.beam_search = beam_search
+    BeamSearchOnlineMixin.beam_search = beam_search_online
 
 
 def _refuse_clipping() -> None:

@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import AutoConfig, AutoTokenizer
+from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.tokenizers import cached_tokenizer_from_config
 
-from dllm_engine import admission, server_end
+from dllm_engine import admission, response_fields, server_end
 from dllm_engine.families import family_of
-from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.model_executor.models.causal import CausalModel
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.page_layout import PoolGeometry
@@ -16,6 +20,8 @@ from dllm_engine.scheduler.refresh_plan import longest_demand
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger(__name__)
 
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
@@ -87,6 +93,7 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         admission.serve_diffusion(vllm_config.model_config.dllm_response_limit)
+        response_fields.install()
         server_end.install()
 
 
@@ -99,11 +106,61 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     options = EngineOptions.from_vllm_config(vllm_config)
     family = family_of(model_config.hf_config)
     options = options.with_paper_settings(paper_settings(options.cache_method, model_config.model, family))
-    geometry = PoolGeometry.of_model(
-        model_config.hf_config, options.page_size, vllm_config.parallel_config.tensor_parallel_size
-    )
+    if options.guide_model is not None:
+        if isinstance(options.cache, ESDLLMOptions) and options.cache.skips:
+            raise ValueError(
+                "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a "
+                "draft of every position; set cache option indicator='none' or choose another cache method"
+            )
+        options = options.model_copy(update={"guide_shape": guide_shape(options.guide_model, model_config)})
+    geometry = PoolGeometry.of_model(model_config.hf_config, options, vllm_config.parallel_config.tensor_parallel_size)
+    if isinstance(options.cache, MaskKVOptions):
+        _check_profile(options.cache, geometry.num_layers)
     longest_demand(options, geometry, model_config.max_model_len)
-    vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: options.model_dump()}
+    # The validated cache options: what they name on this disk (a profile) other nodes need not have.
+    settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
+    vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
+
+
+def guide_shape(guide: str, model_config: "ModelConfig") -> GuideShape:
+    """Sizes of a guide model; raises ``ValueError`` where it cannot guide this model."""
+    config = AutoConfig.from_pretrained(guide)
+    shape = CausalModel.decoder_shape(config)
+    if not model_config.skip_tokenizer_init:
+        _check_same_tokens(guide, model_config)
+    return GuideShape(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
+
+
+def _check_same_tokens(guide: str, model_config: "ModelConfig") -> None:
+    """The guide is shown the token ids of the diffusion model, so they must mean the same."""
+    own = cached_tokenizer_from_config(model_config).get_vocab()
+    theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
+    for token, number in theirs.items():
+        if own.get(token, number) != number:
+            raise ValueError(
+                f"guide_model={guide!r} has another tokenizer: it numbers {token!r} {number}, the model {own[token]}; "
+                f"choose a guide of the model's own tokenizer family (Qwen2.5 for Dream)"
+            )
+    if (shared := len(own.keys() & theirs.keys())) < 0.9 * len(own):
+        raise ValueError(
+            f"guide_model={guide!r} has another tokenizer: of the model's {len(own)} tokens it knows {shared}; choose "
+            f"a guide of the model's own tokenizer family (Qwen2.5 for Dream)"
+        )
+
+
+def _check_profile(cache: MaskKVOptions, num_layers: int) -> None:
+    if cache.profile is None:
+        if cache.layer_budget in ("boundary", "squeeze"):
+            logger.warning(
+                "maskkv has no layer profile, so layer_budget=%r gives every layer the same; make one with `dllm "
+                "profile` and pass it as cache_options={'profile': FILE}",
+                cache.layer_budget,
+            )
+    elif len(cache.profile) != num_layers:
+        raise ValueError(
+            f"cache option profile has {len(cache.profile)} layers, the model has {num_layers}; make one for this "
+            f"model with `dllm profile`"
+        )
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

@@ -2,8 +2,7 @@
 
 vLLM's ``EngineCoreOutput`` is a fixed struct; of its fields only ``kv_transfer_params``, a free dictionary, passes
 every executor and wire format. The scheduler puts a request's figures there, and ``install`` makes vLLM's front end
-hand them on: as ``RequestOutput.outputs[i].diffusion`` in Python, and over HTTP as
-``kv_transfer_params["diffusion"]``, a list with one entry per choice.
+hand them on, as ``RequestOutput.outputs[i].diffusion``; ``response_fields`` gives them to HTTP clients.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -24,10 +23,14 @@ class DiffusionFigures:
     tokens_unmasked: int
     tokens_computed: int
     """Rows fed to the model, summed over forward passes."""
+    pages_held: int = 0
+    """The most pages held at once, over all layers and kinds of page."""
+    tokens_retained: int = 0
+    """The most tokens that the pages of a layer held at once (the mean, where layers or heads differ)."""
     trace: dict[str, list] = field(default_factory=dict)
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
     positions) and ``computed_positions`` (None: the whole canvas); per UPDATE step ``retained_positions``, a list per
-    layer."""
+    layer, and per step that skips ``selected_positions``, a list per layer that drops rows."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -49,6 +52,10 @@ class DiffusionFigures:
     def retained_positions(self) -> list[list[list[int]]]:
         return self._traced("retained_positions")
 
+    @property
+    def selected_positions(self) -> list[list[list[int]]]:
+        return self._traced("selected_positions")
+
     def _traced(self, name: str) -> list:
         if not self.trace:
             raise ValueError(f"{name} is recorded only by an engine started with trace=True")
@@ -62,27 +69,38 @@ class DiffusionFigures:
         return data
 
 
-def figures_message(progress: "Progress") -> dict[str, Any]:
+def figures_message(progress: "Progress", *, with_trace: bool = True) -> dict[str, Any]:
     """The figures as a message, for ``EngineCoreOutput.kv_transfer_params``."""
     figures = DiffusionFigures(
         denoising_steps=progress.num_forwards,
         forward_passes=progress.num_forwards,
         tokens_unmasked=progress.num_unmasked,
         tokens_computed=progress.num_rows_computed,
-        trace=progress.trace,
+        pages_held=progress.pages_held,
+        tokens_retained=progress.tokens_retained,
+        trace=progress.trace if with_trace else {},
     )
     return {MESSAGE_KEY: asdict(figures)}
 
 
+def take_figures(state: Any, message: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Keep the figures of a message for the completion that vLLM's ``RequestState`` makes next; None is left of it."""
+    if message is None or MESSAGE_KEY not in message:
+        return message
+    state.diffusion = DiffusionFigures(**message[MESSAGE_KEY])
+    return None
+
+
 def install() -> None:
     """Make vLLM's output processor attach the figures. Idempotent; requests of other models are untouched."""
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.output_processor import RequestState
 
     if getattr(RequestState, "_dllm_figures", False):
         return
     make_request_output = RequestState.make_request_output
     new_completion_output = RequestState._new_completion_output
-    new_request_output = RequestState._new_request_output
+    merge = RequestOutput.add
 
     def take_message(
         self: Any,
@@ -94,9 +112,7 @@ def install() -> None:
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        if kv_transfer_params is not None and MESSAGE_KEY in kv_transfer_params:
-            self.diffusion = DiffusionFigures(**kv_transfer_params[MESSAGE_KEY])
-            kv_transfer_params = None
+        kv_transfer_params = take_figures(self, kv_transfer_params)
         return make_request_output(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *rest, **kwargs
         )
@@ -106,14 +122,14 @@ def install() -> None:
         completion.diffusion = getattr(self, "diffusion", None)
         return completion
 
-    def attach_to_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = new_request_output(self, *args, **kwargs)
-        figures = [getattr(c, "diffusion", None) for c in output.outputs] if isinstance(output.outputs, list) else []
-        if any(f is not None for f in figures):
-            output.kv_transfer_params = {MESSAGE_KEY: [f.to_json() if f is not None else None for f in figures]}
-        return output
+    def merge_with_figures(self: Any, next_output: Any, aggregate: bool) -> None:
+        merge(self, next_output, aggregate)
+        latest = {completion.index: completion for completion in next_output.outputs}
+        for completion in self.outputs:
+            if completion.index in latest:
+                completion.diffusion = getattr(latest[completion.index], "diffusion", None)
 
     RequestState.make_request_output = take_message
     RequestState._new_completion_output = attach_to_completion
-    RequestState._new_request_output = attach_to_request
+    RequestOutput.add = merge_with_figures
     RequestState._dllm_figures = True

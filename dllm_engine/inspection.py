@@ -129,6 +129,13 @@ class Inspection:
         return f"{self.cache_method} ({options})" if options else self.cache_method
 
     @property
+    def without_retention(self) -> str:
+        """What an inspection of which no block has a retained set says in its stead."""
+        if any(step.state is RefreshState.REUSE for step in self.passes):
+            return "nothing was evicted, pages held every position of the canvas"
+        return "nothing was retained, every step computed the whole canvas"
+
+    @property
     def summary(self) -> tuple[str, str]:
         """One line on the cache, one on the computation."""
         computed, uncached = sum(map(self.rows, self.passes)), self.canvas_length * len(self.passes)
@@ -138,7 +145,7 @@ class Inspection:
         )
         blocks = self.updated_blocks
         if not blocks:
-            return f"{self.settings}: nothing was retained, every step computed the whole canvas", cost
+            return f"{self.settings}: {self.without_retention}", cost
         retained = sum(len(layer) for block in blocks for layer in block.retained)
         offered = sum(self.outside(block) * len(block.retained) for block in blocks)
         cache = (
@@ -191,7 +198,8 @@ def replay(spec: DecodingSpec, figures: DiffusionFigures) -> list[InspectedBlock
             masked = spec.block_span(len(blocks)).size
         passes.append(ForwardPass(number, RefreshState(state), computed, unmasked))
         if passes[-1].state is RefreshState.UPDATE:
-            retained = next(updates)
+            # Methods that keep every position, or choose once, record nothing for the other updates.
+            retained = next(updates, retained)
         masked -= len(unmasked)
         if masked == 0:
             blocks.append(InspectedBlock(spec.block_span(len(blocks)), passes, retained))

@@ -169,8 +169,7 @@ def _section(title: str, lead: str, legend: Iterable[tuple[str, str]], body: str
 def _retention(inspection: "Inspection") -> str:
     title = "Retained positions, by layer"
     if not inspection.updated_blocks:
-        lead = "Nothing was retained: every forward pass computed the whole canvas."
-        return _section(title, lead, (), "")
+        return _section(title, f"{inspection.without_retention.capitalize()}.", (), "")
     legend = [("var(--retained)", "retained in pages"), ("var(--block)", "the block itself, computed in every step")]
     if any(len(block.recomputed) > block.span.size for block in inspection.updated_blocks):
         legend.append(("var(--again)", "computed in every step as well"))

@@ -21,6 +21,11 @@ class LLM(vllm.LLM):
         cache_method: which cache to use; ``dllm models`` lists them.
         cache_options: options of the cache method; ``"paper"`` for those of its paper.
         page_size: tokens per page of one layer.
+        dense_attention: library for attention without pages, ``"sdpa"`` (PyTorch) or ``"xformers"`` (CUDA).
+        guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
+            ``"demo"`` for the demo model's.
+        request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
+            that name none.
         trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
 
     Raises:
@@ -34,6 +39,9 @@ class LLM(vllm.LLM):
         cache_method: str = "none",
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
         page_size: int = 32,
+        dense_attention: Literal["sdpa", "xformers"] = "sdpa",
+        guide_model: str | None = None,
+        request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -41,6 +49,9 @@ class LLM(vllm.LLM):
             "cache_method": cache_method,
             "cache_options": cache_options or {},
             "page_size": page_size,
+            "dense_attention": dense_attention,
+            "guide_model": guide_model,
+            "request_defaults": request_defaults or {},
             "trace": trace,
         }
         EngineOptions.parse(options)
@@ -87,16 +98,25 @@ class LLM(vllm.LLM):
             blocks=replay(spec, completion.diffusion),
         )
 
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> list[float]:
+        """How much each layer changes its tokens in a forward pass over a prompt and a masked response.
+
+        1 − mean cosine between a token's hidden states before and after a layer, 0 … 2; a mean over prompts like those
+        to come is MaskKV's ``profile``. Raises ``ValueError`` for a canvas beyond ``max_model_len``.
+        """
+        length, limit = len(prompt_token_ids) + gen_length, self.model_config.max_model_len
+        if not prompt_token_ids or length > limit:
+            raise ValueError(f"prompt and response of {length} tokens: at least 1 of prompt, together at most {limit}")
+        # Every rank measures the same.
+        importance: list[float] = self.collective_rpc("profile_layers", args=(prompt_token_ids, gen_length))[0]
+        return importance
+
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A length that is only our default stays open, so that admission takes 256 or what fits."""
         params = super().get_default_sampling_params().clone()
         if params.max_tokens == DEFAULT_GEN_LENGTH:
             params.max_tokens = None
         return params
-
-    def beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Beam search extends a prefix token by token, which diffusion models do not have."""
-        raise ValueError("beam search is not supported for diffusion models; use n with a temperature above 0")
 
 
 def _model_name(model: str) -> str:

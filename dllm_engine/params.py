@@ -1,20 +1,26 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import ModelFamily
-from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.options import CacheOptions, EngineOptions, explain
-from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length."""
+
+PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
+"""Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
+DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
+"""Request options that an engine may have a default for."""
 
 # Keys of extra_args that belong to vLLM itself.
 _VLLM_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
@@ -36,7 +42,18 @@ class RequestOptions(BaseModel):
     steps: int | None = Field(default=None, ge=1)
     unmasking: str | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
+    factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    margin: float | None = Field(default=None, gt=0, le=1)
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
+    delay_eos: bool | None = None
+    guided: bool | None = None
+    speculation_length: int | None = Field(default=None, ge=1)
+    guide_top_k: int | None = Field(default=None, ge=1)
+    guide_threshold: float | None = Field(default=None, gt=0, lt=1)
+    guide_fallback: Literal["guide", "draft"] | None = None
+    guide_correction: bool | None = None
+    stream_granularity: Literal["block", "step"] | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
@@ -65,13 +82,44 @@ class DiffusionParams(SamplingParams):
     steps: int | None = None
     """Denoising steps over the whole response; default one per token."""
     unmasking: str | None = None
-    """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream."""
+    """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream, and with parallel unmasking the
+    one that measures what the rule goes by."""
     threshold: float | None = None
     """Parallel unmasking (Fast-dLLM): each step unmasks every position of the block whose probability reaches this,
-    and at least the best one, until none is left; ``steps`` is ignored. Policies that do not measure a probability
-    (``entropy``, ``topk_margin``, ``random``, ``origin``) keep to their fixed count, as Fast-dLLM's own code does."""
+    and at least the best one, until none is left; ``steps`` is ignored, as with the other rules below, of which a
+    request may name one. For policies that measure a probability (``low_confidence``, ``maskgit_plus``); the others,
+    where named, keep to their fixed count, as Fast-dLLM's own code does."""
+    factor: float | None = None
+    """Parallel unmasking (Fast-dLLM): the n most probable positions, n the largest with
+    (n + 1) · (1 − n-th probability) < factor, at least one. Policies as for ``threshold``, others are refused."""
+    entropy_bound: float | None = None
+    """Parallel unmasking (EB-Sampler): positions in ascending order of entropy, as many as have a sum of entropies
+    less the largest of at most this (in nats), so at least one. For the policy ``entropy``."""
+    margin: float | None = None
+    """Parallel unmasking: every position whose two likeliest tokens differ in probability by at least this, and at
+    least the best one. For the policy ``topk_margin``."""
     retention_ratio: float | None = None
     """Retain less than the engine's ``retention_ratio`` for this request."""
+    delay_eos: bool | None = None
+    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM),
+    whatever the cache method. Without a cache it also asks for the rest of ES-dLLM's sampler, which ``es_dllm`` always
+    uses: equally many tokens per step in both families, by default those of the highest plain probability."""
+    guided: bool | None = None
+    """Guided Diffusion: whether the engine's guide model decides what a step unmasks; default yes, where the engine has
+    one. Schedules, unmasking policies and thresholds then have no say."""
+    speculation_length: int | None = None
+    """Masked positions drafted and checked by the guide in a step; default 32, within the running block."""
+    guide_top_k: int | None = None
+    """A draft passes if the guide has it among this many of its best tokens; default 1."""
+    guide_threshold: float | None = None
+    """Drafts more probable than this pass as well; default none."""
+    guide_fallback: str | None = None
+    """Whose token is taken where nothing passes: ``guide`` (default) or ``draft``."""
+    guide_correction: bool | None = None
+    """Replace what passes by the guide's tokens; default no."""
+    stream_granularity: Literal["block", "step"] | None = None
+    """What a streamed response shows: finished blocks (the default), or the running block after each step as well, in
+    ``outputs[i].provisional``."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -86,7 +134,7 @@ class DiffusionParams(SamplingParams):
         top_p, top_k = self.top_p, self.top_k
         super().__post_init__()
         self.top_p, self.top_k = top_p, top_k
-        own = ("block_length", "steps", "unmasking", "threshold", "retention_ratio")
+        own = tuple(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k"))
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
         if top_p != 1.0:
             chosen["top_p"] = top_p
@@ -112,6 +160,44 @@ def request_options(params: SamplingParams) -> RequestOptions:
         raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
 
 
+def check_request_defaults(engine: EngineOptions) -> None:
+    """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
+    defaults = engine.request_defaults
+    for name in defaults:
+        if name not in DEFAULTABLE_OPTIONS:
+            raise ValueError(f"request_defaults takes no {name!r}; it may hold {', '.join(DEFAULTABLE_OPTIONS)}")
+    try:
+        options = RequestOptions.model_validate(defaults)
+    except ValidationError as error:
+        raise ValueError(explain(error, "request default")) from None
+    for family in FAMILIES.values():
+        resolve_unmasking(options, family)
+    resolve_cache(options, engine)
+
+
+def _with_defaults(options: RequestOptions, defaults: dict[str, Any]) -> RequestOptions:
+    """The options with the engine's defaults for what they leave open. Steps and the rules of parallel unmasking are
+    alternatives: a request that names one of them gets no default rule."""
+    chosen = options.model_dump(exclude_none=True)
+    if chosen.keys() & {"steps", *PARALLEL_OPTIONS}:
+        defaults = {name: value for name, value in defaults.items() if name not in PARALLEL_OPTIONS}
+    return options.model_copy(update=defaults | chosen)
+
+
+def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
+    """(block_length, steps). What the request did not name itself is fitted to its response: no block is longer, and
+    each block gets a step, each token at most one."""
+    block_length, steps = options.block_length, options.steps
+    if own.block_length is None:
+        block_length = min(block_length or family.block_length_of(gen_length), gen_length)
+    assert block_length is not None
+    if own.steps is None:
+        num_blocks = -(-gen_length // block_length)
+        steps = max(min(steps or gen_length, gen_length), num_blocks)
+    assert steps is not None
+    return block_length, steps
+
+
 def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
     """The engine's cache options with what the request lowers."""
     wanted = options.retention_ratio
@@ -130,43 +216,116 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
     return engine.cache.model_copy(update={"retention_ratio": wanted})
 
 
+def _uses_es_dllm_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
+    """ES-dLLM decodes both families alike, with its cache and without: equally many tokens per step, and where it is
+    greedy by the plain probability, whatever top_p and top_k are."""
+    return engine.cache_method == "es_dllm" or (engine.cache_method == "none" and bool(options.delay_eos))
+
+
+def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
+    """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
+    if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
+        raise InvalidRequestError(
+            f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
+        )
+    given = [ParallelRule(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
+    if not given:
+        return options.unmasking or family.default_unmasking, None
+    rule, *others = given
+    if others:
+        named = " and ".join(f"{kind}={value}" for kind, value in given)
+        raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
+    measure = PARALLEL_RULES[rule.kind].measures
+    suited = [policy for policy in UNMASKING_POLICIES.values() if policy.measures == measure]
+    if options.unmasking is None:
+        default = UNMASKING_POLICIES[family.default_unmasking]
+        # The family's own where it suits, else one that like it measures before or after temperature and filters.
+        return max(suited, key=lambda policy: (policy is default, policy.tempered == default.tempered)).name, rule
+    if UNMASKING_POLICIES[options.unmasking] in suited:
+        return options.unmasking, rule
+    if PARALLEL_RULES[rule.kind].else_counted:
+        return options.unmasking, None
+    raise InvalidRequestError(
+        f"{rule.kind}={rule.value} goes by {measure}, which unmasking={options.unmasking!r} does not measure; leave "
+        f"unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
+    )
+
+
+def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
+    """How the guide decides for a request; None where it does not."""
+    details: dict[str, Any] = {
+        "speculation_length": options.speculation_length,
+        "top_k": options.guide_top_k,
+        "threshold": options.guide_threshold,
+        "fallback": options.guide_fallback,
+        "correction": options.guide_correction,
+    }
+    given = {name: value for name, value in details.items() if value is not None}
+    if engine.guide_model is None:
+        if options.guided or given:
+            named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
+            raise InvalidRequestError(f"{named}: the engine has no guide; start it with guide_model")
+        return None
+    if options.guided is False:
+        if given:
+            raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
+        return None
+    for name in ("unmasking", "steps", "delay_eos", *PARALLEL_OPTIONS):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
+            )
+    return Guidance(**given)
+
+
 def resolve_decoding(
     params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
 ) -> DecodingSpec:
     """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
-    options = request_options(params)
+    own = request_options(params)
+    # What the guide has no use for it only minds where the request itself asks for it.
+    guidance = resolve_guidance(own, engine)
+    options = _with_defaults(own, engine.request_defaults)
     gen_length = params.max_tokens
     if gen_length is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
-    block_length = options.block_length
-    if block_length is None:
-        block_length = family.block_length_of(gen_length)
-    elif block_length > gen_length:
+    block_length, steps = _fit(options, own, family, gen_length)
+    if block_length > gen_length:
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
+        )
+    of_es_dllm = _uses_es_dllm_sampler(options, engine)
+    unfiltered = of_es_dllm and params.temperature == 0
+    if of_es_dllm:
+        family = replace(family, schedule="uniform", default_unmasking="low_confidence")
+    unmasking, parallel = resolve_unmasking(options if guidance is None else own, family)
+    if guidance is not None and params.logprobs is not None and (guidance.correction or guidance.fallback == "guide"):
+        raise InvalidRequestError(
+            f"logprobs={params.logprobs}: tokens of the guide have no log-probability of the model; leave it unset, "
+            f"or set guide_fallback='draft' without guide_correction, or guided=False"
         )
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
-        steps=options.steps if options.steps is not None else gen_length,
+        steps=steps,
         schedule=family.schedule,
         shifts_logits=family.shifts_logits,
-        unmasking=options.unmasking if options.unmasking is not None else family.default_unmasking,
+        unmasking=unmasking,
         temperature=params.temperature,
-        top_p=options.top_p if options.top_p is not None else params.top_p,
-        top_k=max(options.top_k if options.top_k is not None else params.top_k, 0),
-        threshold=options.threshold,
+        top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
+        top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
+        parallel=parallel,
+        guidance=guidance,
+        delay_eos=bool(options.delay_eos),
         cache=resolve_cache(options, engine),
+        num_logprobs=params.logprobs,
+        streams_steps=options.stream_granularity == "step",
     )
-    if spec.threshold is None and spec.steps < spec.num_blocks:
+    if spec.parallel is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(
             f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "
             f"needs at least one; raise steps or block_length"
-        )
-    if spec.unmasking not in UNMASKING_POLICIES:
-        raise InvalidRequestError(
-            f"unmasking={spec.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
         )
     return spec
 
@@ -181,13 +340,21 @@ def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolG
         )
 
 
+def model_end_tokens(hf_config: object) -> list[int]:
+    """The end tokens that a checkpoint's config names."""
+    return _config_tokens(hf_config, "eos_token_id")
+
+
+def _config_tokens(hf_config: object, key: str) -> list[int]:
+    value = getattr(hf_config, key, None)
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
     """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
     ends = set(params.stop_token_ids or ())
     if not params.ignore_eos:
-        for key in ("eos_token_id", "end_of_turn_token_id"):
-            value = getattr(hf_config, key, None)
-            ends.update(value if isinstance(value, list) else [] if value is None else [value])
+        ends.update(model_end_tokens(hf_config), _config_tokens(hf_config, "end_of_turn_token_id"))
         if params.eos_token_id is not None:
             ends.add(params.eos_token_id)
     return frozenset(ends)

@@ -2,12 +2,15 @@
 
 
 def register() -> None:
-    """Teach vLLM our models, their configs and tokenizers, and the checks and figures of their requests. Idempotent."""
+    """Teach vLLM our models, their configs and tokenizers, and the checks and figures of their requests, and metrics.
+
+    Idempotent.
+    """
     from transformers import AutoConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from dllm_engine import admission, figures
+    from dllm_engine import admission, figures, metrics, provisional
     from dllm_engine.config_hook import DiffusionConfig
     from dllm_engine.families import FAMILIES
     from dllm_engine.model_executor.models import configs
@@ -26,3 +29,5 @@ def register() -> None:
     register_pool_spec()
     admission.install()
     figures.install()
+    provisional.install()
+    metrics.install()

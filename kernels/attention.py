@@ -9,6 +9,16 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.kernels.xformers_attention import attend_with_xformers
+
+_backend = "sdpa"
+
+
+def use_dense_backend(name: str) -> None:
+    """Choose the library that computes ``bidirectional_attention`` in this process: ``sdpa`` or ``xformers``."""
+    global _backend
+    _backend = name
+
 
 @torch.library.custom_op("dllm::bidirectional_attention", mutates_args=())
 def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) -> torch.Tensor:
@@ -20,13 +30,15 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
         cu_seqlens: first row of each sequence and, last, ``num_rows``.
 
     Returns:
-        ``[num_rows, num_heads, head_dim]``. One library call per run of sequences of equal length, so callers that
-        sort a batch by length pay for each length once.
+        ``[num_rows, num_heads, head_dim]``. PyTorch's attention takes one call per run of sequences of equal length,
+        so callers that sort a batch by length pay for each length once.
 
     Raises:
         ValueError: shapes that do not belong together.
     """
     _check(q, k, v, cu_seqlens)
+    if _backend == "xformers":
+        return attend_with_xformers(q, k, v, cu_seqlens)
     out = torch.empty_like(q)
     # The CPU kernel has no grouped-query form; expanded keys cost less than its slow path.
     group = q.shape[1] // k.shape[1]

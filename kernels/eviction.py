@@ -70,7 +70,7 @@ def _score_kernel(
 
 @jit
 def _write_retained_kernel(
-    k, v, rows, k_pages, v_pages, page_table, k_row, k_head, v_row, v_head, k_page, v_page,
+    k, v, rows, k_pages, v_pages, page_table, first_token, k_row, k_head, v_row, v_head, k_page, v_page,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SLOTS_PER_PAGE: tl.constexpr,
@@ -82,7 +82,7 @@ def _write_retained_kernel(
     row = tl.load(rows + token)
     head = tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
-    slot = token * NUM_KV_HEADS + head
+    slot = (first_token + token) * NUM_KV_HEADS + head
     page = tl.load(page_table + slot // SLOTS_PER_PAGE, mask=head < NUM_KV_HEADS, other=0).to(tl.int64)
     offset = slot % SLOTS_PER_PAGE * HEAD_DIM
     mask = (head < NUM_KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -188,28 +188,36 @@ def write_retained(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
+    first_token: int = 0,
 ) -> None:
-    """Copy ``k[rows]`` and ``v[rows]`` to slots 0, 1, … of one request's table, token-major.
+    """Copy ``k[rows]`` and ``v[rows]`` to one request's table, token-major, behind the tokens that it holds already.
 
     Args:
         k, v: ``[num_rows, num_kv_heads, head_dim]``.
         rows: int64 ``[num_retained]``.
         k_pages, v_pages: ``[num_pages, slots_per_page, head_dim]``.
-        page_table: int32 or int64 ``[pages of the request]``, at least as many as the rows need.
+        page_table: int32 or int64 ``[pages of the request]``, at least as many as the tokens need.
+        first_token: how many tokens the table holds already; 0 overwrites from its first slot on.
 
     Raises:
         ValueError: shapes that do not belong together, or a table too short.
     """
-    _check_written(k, v, rows, k_pages, v_pages, page_table)
+    _check_written(k, v, rows, k_pages, v_pages, page_table, first_token)
     num_slots, slots_per_page = rows.shape[0] * k.shape[1], k_pages.shape[1]
-    table = page_table.long()
-    num_whole = num_slots // slots_per_page
+    page, offset = divmod(first_token * k.shape[1], slots_per_page)
+    # What completes a page that is partly full, then whole pages, then what is left.
+    completing = min(-offset % slots_per_page, num_slots)
+    num_whole, num_left = divmod(num_slots - completing, slots_per_page)
+    table = page_table[page:].long()
     for values, pages in ((k, k_pages), (v, v_pages)):
-        retained = values[rows].flatten(0, 1)
-        whole, rest = retained.split((num_whole * slots_per_page, num_slots % slots_per_page))
-        pages.index_copy_(0, table[:num_whole], whole.view(num_whole, *pages.shape[1:]))
-        if len(rest):
-            pages[table[num_whole], : len(rest)] = rest
+        start, whole, left = values[rows].flatten(0, 1).split((completing, num_whole * slots_per_page, num_left))
+        rest = table
+        if completing:
+            pages[table[0], offset : offset + completing] = start
+            rest = table[1:]
+        pages.index_copy_(0, rest[:num_whole], whole.view(num_whole, *pages.shape[1:]))
+        if num_left:
+            pages[rest[num_whole], :num_left] = left
 
 
 @write_retained.register_kernel("cuda")
@@ -220,14 +228,15 @@ def write_retained_with_triton(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
+    first_token: int = 0,
 ) -> None:
-    _check_written(k, v, rows, k_pages, v_pages, page_table)
+    _check_written(k, v, rows, k_pages, v_pages, page_table, first_token)
     _, num_kv_heads, head_dim = k.shape
     if not rows.shape[0]:
         return
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     _write_retained_kernel[(rows.shape[0],)](
-        k, v, rows.contiguous(), k_pages, v_pages, page_table.contiguous(),
+        k, v, rows.contiguous(), k_pages, v_pages, page_table.contiguous(), first_token,
         *k.stride()[:2], *v.stride()[:2], k_pages.stride(0), v_pages.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -245,8 +254,9 @@ def _(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
+    first_token: int = 0,
 ) -> None:
-    _check_written(k, v, rows, k_pages, v_pages, page_table)
+    _check_written(k, v, rows, k_pages, v_pages, page_table, first_token)
 
 
 def write_retained_reference(
@@ -256,10 +266,11 @@ def write_retained_reference(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
+    first_token: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of the pages, written a slot at a time."""
     k_pages, v_pages = k_pages.clone(), v_pages.clone()
-    for token, row in enumerate(rows.tolist()):
+    for token, row in enumerate(rows.tolist(), start=first_token):
         for head in range(k.shape[1]):
             index, offset = divmod(token * k.shape[1] + head, k_pages.shape[1])
             k_pages[int(page_table[index]), offset] = k[row, head]
@@ -281,6 +292,7 @@ def _check_written(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
+    first_token: int,
 ) -> None:
     if k.dim() != 3 or k.shape != v.shape or rows.dim() != 1:
         raise ValueError(f"k {list(k.shape)}, v {list(v.shape)}, rows {list(rows.shape)} do not belong together")
@@ -290,8 +302,9 @@ def _check_written(
         )
     if k_pages.stride()[1:] != (k.shape[2], 1) or v_pages.stride()[1:] != (k.shape[2], 1):
         raise ValueError(f"a page is not contiguous: k_pages {k_pages.stride()}, v_pages {v_pages.stride()} in strides")
-    if page_table.dim() != 1 or page_table.shape[0] * k_pages.shape[1] < rows.shape[0] * k.shape[1]:
+    num_tokens = first_token + rows.shape[0]
+    if page_table.dim() != 1 or page_table.shape[0] * k_pages.shape[1] < num_tokens * k.shape[1]:
         raise ValueError(
-            f"a page table {list(page_table.shape)} of pages of {k_pages.shape[1]} slots cannot hold {rows.shape[0]} "
+            f"a page table {list(page_table.shape)} of pages of {k_pages.shape[1]} slots cannot hold {num_tokens} "
             f"tokens of {k.shape[1]} KV heads"
         )

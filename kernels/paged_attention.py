@@ -321,6 +321,23 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+def attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bidirectional attention within each sequence, and the logarithm of each softmax's denominator.
+
+    Arguments as of ``bidirectional_attention``; returns ``[num_rows, num_heads, head_dim]`` and float32
+    ``[num_rows, num_heads]``.
+    """
+    num_sequences, num_kv_heads = len(cu_seqlens) - 1, k.shape[1]
+    no_page = k.new_empty(1, num_kv_heads, k.shape[2])
+    zeros = torch.zeros(num_sequences, num_kv_heads, dtype=torch.int32, device=q.device)
+    return paged_attention(
+        q, k, v, cu_seqlens, no_page, no_page, zeros[:, :1], zeros, zeros[:, 0], zeros,
+        attend_fresh=True, return_lse=True, max_head_len=0,
+    )  # fmt: skip
+
+
 @torch.library.custom_op("dllm::write_slots", mutates_args=("pages",), device_types="cpu")
 def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i, h]`` to physical slot ``slots[i, h]``.

@@ -17,6 +17,8 @@ from dllm_engine.kernels._triton import jit, tl, triton
 
 _EPS = 1e-8
 """As ``torch.nn.functional.cosine_similarity`` has it."""
+_ROUNDING = 1e-6
+"""Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
 
 
 @jit
@@ -138,7 +140,9 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         similarity: ``[num_rows]`` or ``[batch, num_rows]``.
-        count: how many rows, of each member of the batch. ``torch.topk`` settles ties for the last place.
+        count: how many rows, of each member of the batch. Of equals for the last place the first is chosen, and rows
+            that differ from 1 by rounding alone are equals: a row that nothing has changed comes out of a matrix
+            product of another shape with other last bits, which must not decide.
 
     Returns:
         int64 ``[count]`` or ``[batch, count]``, ascending.
@@ -148,7 +152,8 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
     """
     if similarity.dim() not in (1, 2) or not 0 <= count <= similarity.shape[-1]:
         raise ValueError(f"count={count} of similarity {list(similarity.shape)}: 0 to the number of rows can be chosen")
-    return similarity.topk(count, largest=False).indices.sort().values
+    alike = similarity.clamp(max=1 - _ROUNDING)
+    return alike.sort(stable=True).indices[..., :count].sort().values
 
 
 def _check(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:

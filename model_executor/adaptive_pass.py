@@ -30,8 +30,8 @@ from dllm_engine.scheduler.step_plan import Scope
 class CanvasTables(Protocol):
     """Where the keys and values of canvas positions lie in pages."""
 
-    def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of canvas positions ``tokens`` of ``requests``; −1 where none is."""
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all); −1 where nothing is kept of a row."""
 
     def attend(
         self,
@@ -50,20 +50,18 @@ class CanvasTables(Protocol):
 class ComputedRows:
     """The rows that a layer recomputes: the same number in every layer of a kind, so all of this is known before."""
 
-    def __init__(self, batch: StepBatch, sizes: list[int]) -> None:
-        """``sizes``: recomputed rows per request."""
+    def __init__(self, batch: StepBatch, sizes: list[int], alone: list[bool]) -> None:
+        """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
         device = batch.positions.device
         self.bounds = list(accumulate(sizes, initial=0))
         self.sizes = sizes
         self.max_seqlen = max(sizes)
         self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
-        # A canvas computed as a whole attends to what was just computed; the others also to what is in pages.
-        whole = [size == canvas.spec.canvas_length for size, canvas in zip(sizes, batch.canvases, strict=True)]
-        self.all_whole, self.any_whole = all(whole), any(whole)
-        self.whole_rows = self._rows_where(whole, device)
-        self.paged_rows = self._rows_where([not w for w in whole], device)
-        self.whole_bounds = list(accumulate((size for size, w in zip(sizes, whole, strict=True) if w), initial=0))
-        paged = list(accumulate((0 if w else size for size, w in zip(sizes, whole, strict=True)), initial=0))
+        self.alone = alone
+        self.alone_rows = self._rows_where(alone, device)
+        self.paged_rows = self._rows_where([not a for a in alone], device)
+        self.alone_bounds = list(accumulate((size for size, a in zip(sizes, alone, strict=True) if a), initial=0))
+        paged = list(accumulate((0 if a else size for size, a in zip(sizes, alone, strict=True)), initial=0))
         self.paged_cu_seqlens = torch.tensor(paged, dtype=torch.int32, device=device)
 
     def _rows_where(self, wanted: list[bool], device: torch.device) -> torch.Tensor:
@@ -87,14 +85,16 @@ class AdaptivePass(LayerPass):
         pages: PageMemory,
         tables: CanvasTables,
         live_starts: list[int],
-        hidden_size: int,
         *,
+        whole_attends_alone: bool,
         similarity: Literal["value", "key"] = "value",
         first_adaptive_layer: int = 0,
     ) -> None:
         """Layers before ``first_adaptive_layer`` recompute every row in every step, and keep no features.
 
         ``live_starts``: per request, the first position whose hidden state is kept up to date between refreshes.
+        ``whole_attends_alone``: a canvas recomputed as a whole attends to what was just computed rather than to what
+        pages keep of it; otherwise only in a request's first pass.
         """
         self.batch, self.pages, self.tables = batch, pages, tables
         self.similarity, self.first_adaptive_layer = similarity, first_adaptive_layer
@@ -104,8 +104,16 @@ class AdaptivePass(LayerPass):
         starts = torch.tensor(live_starts, device=device)
         self.feature_items = batch.positions - starts[self.requests]
         self.feature_tables = BatchTables(batch, PageKind.FEATURES)
-        self.features = feature_rows(pages.memory, hidden_size, pages.num_kv_heads)
-        self.all_rows = ComputedRows(batch, [batch.num_rows(i) for i in range(len(batch.plans))])
+        self.features = feature_rows(pages.memory, pages.hidden_size, pages.num_kv_heads)
+
+        def attend_alone(sizes: list[int]) -> list[bool]:
+            return [
+                size == canvas.spec.canvas_length and (whole_attends_alone or plan.forward == 0)
+                for size, canvas, plan in zip(sizes, batch.canvases, batch.plans, strict=True)
+            ]
+
+        fed = [batch.num_rows(i) for i in range(len(batch.plans))]
+        self.all_rows = ComputedRows(batch, fed, attend_alone(fed))
 
         # Rows of the batch that are refreshed, and where they and the chosen ones lie among the recomputed rows.
         refreshed: list[torch.Tensor] = []
@@ -141,7 +149,7 @@ class AdaptivePass(LayerPass):
         """Per group of equal shape: the response rows ``[group, rows]``, and the places of those chosen among the
         recomputed ones ``[group, chosen]``."""
         self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
-        self.some_rows = ComputedRows(batch, sizes)
+        self.some_rows = ComputedRows(batch, sizes, attend_alone(sizes))
         self.kept = torch.ones_like(self.requests, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
         self.kept[self.refreshed] = False
@@ -167,10 +175,7 @@ class AdaptivePass(LayerPass):
     def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
         q, k, v = layer.qkv(layer.attn_norm(hidden))
         q, k = layer.rope(q, phases), layer.rope(k, phases)
-        slots = self.tables.token_slots(index, self.requests, self.batch.positions)
-        write_slots(k, self.pages.keys, slots)
-        write_slots(v, self.pages.values, slots)
-        hidden += layer.o_proj(self._attend(index, self.all_rows, q, k, v))
+        hidden += layer.o_proj(self._attend(index, self.all_rows, None, q, k, v))
         hidden += layer.mlp(layer.mlp_norm(hidden))
 
     def _recompute_some(
@@ -179,17 +184,14 @@ class AdaptivePass(LayerPass):
         items = self.feature_items
         feature_slots = self.feature_tables.slots(index, self.requests, items.clamp(min=0), self.features.shape[1])
         feature_slots = feature_slots.masked_fill(items < 0, -1)
-        slots = self.tables.token_slots(index, self.requests, self.batch.positions)
-        rows, fresh_values = self._choose(layer, hidden, phases, slots)
+        rows, fresh_values = self._choose(index, layer, hidden, phases)
         if rows.numel():
             # Where everything is refreshed there is nothing to gather.
             x = hidden[rows] if self.any_kept else hidden
             of_rows = RotaryPhases(phases.cos[rows], phases.sin[rows]) if self.any_kept else phases
             q, k, v = self._project(layer, x, fresh_values)
             q, k = layer.rope(q, of_rows), layer.rope(k, of_rows)
-            write_slots(k, self.pages.keys, slots[rows])
-            write_slots(v, self.pages.values, slots[rows])
-            attended = layer.o_proj(self._attend(index, self.some_rows, q, k, v))
+            attended = layer.o_proj(self._attend(index, self.some_rows, rows, q, k, v))
             x = x + attended
             update = layer.mlp(layer.mlp_norm(x))
             x += update
@@ -204,7 +206,7 @@ class AdaptivePass(LayerPass):
         return hidden
 
     def _choose(
-        self, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases, slots: torch.Tensor
+        self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows to recompute, and the values of those chosen where verifying has computed them already.
 
@@ -221,7 +223,7 @@ class AdaptivePass(LayerPass):
         else:
             of_verified = RotaryPhases(phases.cos[self.verified], phases.sin[self.verified])
             fresh, kept = layer.rope(layer.k(normed), of_verified), self.pages.keys
-        verified_slots = slots[self.verified]
+        verified_slots = self.tables.row_slots(index, self.verified)
         sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
         write_slots(fresh, kept, verified_slots)
         similarity = cosine(sums)
@@ -252,16 +254,40 @@ class AdaptivePass(LayerPass):
         return q, k, values
 
     def _attend(
-        self, layer: int, rows: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        layer: int,
+        computed: ComputedRows,
+        rows: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
-        if rows.all_whole:
-            return bidirectional_attention(q, k, v, rows.whole_bounds)
-        if not rows.any_whole:
-            return self.tables.attend(layer, q, k, v, rows.cu_seqlens, rows.max_seqlen, attend_fresh=False)
-        out = torch.empty_like(q)
-        whole, paged = rows.whole_rows, rows.paged_rows
-        out[whole] = bidirectional_attention(q[whole], k[whole], v[whole], rows.whole_bounds)
-        out[paged] = self.tables.attend(
-            layer, q[paged], k[paged], v[paged], rows.paged_cu_seqlens, rows.max_seqlen, attend_fresh=False
-        )
+        """Attention of recomputed rows (``rows`` of the batch, None: all), after their K/V have gone to pages."""
+        alone, paged = computed.alone_rows, computed.paged_rows
+        if not paged.numel():
+            out = self._attend_alone(layer, computed, q, k, v)
+        elif alone.numel():
+            out = torch.empty_like(q)
+            out[alone] = self._attend_alone(layer, computed, q[alone], k[alone], v[alone])
+        slots = self.tables.row_slots(layer, rows)
+        write_slots(k, self.pages.keys, slots)
+        write_slots(v, self.pages.values, slots)
+        if not alone.numel():
+            out = self.tables.attend(layer, q, k, v, computed.cu_seqlens, computed.max_seqlen, attend_fresh=False)
+        elif paged.numel():
+            out[paged] = self.tables.attend(
+                layer,
+                q[paged],
+                k[paged],
+                v[paged],
+                computed.paged_cu_seqlens,
+                computed.max_seqlen,
+                attend_fresh=False,
+            )
         return out
+
+    def _attend_alone(
+        self, layer: int, computed: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the requests whose rows attend to nothing but themselves, before their K/V go to pages."""
+        return bidirectional_attention(q, k, v, computed.alone_bounds)

@@ -1,18 +1,21 @@
 """Page tables of a batch's requests side by side, as attention over pages wants them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.page_layout import PageKind
 
 
 class BatchTables:
-    """Tables of one kind, stacked over the requests of a batch."""
+    """Tables of one kind, or of a kind per request, stacked over the requests of a batch."""
 
-    def __init__(self, batch: StepBatch, kind: PageKind) -> None:
-        tables = [canvas.page_tables.get(kind) for canvas in batch.canvases]
+    def __init__(self, batch: StepBatch, kind: PageKind | Sequence[PageKind]) -> None:
+        kinds = [kind] * len(batch.canvases) if isinstance(kind, PageKind) else kind
+        tables = [canvas.page_tables.get(kind) for canvas, kind in zip(batch.canvases, kinds, strict=True)]
         held = [table for table in tables if table is not None]
         num_layers = held[0].shape[0] if held else 0
         widest = max((table.shape[1] for table in held), default=0)
@@ -36,12 +39,19 @@ class TokenTables(BatchTables):
     """Tables of keys and values, token-major: token t of a request follows token t − 1, its heads side by side, so
     that a table grows by appending pages."""
 
-    def __init__(self, batch: StepBatch, pages: PageMemory, head_len: list[int]) -> None:
+    def __init__(
+        self,
+        batch: StepBatch,
+        pages: PageView,
+        head_len: list[int],
+        kind: PageKind | Sequence[PageKind] = PageKind.KV,
+    ) -> None:
         """``head_len``: per request, the tokens that its rows attend to in pages."""
-        super().__init__(batch, PageKind.KV)
+        super().__init__(batch, kind)
         device = batch.positions.device
-        heads, num_requests = pages.num_kv_heads, len(batch.plans)
+        heads, num_requests = pages.num_kv_heads, len(batch.canvases)
         self.pages = pages
+        self.requests, self.positions = batch.request_of_row(), batch.positions
         self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, heads)
         self.token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
         self.head_len = torch.tensor(head_len, dtype=torch.int32, device=device)[:, None].expand(num_requests, heads)
@@ -49,8 +59,15 @@ class TokenTables(BatchTables):
         self.max_head_len = max(head_len)
         self.head_offsets = torch.arange(heads, device=device)
 
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all), where canvas position p is token p."""
+        requests, tokens = self.requests, self.positions
+        if rows is not None:
+            requests, tokens = requests[rows], tokens[rows]
+        return self.token_slots(layer, requests, tokens)
+
     def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Physical slots of tokens, ``[n, num_kv_heads]``; arguments as in ``slots``."""
+        """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""
         places = self.slots(layer, requests, tokens, self.pages.page_size)
         return places[:, None] * self.pages.num_kv_heads + self.head_offsets
 
@@ -64,6 +81,7 @@ class TokenTables(BatchTables):
         max_seqlen: int,
         *,
         attend_fresh: bool,
+        causal: bool = False,
     ) -> torch.Tensor:
         """Attention of a layer's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
         return paged_attention(
@@ -78,6 +96,7 @@ class TokenTables(BatchTables):
             self.token_stride,
             self.head_len,
             attend_fresh=attend_fresh,
+            causal=causal,
             max_seqlen=max_seqlen,
             max_head_len=self.max_head_len,
         )

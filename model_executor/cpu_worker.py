@@ -7,12 +7,12 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
-from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.model_executor.worker import DiffusionWorker
 
 
-class DiffusionCPUWorker(CPUWorker):
+class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
     """Differs from vLLM's in the runner it makes, and has nothing to compile."""
 
     def init_device(self) -> None:
@@ -28,12 +28,6 @@ class DiffusionCPUWorker(CPUWorker):
         )
         set_random_seed(self.model_config.seed)
         self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)
-
-    def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBNHC"]
-
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def execute_dummy_batch(self) -> None:
         """Data-parallel ranks of a dense model do not wait for each other."""

@@ -12,10 +12,13 @@ import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import write_retained
+from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.retention.scorers import ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.unmasking.policy import TokenStatistics
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -35,9 +38,17 @@ class LayerPass(ABC):
         ``hidden`` belongs to the pass, which may write into it.
         """
 
+    def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:  # noqa: B027
+        """Told what was predicted at masked positions of a request, before any of them is unmasked."""
+
     def rows_computed(self, index: int, num_rows: int) -> int:
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""
         return num_rows
+
+    def kv_slots(self, index: int) -> list[int] | None:
+        """Slots of keys that each layer of a request turned out to need, on the rank that needs most; None where the
+        pass has settled nothing."""
+        return None
 
     def record(self, index: int) -> dict[str, Any]:
         """Trace entries of the pass for a request, by their names in ``DiffusionFigures.trace``."""
@@ -63,25 +74,34 @@ class DensePass(LayerPass):
 class RetentionRule(Protocol):
     """Which tokens of a layer an UPDATE step retains."""
 
-    def __call__(self, spec: DecodingSpec, plan: StepPlan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Canvas positions, ascending, ``[plan.retained]`` int64.
+    def __call__(self, spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
+        """Canvas positions, ascending, ``[plan.retained]`` int64; the first ``plan.read`` are in pages already.
 
-        ``q`` ``[canvas_length, num_heads, head_dim]`` and ``k`` ``[canvas_length, num_kv_heads, head_dim]`` are this
-        layer's, after RoPE, of this rank's heads. The answer must be the same on every rank.
+        ``layer`` holds the rows that the plan computes. The answer must be the same on every rank.
         """
 
 
 class RetentionPass(LayerPass):
     """Every computed row through every layer; attention over what is retained in pages and the fresh rows.
 
-    Requests in every refresh state share the pass: FULL and UPDATE requests attend to their own rows, REUSE requests
-    to their pages as well, and after the attention of each layer UPDATE requests write what the rule retains.
+    Requests in every refresh state share the pass: each attends to its own rows and to what its plan reads in pages,
+    and after the attention of each layer UPDATE requests write what the rule retains behind what they read.
     """
 
-    def __init__(self, batch: StepBatch, pages: PageMemory, rule: RetentionRule) -> None:
+    def __init__(
+        self,
+        batch: StepBatch,
+        pages: PageMemory,
+        rule: RetentionRule,
+        *,
+        needs_lse: bool = False,
+        observation_window: int = 0,
+    ) -> None:
+        """``needs_lse`` and ``observation_window``: as the scorer that the rule goes by wants them."""
         self.batch = batch
         self.pages = pages
         self.rule = rule
+        self.needs_lse, self.observation_window = needs_lse, observation_window
         self.retained: dict[int, list[torch.Tensor]] = {
             i: [] for i, plan in enumerate(batch.plans) if plan.state is RefreshState.UPDATE
         }
@@ -107,10 +127,19 @@ class RetentionPass(LayerPass):
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         for i, retained in self.retained.items():
-            rows, canvas = self.batch.rows(i), self.batch.canvases[i]
-            positions = self.rule(canvas.spec, self.batch.plans[i], q[rows], k[rows])
+            rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
+            lse = (
+                attention_with_lse(q[rows], k[rows], v[rows], [0, rows.stop - rows.start])[1]
+                if self.needs_lse
+                else None
+            )
+            scored = ScoredLayer.of(
+                canvas, plan, q[rows], k[rows], lse, layer, self.pages.total_kv_heads, self.observation_window
+            )
+            positions = self.rule(canvas.spec, plan, scored)
+            added = positions[plan.read :] - plan.span.start
             table = canvas.page_tables[PageKind.KV][layer]
-            write_retained(k[rows], v[rows], positions, self.pages.keys, self.pages.values, table)
+            write_retained(k[rows], v[rows], added, self.pages.keys, self.pages.values, table, plan.read)
             retained.append(positions)
 
     def record(self, index: int) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The model runner: owns tokens, masks and batch layout; turns step plans into forward passes and unmasked tokens."""
 
 import itertools
+import math
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
@@ -14,20 +16,32 @@ from vllm.model_executor.model_loader import get_model
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
+from dllm_engine.kernels.attention import use_dense_backend
+from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
+from dllm_engine.model_executor.guide import Draft, Guide
 from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
+from dllm_engine.model_executor.layer_profile import ProfilingPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics, UnmaskingPolicy
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.guided import select_guided
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, UnmaskingPolicy
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.params import model_end_tokens
+from dllm_engine.scheduler.messages import (
+    BlockState,
+    DiffusionRunnerOutput,
+    DiffusionSchedulerOutput,
+    NewRequest,
+    StepReport,
+)
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
@@ -60,7 +74,11 @@ class DiffusionModelRunner:
         self.model_config = vllm_config.model_config
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
+        if self.options.dense_attention == "xformers":
+            check_xformers(device, self.model_config.dtype)
+        use_dense_backend(self.options.dense_attention)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
+        self.end_tokens = torch.tensor(model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=device)
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
         self.canvases: dict[str, Canvas] = {}
         self.pages: PageMemory | None = None
@@ -81,6 +99,10 @@ class DiffusionModelRunner:
         self.model = model.eval()
         if self.device.type == "cuda":
             self.model_memory_usage = torch.cuda.memory_allocated() - before
+        self.guide: Guide | None = None
+        if self.options.guide_model is not None:
+            config = AutoConfig.from_pretrained(self.options.guide_model)
+            self.guide = Guide(self.options.guide_model, config, self.vllm_config, self.mask_token_id, self.device)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
         )
@@ -97,7 +119,7 @@ class DiffusionModelRunner:
             return {}
         geometry = PoolGeometry.of_model(
             self.model_config.hf_config,
-            self.options.page_size,
+            self.options,
             self.vllm_config.parallel_config.tensor_parallel_size,
         )
         spec = PagePoolSpec(
@@ -118,10 +140,13 @@ class DiffusionModelRunner:
                 self.options.page_size,
                 self.model.num_kv_heads,
                 self.model.shape.head_dim,
+                self.model.shape.num_kv_heads,
                 self.model.shape.hidden_size,
                 self.model_config.dtype,
                 self.device,
             )
+        if self.guide is not None:
+            self.guide.attach(self.pages)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Canvases are as long as their requests; nothing here is sized by the longest."""
@@ -136,6 +161,14 @@ class DiffusionModelRunner:
         hidden = self.model(ids, positions, DensePass([*sequences, num_rows]))
         rows = min(self.predictor.max_rows, num_rows)
         self.model.compute_logits(hidden[:rows]).logits.float().softmax(dim=-1)
+
+    @torch.inference_mode()
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
+        """Importance of each layer in a forward pass over a prompt and a masked response; see ``ProfilingPass``."""
+        tokens = prompt_token_ids + [self.mask_token_id] * gen_length
+        layer_pass = ProfilingPass(len(tokens))
+        self.model(torch.tensor(tokens, device=self.device), torch.arange(len(tokens), device=self.device), layer_pass)
+        return layer_pass.importance
 
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""
@@ -164,7 +197,7 @@ class DiffusionModelRunner:
         batch = self._build_batch(scheduler_output.plans)
         layer_pass = self.make_layer_pass(batch, self.pages)
         hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-        unmasked = self._unmask(batch, hidden, layer_pass.finished)
+        unmasked = self._unmask(batch, hidden, layer_pass)
         return self._report(batch, unmasked, layer_pass)
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
@@ -173,7 +206,18 @@ class DiffusionModelRunner:
         tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
         masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
         masked[spec.prompt_length :] = True
-        return Canvas(spec, request.seed, tokens, masked, masked_before=masked)
+        canvas = Canvas(spec, _signed_seed(request.seed), tokens, masked, masked_before=masked)
+        if spec.num_logprobs is not None:
+            shape = (spec.canvas_length, spec.num_logprobs)
+            canvas.logprobs = TokenLogprobs(
+                token=torch.zeros(spec.canvas_length, device=self.device),
+                rank=torch.zeros(spec.canvas_length, dtype=torch.int64, device=self.device),
+                top_tokens=torch.zeros(shape, dtype=torch.int64, device=self.device),
+                top=torch.zeros(shape, device=self.device),
+            )
+        if spec.streams_steps:
+            canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=self.device)
+        return canvas
 
     def _page_table(self, ids: list[list[int]]) -> torch.Tensor:
         widest = max(map(len, ids))
@@ -205,30 +249,40 @@ class DiffusionModelRunner:
             return torch.cat((predicting, last)) if plan.rows is RowRule.MASKED_BEFORE_AND_LAST else predicting
         start = plan.span.start
         if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
-            start = min(start, canvas.last_unmasked[0])
+            start = min(start, max(canvas.last_unmasked[0] - canvas.spec.shifts_logits, 0))
         return torch.arange(start, plan.span.stop, device=self.device)
 
-    def _unmask(self, batch: StepBatch, hidden: torch.Tensor, finished: torch.Tensor | None) -> list[list[int]]:
+    def _unmask(self, batch: StepBatch, hidden: torch.Tensor, layer_pass: LayerPass) -> list[list[int]]:
         """Fill the positions each plan asks for; returns them, sorted, per request of the batch."""
         for canvas in batch.canvases:
             canvas.masked_before = canvas.masked.clone()
         groups: dict[SamplingSettings, list[Candidates]] = defaultdict(list)
+        drafted: list[tuple[Candidates, TokenStatistics]] = []
         unmasked: list[list[int]] = [[] for _ in batch.plans]
         for index in range(len(batch.plans)):
-            candidates = self._candidates(batch, index, finished)
+            candidates = self._candidates(batch, index, layer_pass.finished)
             if candidates is not None:
                 groups[_sampling_settings(candidates.canvas)].append(candidates)
         for settings, group in groups.items():
             for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
-                unmasked[candidates.index] = _fill(candidates, statistics)
+                if candidates.canvas.spec.delay_eos:
+                    statistics.held_back = _ends_too_early(candidates, statistics.token, self.end_tokens)
+                layer_pass.observe(candidates.index, candidates.positions, statistics)
+                if candidates.canvas.spec.guidance is not None:
+                    drafted.append((candidates, statistics))
+                else:
+                    unmasked[candidates.index] = _fill(candidates, statistics)
+                _record(candidates, statistics)
+        if drafted:
+            for (candidates, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
+                unmasked[candidates.index] = filled
         for canvas, positions in zip(batch.canvases, unmasked, strict=True):
             canvas.last_unmasked = positions
         return unmasked
 
     def _candidates(self, batch: StepBatch, index: int, finished: torch.Tensor | None = None) -> Candidates | None:
         plan, canvas = batch.plans[index], batch.canvases[index]
-        policy = _policy(canvas)
-        counted = not policy.draws_each_position and (plan.quota.threshold is None or not policy.measures_probability)
+        counted = plan.quota.parallel is None and not _policy(canvas).draws_each_position
         if counted and plan.quota.count == 0:
             return None
         first, stop = plan.quota.candidates
@@ -261,16 +315,18 @@ class DiffusionModelRunner:
             return torch.tensor(values, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
 
         counters = Counters(
-            seeds=per_row([_signed_seed(c.canvas.seed) for c in group]),
+            seeds=per_row([c.canvas.seed for c in group]),
             forwards=per_row([c.plan.forward for c in group]),
             positions=torch.cat([c.positions for c in group]),
         )
+        num_logprobs = [c.canvas.spec.num_logprobs for c in group if c.canvas.spec.num_logprobs is not None]
         statistics = self.predictor.predict(
             hidden[torch.cat([c.rows for c in group])],
             settings,
             counters,
             with_entropy=any(_policy(c.canvas).needs_entropy for c in group),
             with_margin=any(_policy(c.canvas).needs_margin for c in group),
+            num_logprobs=max(num_logprobs, default=None),
         )
         if any(_policy(c.canvas).needs_noise for c in group):
             statistics.noise = uniform(
@@ -286,7 +342,39 @@ class DiffusionModelRunner:
                 statistics.noise,
             )
         ]
+        split.append(_split_logprobs(statistics.logprobs, sizes))
         return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
+
+    def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[list[int]]:
+        """Unmask what the guide lets pass of each request's draft; returns the positions, sorted, per request."""
+        assert self.guide is not None
+        drafts, probabilities = [], []
+        for candidates, statistics in drafted:
+            guidance = candidates.canvas.spec.guidance
+            assert guidance is not None
+            window = slice(guidance.speculation_length)
+            drafts.append(Draft(candidates.canvas, candidates.positions[window], statistics.token[window]))
+            probabilities.append(statistics.probability[window].tolist())
+        filled = []
+        for draft, probability, verdict, (candidates, _) in zip(
+            drafts, probabilities, self.guide.check(drafts), drafted, strict=True
+        ):
+            canvas, plan = draft.canvas, candidates.plan
+            assert canvas.spec.guidance is not None
+            chosen = select_guided(
+                canvas.spec.guidance,
+                draft.tokens.tolist(),
+                probability,
+                verdict.ranks.tolist(),
+                verdict.tokens.tolist(),
+                first_needed=plan.quota.first_needed,
+            )
+            positions = draft.positions[list(chosen)]
+            canvas.tokens[positions] = torch.tensor(list(chosen.values()), device=self.device)
+            canvas.masked[positions] = False
+            self.guide.roll_back(canvas)
+            filled.append(sorted(positions.tolist()))
+        return filled
 
     def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> DiffusionRunnerOutput:
         reports = {}
@@ -300,6 +388,9 @@ class DiffusionModelRunner:
                 num_unmasked=len(unmasked[index]),
                 block_tokens=canvas.tokens[block].tolist() if done else None,
                 trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
+                kv_slots=layer_pass.kv_slots(index),
+                logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
+                block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
             )
         return DiffusionRunnerOutput(
             req_ids=batch.request_ids,
@@ -317,6 +408,47 @@ def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerP
         "unmasked_per_step": unmasked,
         "computed_positions": None if whole else batch.positions[batch.rows(index)].tolist(),
     } | layer_pass.record(index)
+
+
+def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
+    """Keep what a request asks to know of its predictions. A position that was filled is predicted no more, so what is
+    kept of it is that of the step that filled it."""
+    if candidates.canvas.confidences is not None:
+        candidates.canvas.confidences[candidates.positions] = statistics.probability
+    kept, made = candidates.canvas.logprobs, statistics.logprobs
+    if kept is None or made is None:
+        return
+    positions, wanted = candidates.positions, kept.top.shape[1]
+    kept.token[positions] = made.token
+    kept.rank[positions] = made.rank
+    kept.top_tokens[positions] = made.top_tokens[:, :wanted]
+    kept.top[positions] = made.top[:, :wanted]
+
+
+def _split_logprobs(logprobs: TokenLogprobs | None, sizes: list[int]) -> list[TokenLogprobs | None]:
+    if logprobs is None:
+        return [None] * len(sizes)
+    parts = (logprobs.token, logprobs.rank, logprobs.top_tokens, logprobs.top)
+    return [TokenLogprobs(*of_request) for of_request in zip(*(part.split(sizes) for part in parts), strict=True)]
+
+
+def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
+    """In vLLM's form: the committed token first, then the likeliest ones."""
+    kept = canvas.logprobs
+    assert kept is not None
+    tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
+    values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
+    return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
+
+
+def _block_state(canvas: Canvas, block: slice) -> BlockState:
+    assert canvas.confidences is not None
+    confidences = canvas.confidences[block].tolist()
+    return BlockState(
+        token_ids=canvas.tokens[block].tolist(),
+        masked=canvas.masked[block].tolist(),
+        confidences=[None if math.isnan(confidence) else confidence for confidence in confidences],
+    )
 
 
 def _policy(canvas: Canvas) -> UnmaskingPolicy:
@@ -340,18 +472,31 @@ def _sampling_settings(canvas: Canvas) -> SamplingSettings:
     return SamplingSettings(spec.temperature, spec.top_p, spec.top_k, tempered)
 
 
+def _ends_too_early(candidates: Candidates, tokens: torch.Tensor, end_tokens: torch.Tensor) -> torch.Tensor:
+    """Predicted end tokens after a masked position, while the response has none; ``[num_candidates]`` bool."""
+    canvas = candidates.canvas
+    ended = torch.isin(canvas.tokens[canvas.spec.prompt_length :], end_tokens).any()
+    after_mask = canvas.masked[(candidates.positions - 1).clamp(min=0)]
+    return torch.isin(tokens, end_tokens) & after_mask & ~ended
+
+
 def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
     """Unmask the plan's quota of the candidates in their canvas; returns the positions, sorted."""
     canvas, quota = candidates.canvas, candidates.plan.quota
+    allowed = None if statistics.held_back is None else (~statistics.held_back).nonzero()[:, 0]
     confidence = _policy(canvas).confidence(statistics)
-    if _policy(canvas).draws_each_position:
+    if allowed is not None:
+        confidence = confidence[allowed]
+    if not confidence.numel():
+        return []
+    if quota.parallel is not None:
+        chosen = PARALLEL_RULES[quota.parallel.kind].select(confidence, quota.parallel.value)
+    elif _policy(canvas).draws_each_position:
         chosen = (confidence < quota.ratio).nonzero()[:, 0]
-    elif quota.threshold is not None and _policy(canvas).measures_probability:
-        sure = confidence >= quota.threshold
-        sure[confidence.argmax()] = True
-        chosen = sure.nonzero()[:, 0]
     else:
         chosen = confidence.topk(min(quota.count, confidence.numel())).indices
+    if allowed is not None:
+        chosen = allowed[chosen]
     positions = candidates.positions[chosen]
     canvas.tokens[positions] = statistics.token[chosen]
     canvas.masked[positions] = False

@@ -31,7 +31,21 @@ def register_pool_spec() -> None:
     )
 
 
-class PageMemory:
+@dataclass(frozen=True)
+class PageView:
+    """The pool's pages as keys and values of some model's heads."""
+
+    keys: torch.Tensor
+    """``[num_pages, slots_per_page, head_dim]``"""
+    values: torch.Tensor
+    """As ``keys``."""
+    page_size: int
+    """Tokens per page."""
+    num_kv_heads: int
+    """KV heads of this rank."""
+
+
+class PageMemory(PageView):
     """Keys and values of all pages of a rank: ``[num_pages, slots_per_page, head_dim]`` each.
 
     A slot is the key or value of one head of one retained token. A page may hold rows of features instead, of
@@ -44,13 +58,22 @@ class PageMemory:
         page_size: int,
         num_kv_heads: int,
         head_dim: int,
+        total_kv_heads: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page_size = page_size
-        self.num_kv_heads = num_kv_heads
+        self.total_kv_heads = total_kv_heads
         self.hidden_size = hidden_size
         # Not zeroed: on a CPU, memory that no page uses is then never touched.
         self.memory = torch.empty(num_pages, 2, page_size * num_kv_heads, head_dim, dtype=dtype, device=device)
-        self.keys, self.values = self.memory[:, 0], self.memory[:, 1]
+        super().__init__(self.memory[:, 0], self.memory[:, 1], page_size, num_kv_heads)
+
+    def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:
+        """The same pages for a model of other heads: as many whole tokens as a page's bytes hold."""
+        num_pages, elements = self.memory.shape[0], self.memory[0].numel()
+        page_size = elements // (2 * num_kv_heads * head_dim)
+        slots = page_size * num_kv_heads
+        shape, strides = (num_pages, slots, head_dim), (elements, head_dim, 1)
+        values = self.memory.as_strided(shape, strides, self.memory.storage_offset() + slots * head_dim)
+        return PageView(self.memory.as_strided(shape, strides), values, page_size, num_kv_heads)

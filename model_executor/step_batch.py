@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -16,6 +17,7 @@ class Canvas:
 
     spec: DecodingSpec
     seed: int
+    """Key of its random numbers, as the int64 of the same bits."""
     tokens: torch.Tensor
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
     masked: torch.Tensor
@@ -26,6 +28,15 @@ class Canvas:
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
     """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
+    guide_cached: int = 0
+    """Leading tokens that the guide's pages hold as they stand."""
+    guide_text: torch.Tensor | None = None
+    """What the guide was last shown, from the first token on."""
+    logprobs: TokenLogprobs | None = None
+    """Of each canvas position, as of the last step that predicted it; None where the request does not ask."""
+    confidences: torch.Tensor | None = None
+    """``[canvas_length]`` float32: probability of each position's token, as of the last step that predicted it, NaN
+    before; None where the request does not stream by step."""
     cache_state: Any = None
     """What the engine's cache method keeps of this request beside pages."""
 
@@ -52,5 +63,5 @@ class StepBatch:
 
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
-        sizes = torch.tensor([self.num_rows(i) for i in range(len(self.plans))], device=self.positions.device)
-        return torch.arange(len(self.plans), device=self.positions.device).repeat_interleave(sizes)
+        sizes = torch.tensor([self.num_rows(i) for i in range(len(self.canvases))], device=self.positions.device)
+        return torch.arange(len(self.canvases), device=self.positions.device).repeat_interleave(sizes)

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from dllm_engine.kernels.unmask import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics, required
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, required
 
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32)."""
@@ -70,23 +70,26 @@ class TokenPredictor:
         counters: Counters,
         with_entropy: bool,
         with_margin: bool,
+        num_logprobs: int | None = None,
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
-        argmax of logits + T · Gumbel noise.
+        argmax of logits + T · Gumbel noise. ``num_logprobs`` is how many of the likeliest tokens get log-probabilities
+        beside the predicted one; None: not even that.
         """
         chunks = []
         for start in range(0, hidden.shape[0], self.max_rows):
             rows = slice(start, start + self.max_rows)
             shard = self.compute_logits(hidden[rows])
-            chunks.append(self._reduce(shard, settings, counters.rows(rows), with_entropy, with_margin))
+            chunks.append(self._reduce(shard, settings, counters.rows(rows), with_entropy, with_margin, num_logprobs))
         return TokenStatistics(
             token=torch.cat([c.token for c in chunks]),
             probability=torch.cat([c.probability for c in chunks]),
             negative_entropy=torch.cat([required(c.negative_entropy) for c in chunks]) if with_entropy else None,
             margin=torch.cat([required(c.margin) for c in chunks]) if with_margin else None,
             noise=None,
+            logprobs=_concatenated([c.logprobs for c in chunks if c.logprobs is not None]),
         )
 
     def _reduce(
@@ -96,6 +99,7 @@ class TokenPredictor:
         counters: Counters,
         with_entropy: bool,
         with_margin: bool,
+        num_logprobs: int | None,
     ) -> TokenStatistics:
         logits, first_token = shard
         sharded = self.tp_group.world_size > 1
@@ -116,6 +120,11 @@ class TokenPredictor:
         if settings.temperature > 0:
             best, token = _draw(drawn_from, counters, first_token, mask_column)
             token_logit = measured.gather(-1, token[:, None])[:, 0].float()
+        winner = plain = None
+        if num_logprobs is not None:
+            # Of this shard and what it would predict; `_logprobs` takes the winner's.
+            log_sum = log_total if measured is logits else token_statistics(logits, mask_column, False, False)[2]
+            plain = logits.gather(-1, token[:, None])[:, 0], log_sum
         token = token + first_token
         if sharded:
             winner = torch.stack(self._gather(best)).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
@@ -136,6 +145,38 @@ class TokenPredictor:
             negative_entropy=negative_entropy if with_entropy else None,
             margin=p1 - p2 if p1 is not None else None,
             noise=None,
+            logprobs=self._logprobs(logits, first_token, *plain, winner, num_logprobs)
+            if plain is not None and num_logprobs is not None
+            else None,
+        )
+
+    def _logprobs(
+        self,
+        logits: torch.Tensor,
+        first_token: int,
+        token_logit: torch.Tensor,
+        log_total: torch.Tensor,
+        winner: torch.Tensor | None,
+        num_logprobs: int,
+    ) -> TokenLogprobs:
+        """Log-probabilities under the plain softmax of this rank's ``logits`` and, where ``winner`` says which rank's
+        token was taken, those of the other ranks. ``token_logit`` and ``log_total`` are this rank's."""
+        top, top_tokens = logits.topk(min(num_logprobs, logits.shape[-1]), dim=-1)
+        top_tokens = top_tokens + first_token
+        if winner is not None:
+            token_logit = torch.stack(self._gather(token_logit)).gather(0, winner)[0]
+            top_tokens, top = torch.cat(self._gather(top_tokens), dim=-1), torch.cat(self._gather(top), dim=-1)
+            top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
+            top_tokens = top_tokens.gather(-1, kept)
+            log_total = torch.logsumexp(torch.stack(self._gather(log_total)), dim=0)
+        larger = (logits > token_logit[:, None]).sum(dim=-1)
+        if winner is not None:
+            larger = torch.stack(self._gather(larger)).sum(dim=0)
+        return TokenLogprobs(
+            token=token_logit.float() - log_total,
+            rank=larger + 1,
+            top_tokens=top_tokens,
+            top=top.float() - log_total[:, None],
         )
 
     def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -150,6 +191,12 @@ class TokenPredictor:
         received = [torch.empty_like(padded) for _ in sizes]
         torch.distributed.all_gather(received, padded, group=group)
         return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]
+
+
+def _concatenated(chunks: list[TokenLogprobs]) -> TokenLogprobs | None:
+    if not chunks:
+        return None
+    return TokenLogprobs(*(torch.cat([getattr(c, f.name) for c in chunks]) for f in fields(TokenLogprobs)))
 
 
 def _tempered(logits: torch.Tensor, settings: SamplingSettings, mask_column: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The two nouns every refresh plan speaks of: what a request asked for, and how far it has come."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dllm_engine.families import ScheduleKind
 from dllm_engine.options import CacheOptions
@@ -17,6 +17,30 @@ class Span(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+
+class ParallelRule(NamedTuple):
+    """How many positions a step unmasks, read off the model's confidences."""
+
+    kind: str
+    """A name in ``PARALLEL_RULES``."""
+    value: float
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """How a guide model decides what a step unmasks (Guided Diffusion, arXiv 2505.21467)."""
+
+    speculation_length: int = 32
+    """Masked positions, from the leftmost on, that are drafted and checked in a step."""
+    top_k: int = 1
+    """A draft passes if it is among this many of the guide's best tokens."""
+    threshold: float | None = None
+    """Drafts of a probability above this pass as well."""
+    fallback: Literal["guide", "draft"] = "guide"
+    """Whose token fills the first position where nothing passes."""
+    correction: bool = False
+    """Whether the guide's tokens replace the drafts that pass."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +60,18 @@ class DecodingSpec:
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
-    threshold: float | None = None
-    """Probability at which a position is unmasked, however many reach it; None: a fixed count per step."""
+    parallel: ParallelRule | None = None
+    """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
+    guidance: Guidance | None = None
+    """None: the diffusion model decides alone, by ``unmasking``."""
+    delay_eos: bool = False
+    """Hold back an end token while the position before it is masked and the response has none."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens get log-probabilities beside the committed one; None: not even that."""
+    streams_steps: bool = False
+    """Whether every step reports the running block."""
 
     @property
     def canvas_length(self) -> int:
@@ -57,6 +89,11 @@ class DecodingSpec:
         """Canvas positions of a block; the last one may be shorter."""
         start = self.prompt_length + block * self.block_length
         return Span(start, min(start + self.block_length, self.canvas_length))
+
+    def predicting_span(self, block: int) -> Span:
+        """The rows that predict a block: its own, or with shifted logits those one before."""
+        start, stop = self.block_span(block)
+        return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
 
     def steps_in_block(self, block: int) -> int:
         return split_steps(self.steps, self.num_blocks, block)
@@ -77,5 +114,9 @@ class Progress:
     """Response tokens unmasked so far."""
     num_rows_computed: int = 0
     """Rows fed to the model so far, summed over forward passes."""
+    pages_held: int = 0
+    """The most pages held so far."""
+    tokens_retained: int = 0
+    """The most tokens per layer that pages held so far."""
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""

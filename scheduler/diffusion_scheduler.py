@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -15,19 +16,22 @@ from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm_engine.families import family_of
 from dllm_engine.figures import figures_message
+from dllm_engine.metrics import attach_stats
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_page_demand, end_token_ids, resolve_decoding
+from dllm_engine.provisional import provisional_message
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
-from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_demand
 from dllm_engine.scheduler.step_plan import RefreshState
 
 logger = init_logger(__name__)
@@ -44,6 +48,10 @@ class RequestState:
     end_tokens: frozenset[int]
     page_counts: PageCounts = field(default_factory=dict)
     """Pages per table that the request holds."""
+    pages_settled: bool = False
+    """Whether the runner has said how many pages the request needs for good."""
+    tokens_retained: int = 0
+    """Tokens per layer that they hold."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
 
@@ -79,7 +87,7 @@ class DiffusionScheduler(SchedulerInterface):
         refresh_plan = REFRESH_PLANS[self.options.cache_method]
         self.plan, self.page_counts = refresh_plan.plan, refresh_plan.pages
         self.geometry = PoolGeometry.of_model(
-            self.hf_config, self.options.page_size, vllm_config.parallel_config.tensor_parallel_size
+            self.hf_config, self.options, vllm_config.parallel_config.tensor_parallel_size
         )
         self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
         self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
@@ -89,6 +97,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.finished_req_ids_dict: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._rejected: list[Request] = []
         self._num_steps = 0
+        self._stats = EngineStats()
         self._pause_state = PauseState.UNPAUSED
         # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
         self._seeds = random.Random(vllm_config.model_config.seed)
@@ -146,7 +155,9 @@ class DiffusionScheduler(SchedulerInterface):
         return requests
 
     def _free(self, request: Request) -> None:
-        del self.states[request.request_id]
+        state = self.states.pop(request.request_id)
+        if self.log_stats:  # else nobody empties its lists
+            self._stats.add_ended(state.progress)
         self.pages.free(request.request_id)
         self.finished_req_ids.add(request.request_id)
         if self.finished_req_ids_dict is not None:
@@ -201,17 +212,31 @@ class DiffusionScheduler(SchedulerInterface):
             return 0
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
+        counts = state.page_counts | guide_pages(state.spec, self.geometry)
+        if plan.state is RefreshState.UPDATE and not state.pages_settled:
+            counts |= self.page_counts(state.spec, state.progress.block, self.geometry)
+        if counts != state.page_counts:
+            state.page_counts = counts
+            output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
+        progress = state.progress
+        progress.pages_held = max(progress.pages_held, sum(map(sum, counts.values())))
         if plan.state is RefreshState.UPDATE:
-            counts = self.page_counts(state.spec, state.progress.block, self.geometry)
-            if counts != state.page_counts:
-                state.page_counts = counts
-                output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
+            state.tokens_retained = plan.retained
+            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
         return plan.max_rows
 
     def _resize_tables(self, request_id: str, counts: PageCounts) -> dict[PageKind, list[list[int]]]:
         tables = iter(self.pages.resize(request_id, [n for per_layer in counts.values() for n in per_layer]))
         return {kind: [next(tables) for _ in per_layer] for kind, per_layer in counts.items()}
+
+    def _settle_pages(self, state: RequestState, kv_slots: list[int]) -> None:
+        """Give back what was reserved for the worst case. Tables lose their last pages only, which hold nothing."""
+        slots_per_page = self.geometry.page_size * self.geometry.num_kv_heads
+        state.page_counts = state.page_counts | {PageKind.KV: [pages_for(slots, slots_per_page) for slots in kv_slots]}
+        self._resize_tables(state.request.request_id, state.page_counts)
+        self.pages.settle(state.request.request_id)
+        state.pages_settled = True
 
     def _describe_to_vllm(self, output: DiffusionSchedulerOutput) -> None:
         """Fill the fields that vLLM's logging and iteration details read."""
@@ -234,15 +259,29 @@ class DiffusionScheduler(SchedulerInterface):
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         finished: set[Request] = set()
         if isinstance(model_runner_output, DiffusionRunnerOutput):
+            assert isinstance(scheduler_output, DiffusionSchedulerOutput)
+            self._stats.engine_steps += 1
             for request_id, report in model_runner_output.reports.items():
                 state = self.states.get(request_id)
                 if state is None:  # aborted while the step ran
                     continue
+                if report.kv_slots is not None:
+                    self._settle_pages(state, report.kv_slots)
+                plan = scheduler_output.plans[request_id]
+                self._stats.add_step(plan, state.spec, report.num_unmasked, report.rows_computed)
+                shown = {}
+                if report.block_state is not None:
+                    shown = provisional_message(state.spec, state.progress, report.block_state)
                 self._advance(state.progress, state.spec, report)
                 if report.block_tokens is None:
+                    if shown:
+                        message = figures_message(state.progress, with_trace=False) | shown
+                        output = EngineCoreOutput(request_id, new_token_ids=[], kv_transfer_params=message)
+                        outputs[state.request.client_index].append(output)
                     continue
                 tokens = self._accept(state, report.block_tokens)
-                outputs[state.request.client_index].append(self._engine_output(state, tokens))
+                output = self._engine_output(state, tokens, report.logprobs, shown)
+                outputs[state.request.client_index].append(output)
                 if state.request.is_finished():
                     finished.add(state.request)
         self.running = remove_all(self.running, finished)
@@ -292,17 +331,21 @@ class DiffusionScheduler(SchedulerInterface):
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return tokens
 
-    def _engine_output(self, state: RequestState, tokens: list[int]) -> EngineCoreOutput:
+    def _engine_output(
+        self, state: RequestState, tokens: list[int], logprobs: LogprobsLists | None, shown: dict[str, Any]
+    ) -> EngineCoreOutput:
         request = state.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=tokens,
+            # The block's tokens behind an end token are not sent.
+            new_logprobs=logprobs.slice_request(0, len(tokens)) if logprobs is not None else None,
             finish_reason=request.get_finished_reason(),
             stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=prefill_stats,
-            kv_transfer_params=figures_message(state.progress),
+            kv_transfer_params=figures_message(state.progress) | shown,
             trace_headers=request.trace_headers,
         )
 
@@ -348,12 +391,19 @@ class DiffusionScheduler(SchedulerInterface):
         if not self.log_stats:
             return None
         num_running, num_waiting = self.get_request_counts()
-        return SchedulerStats(
+        scheduler_stats = SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
             kv_cache_usage=self.pages.usage,
             prefix_cache_stats=PrefixCacheStats(),
         )
+        stats, self._stats = self._stats, EngineStats()
+        stats.pages_total = self.pages.num_pages
+        stats.pages_reserved = self.pages.num_reserved
+        stats.pages_allocated = self.pages.num_allocated
+        stats.tokens_retained = sum(state.tokens_retained for state in self.states.values())
+        attach_stats(scheduler_stats, stats)
+        return scheduler_stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Nothing is shared between requests, so there is nothing to reset."""

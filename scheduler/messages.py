@@ -1,9 +1,10 @@
 """The one message each way between scheduler and model runner."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
@@ -31,6 +32,17 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 
 @dataclass(frozen=True)
+class BlockState:
+    """The running block after a step, an entry per position."""
+
+    token_ids: list[int]
+    """The mask token's id where masked."""
+    masked: list[bool]
+    confidences: list[float | None]
+    """Probability of the token that was committed, or would be next; None where none was predicted yet."""
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What a step did to one request."""
 
@@ -38,8 +50,14 @@ class StepReport:
     num_unmasked: int
     block_tokens: list[int] | None
     """The block's tokens once no mask is left in it, else None."""
-    trace: dict[str, list] | None
+    trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
+    kv_slots: list[int] | None = None
+    """Slots of keys that each layer turned out to need, on the rank that needs most, where a step has settled that."""
+    logprobs: LogprobsLists | None = None
+    """Of ``block_tokens``, if the request asks."""
+    block_state: BlockState | None = None
+    """If the request streams by step."""
 
 
 @dataclass

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from dllm_engine.options import EngineOptions, GuideShape
+
 
 class PageKind(Enum):
     """What the pages of a table hold."""
@@ -11,7 +13,11 @@ class PageKind(Enum):
     KV = "kv"
     """Keys and values, of this rank's KV heads."""
     FEATURES = "features"
-    """Rows of ``hidden_size`` activations, the same on every rank."""
+    """Rows of ``hidden_size`` activations."""
+    RETAINED = "retained"
+    """Keys and values again, of the tokens that eviction retained, where the whole canvas is kept as well."""
+    GUIDE = "guide"
+    """Keys and values of the guide model, of its KV heads of this rank."""
 
 
 PageCounts = dict[PageKind, list[int]]
@@ -31,18 +37,22 @@ class PoolGeometry:
     """KV heads of this rank."""
     head_dim: int
     hidden_size: int
-    tensor_parallel_size: int = 1
+    total_kv_heads: int
+    """KV heads of the whole model."""
+
+    guide: GuideShape | None = None
 
     @classmethod
-    def of_model(cls, hf_config: Any, page_size: int, tensor_parallel_size: int) -> "PoolGeometry":
+    def of_model(cls, hf_config: Any, options: EngineOptions, tensor_parallel_size: int) -> "PoolGeometry":
         return cls(
-            page_size=page_size,
+            page_size=options.page_size,
             num_layers=hf_config.num_hidden_layers,
             # With more ranks than KV heads each head is on several of them.
             num_kv_heads=max(1, hf_config.num_key_value_heads // tensor_parallel_size),
             head_dim=hf_config.hidden_size // hf_config.num_attention_heads,
             hidden_size=hf_config.hidden_size,
-            tensor_parallel_size=tensor_parallel_size,
+            total_kv_heads=hf_config.num_key_value_heads,
+            guide=options.guide_shape and options.guide_shape.of_rank(tensor_parallel_size),
         )
 
     @property
@@ -63,6 +73,18 @@ class PoolGeometry:
                 f"of {self.hidden_size} features; the smallest that works is {pages_for(self.hidden_size, per_token)}"
             )
         return pages_for(num_rows, self.feature_rows_per_page)
+
+    def guide_pages(self, num_tokens: int) -> PageCounts:
+        """Tables of the guide's K/V of ``num_tokens``; raises ``ValueError`` where a page holds no token of them."""
+        assert self.guide is not None
+        elements = 2 * self.page_size * self.num_kv_heads * self.head_dim
+        per_page = elements // (2 * self.guide.num_kv_heads * self.guide.head_dim)
+        if not per_page:
+            raise ValueError(
+                f"page_size={self.page_size} is too small: a page of {elements} numbers holds no token of the guide's "
+                f"{self.guide.num_kv_heads} KV heads of {self.guide.head_dim}; raise it"
+            )
+        return {PageKind.GUIDE: [pages_for(num_tokens, per_page)] * self.guide.num_layers}
 
     def uniform(self, num_tokens: int) -> PageCounts:
         """Tables of K/V alone, with as many tokens in every layer."""

@@ -65,6 +65,10 @@ class PagePool:
             table.extend(self._blocks.get_new_blocks(size - len(table)))
         return [[page.block_id for page in table] for table in tables]
 
+    def settle(self, request_id: str) -> None:
+        """Give back what a request reserved beyond the pages it holds."""
+        self._reserved[request_id] = sum(map(len, self._tables[request_id]))
+
     def free(self, request_id: str) -> None:
         """Return a request's pages and its reservation; nothing happens for a request that has none."""
         self._reserved.pop(request_id, None)

@@ -6,16 +6,26 @@ step depend on tokens the plan is symbolic (``RowRule``) with an upper bound, an
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from dllm_engine.options import DKVOptions, DLLMCacheOptions, EngineOptions, SparseOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
-from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
+from dllm_engine.options import (
+    DKVOptions,
+    DLLMCacheOptions,
+    EngineOptions,
+    ESDLLMOptions,
+    FreeCacheOptions,
+    MaskKVOptions,
+    SparseOptions,
+)
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, Progress, Span
+from dllm_engine.scheduler.layer_budgets import layer_budgets
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
 
 
 def plan_none(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """No cache: every step is FULL."""
-    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span, in_blocks=spec.num_blocks > 1)
+    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span, block_alone=False)
 
 
 def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -60,7 +70,7 @@ def plan_dkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
     assert isinstance(options, DKVOptions)
     whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
-    plan = step_plan(spec, progress, state, scope, spec.canvas_span, in_blocks=spec.num_blocks > 1)
+    plan = step_plan(spec, progress, state, scope, spec.canvas_span, block_alone=False)
     kept = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
     if whole:
         return kept
@@ -86,9 +96,105 @@ def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, True): (RefreshState.UPDATE, Scope.RESPONSE),
         (False, False): (RefreshState.REUSE, Scope.ACTIVE),
     }[prompt_due, response_due]
-    plan = step_plan(spec, progress, state, scope, span, in_blocks=spec.num_blocks > 1)
+    plan = step_plan(spec, progress, state, scope, span, block_alone=False)
     num_updated = 0 if response_due else int(spec.gen_length * options.update_ratio)
     return replace(plan, read=spec.canvas_length, retained=spec.canvas_length, num_updated=num_updated)
+
+
+def plan_es_dllm(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """ES-dLLM, by a clock that runs on to a block's last step where the block is complete before.
+
+    UPDATE of ALL is the whole canvas, the only steps that compute what comes after the block; UPDATE of PROMPT is
+    everything up to the block's end; UPDATE of ACTIVE is the block with no row skipped. The others REUSE, and skip. A
+    block's first step also feeds what the step before it decoded.
+    """
+    options = spec.cache
+    assert isinstance(options, ESDLLMOptions)
+    clock = sum(spec.steps_in_block(block) for block in range(progress.block)) + progress.step
+    block_due = clock % options.block_refresh_interval == 0
+    copying = RetainedCopy.NONE
+    if options.evicts and progress.step >= options.update_delay:
+        copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
+    rows = spec.predicting_span(progress.block)
+    if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, block_alone=False)
+    elif clock % options.prompt_refresh_interval == 0:
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop), block_alone=False)
+    else:
+        whole = block_due or copying is RetainedCopy.WRITE
+        state = RefreshState.UPDATE if whole else RefreshState.REUSE
+        plan = step_plan(spec, progress, state, Scope.ACTIVE, rows, block_alone=False)
+        plan = replace(plan, skips=options.skips and not whole)
+        if progress.step == 0:
+            longest = rows.stop - spec.predicting_span(progress.block - 1).start
+            plan = replace(plan, rows=RowRule.FROM_LAST_UNMASKED, max_rows=longest)
+    quota = plan.quota
+    if quota.parallel is not None and quota.parallel.kind == "threshold":
+        quota = replace(quota, parallel=quota.parallel._replace(kind="exceeded_threshold"))
+    num_copied = copied_es_dllm(spec, progress.block) if copying is not RetainedCopy.NONE else 0
+    return replace(
+        plan,
+        quota=quota,
+        read=num_copied + rows.size if copying is RetainedCopy.READ else spec.canvas_length,
+        retained=spec.canvas_length,
+        retained_copy=copying,
+        num_copied=num_copied,
+    )
+
+
+def copied_es_dllm(spec: DecodingSpec, block: int) -> int:
+    """Tokens outside the block that its retained copy holds."""
+    assert isinstance(spec.cache, ESDLLMOptions)
+    return int((spec.canvas_length - spec.block_span(block).size) * spec.cache.retention_ratio)
+
+
+def plan_maskkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """MaskKV, Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt. A pass that refreshes
+    the prompt alone reuses the response as it is."""
+    plan = plan_dllm_cache(spec, progress)
+    return replace(plan, num_updated=0) if plan.scope is Scope.PROMPT else plan
+
+
+def average_budget(options: MaskKVOptions, prompt_length: int) -> int:
+    """Prompt tokens that a KV head of a layer retains, on average; the whole prompt where nothing is evicted."""
+    average = int(prompt_length * options.retention_ratio)
+    return average if options.kv_budget is None else min(average, options.kv_budget)
+
+
+@lru_cache(maxsize=256)
+def prompt_budgets(options: MaskKVOptions, prompt_length: int, num_layers: int) -> list[int]:
+    """Prompt tokens per KV head that each layer retains, on average over its heads."""
+    return layer_budgets(
+        options.layer_budget,
+        average_budget(options, prompt_length),
+        options.profile,
+        num_layers,
+        prompt_length,
+        base_share=options.beta,
+        redistribute=options.redistribute,
+    )
+
+
+def plan_freecache(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """FreeCache, section 3.2.1: K/V of the prompt and of finished blocks are computed once and kept.
+
+    The first step computes the whole canvas and keeps the prompt. A finished block is fed once more, with its final
+    tokens, in the first step of the next one, which keeps it; its last row then predicts that block's first position
+    where logits are shifted.
+    """
+    options = spec.cache
+    assert isinstance(options, FreeCacheOptions)
+    block, clean = spec.block_span(progress.block), retained_prefix(spec, progress.block)
+    stop = spec.canvas_length if options.include_suffix else block.stop
+    if progress.step > 0:
+        plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(block.start, stop))
+        return replace(plan, read=clean, retained=clean)
+    if progress.block == 0:
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
+        return replace(plan, retained=clean)
+    clean_before = retained_prefix(spec, progress.block - 1)
+    plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, Span(clean_before, stop))
+    return replace(plan, read=clean_before, retained=clean)
 
 
 def live_start(spec: DecodingSpec) -> int:
@@ -141,10 +247,43 @@ def _hold_canvas(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> Page
 
 
 def _hold_canvas_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
-    """The first layer recomputes every live row in every step and needs no features."""
-    pages = geometry.feature_pages(spec.canvas_length - live_start(spec))
-    features = [0] + [pages] * (geometry.num_layers - 1)
-    return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: features}
+    return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: _feature_pages(spec, geometry)}
+
+
+def _feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
+    """A layer that recomputes every live row in every step needs no features."""
+    assert isinstance(spec.cache, DLLMCacheOptions)
+    features = [geometry.feature_pages(spec.canvas_length - live_start(spec))] * geometry.num_layers
+    return [0, *features[1:]] if spec.cache.refresh_first_layer else features
+
+
+def _hold_budget_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    """Heads differ in what they retain, and all of a layer's budget may fall to the heads of one rank."""
+    assert isinstance(spec.cache, MaskKVOptions)
+    heads, slots_per_page = geometry.num_kv_heads, geometry.page_size * geometry.num_kv_heads
+    kv = [
+        pages_for(
+            min(spec.prompt_length * heads, budget * geometry.total_kv_heads) + spec.gen_length * heads, slots_per_page
+        )
+        for budget in prompt_budgets(spec.cache, spec.prompt_length, geometry.num_layers)
+    ]
+    return {PageKind.KV: kv, PageKind.FEATURES: _feature_pages(spec, geometry)}
+
+
+def _hold_es_dllm(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    """The whole canvas, the copy of what is retained with the block, and where rows are dropped the features of those
+    that predict the response: no other row is ever in a step that skips."""
+    options = spec.cache
+    assert isinstance(options, ESDLLMOptions)
+    counts = geometry.uniform(spec.canvas_length)
+    cuts = options.cuts(geometry.num_layers)
+    if options.keeps_features and cuts:
+        pages = geometry.feature_pages(spec.gen_length)
+        counts[PageKind.FEATURES] = [pages if layer in cuts else 0 for layer in range(geometry.num_layers)]
+    if options.evicts:
+        copied = copied_es_dllm(spec, block) + spec.block_span(block).size
+        counts[PageKind.RETAINED] = [geometry.kv_pages(copied)] * geometry.num_layers
+    return counts
 
 
 @dataclass(frozen=True)
@@ -165,27 +304,43 @@ REFRESH_PLANS: dict[str, RefreshPlan] = {
     "sparse": RefreshPlan(plan_sparse, _hold_tokens(retained_sparse)),
     "dkv": RefreshPlan(plan_dkv, _hold_canvas),
     "dllm_cache": RefreshPlan(plan_dllm_cache, _hold_canvas_and_features),
+    "es_dllm": RefreshPlan(plan_es_dllm, _hold_es_dllm),
+    "maskkv": RefreshPlan(plan_maskkv, _hold_budget_and_features),
+    "freecache": RefreshPlan(plan_freecache, _hold_tokens(retained_prefix)),
 }
+
+
+def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
+    """Pages that the guide takes for a request, all its life. It is never asked what follows the last token."""
+    return geometry.guide_pages(spec.canvas_length - 1) if spec.guidance is not None else {}
 
 
 def page_demand(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> int:
     """The most pages a request holds at any time of its life."""
-    pages = REFRESH_PLANS[options.cache_method].pages
-    return max(sum(sum(counts) for counts in pages(spec, block, geometry).values()) for block in range(spec.num_blocks))
+    return max(_pages_held(spec, block, options, geometry) for block in range(spec.num_blocks))
+
+
+def _pages_held(spec: DecodingSpec, block: int, options: EngineOptions, geometry: PoolGeometry) -> int:
+    held = REFRESH_PLANS[options.cache_method].pages(spec, block, geometry) | guide_pages(spec, geometry)
+    return sum(map(sum, held.values()))
 
 
 def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len: int) -> int:
     """The most pages that a request of ``max_model_len`` can need, whatever its prompt, response and block length.
 
-    Demand grows with the canvas, and evenly from prompt to response, so the extremes bound it. Raises ``ValueError``
-    where the pool's pages do not suit the method.
+    Demand grows with the canvas, and evenly from prompt to response and with the block, so the extremes bound it.
+    Raises ``ValueError`` where the pool's pages do not suit the method.
     """
+    cache = options.cache
+    if isinstance(cache, MaskKVOptions):
+        # A share of one prompt token is none, while of a few a layer, or the heads of a rank, may retain them all.
+        cache = cache.model_copy(update={"retention_ratio": 1.0})
 
-    def demand(gen_length: int) -> int:
+    def demand(gen_length: int, block_length: int) -> int:
         spec = DecodingSpec(
             prompt_length=max_model_len - gen_length,
             gen_length=gen_length,
-            block_length=1,
+            block_length=block_length,
             steps=gen_length,
             schedule="uniform",
             unmasking="low_confidence",
@@ -193,9 +348,10 @@ def longest_demand(options: EngineOptions, geometry: PoolGeometry, max_model_len
             top_p=1.0,
             top_k=0,
             shifts_logits=True,
-            cache=options.cache,
+            guidance=Guidance() if options.guide_model else None,
+            cache=cache,
         )
-        pages = REFRESH_PLANS[options.cache_method].pages
-        return max(sum(map(sum, pages(spec, block, geometry).values())) for block in {0, spec.num_blocks - 1})
+        return max(_pages_held(spec, block, options, geometry) for block in {0, spec.num_blocks - 1})
 
-    return max(demand(1), demand(max(max_model_len - 1, 1)))
+    longest = max(max_model_len - 1, 1)
+    return max(demand(1, 1), demand(longest, 1), demand(longest, longest))

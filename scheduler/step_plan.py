@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Progress, Span
 from dllm_engine.scheduler.unmask_schedule import timestep_count, timestep_ratio, uniform_count
 
 
@@ -39,8 +39,18 @@ class RowRule(Enum):
     MASKED_BEFORE_AND_LAST = "masked_before_and_last"
     """And the canvas's last row, which predicts nothing with shifted logits."""
     FROM_LAST_UNMASKED = "from_last_unmasked"
-    """From the leftmost position that the previous step unmasked, where it lies before ``span``, to the end of
-    ``span``."""
+    """From the row that predicted the leftmost position unmasked in the previous step, where it lies before ``span``,
+    to the end of ``span``."""
+
+
+class RetainedCopy(Enum):
+    """What a step does with a copy of retained tokens beside the whole canvas (ES-dLLM with eviction)."""
+
+    NONE = "none"
+    WRITE = "write"
+    """Choose the tokens and copy them."""
+    READ = "read"
+    """Attend to the copy and the block, not to the rest of the canvas."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,10 @@ class UnmaskQuota:
     count: int
     ratio: float
     """``count`` as a share of the masked candidates, for policies that draw each position by itself (``origin``)."""
-    threshold: float | None = None
-    """Unmask every candidate whose probability reaches this, at least one, instead of ``count``; for policies whose
-    confidence is a probability."""
+    parallel: ParallelRule | None = None
+    """Unmask as many candidates as this allows instead of ``count``."""
+    first_needed: bool = False
+    """Whether the first candidate must be filled in this step, because no later one can predict it."""
 
 
 @dataclass(frozen=True)
@@ -77,35 +88,46 @@ class StepPlan:
     """Tokens per layer that pages hold after the step."""
     num_updated: int = 0
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV)."""
+    skips: bool = False
+    """Whether layers drop rows (ES-dLLM)."""
+    retained_copy: RetainedCopy = RetainedCopy.NONE
+    num_copied: int = 0
+    """Tokens outside the block that the copy holds per layer; the block follows them."""
 
 
-def unmask_quota(spec: DecodingSpec, progress: Progress, in_blocks: bool) -> UnmaskQuota:
+def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> UnmaskQuota:
     """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid).
 
-    ``in_blocks``: Dream's first step of a block fills its first position only, outside the time grid, because with
-    shifted logits that position is the one a block-only forward cannot predict (Fast-dLLM, Sparse-dLLM).
+    ``block_alone``: later steps of a block feed no row before it. With shifted logits such a step cannot predict the
+    block's first position, so Dream's first step of a block fills that one alone, outside the time grid (Fast-dLLM,
+    Sparse-dLLM; without a cache wherever there are several blocks).
     """
     block = spec.block_span(progress.block)
+    if spec.guidance is not None:
+        # The guide decides how many; schedules have no say.
+        first_needed = block_alone and spec.shifts_logits and progress.step == 0
+        return UnmaskQuota(block, progress.num_masked, 1.0, first_needed=first_needed)
     steps = spec.steps_in_block(progress.block)
+    in_blocks = block_alone or spec.num_blocks > 1
     if spec.schedule == "timestep" and in_blocks and progress.step == 0 and steps != 1:
         return UnmaskQuota(Span(block.start, block.start + 1), 1, 1.0)
     if progress.step >= steps - 1:
-        return UnmaskQuota(block, progress.num_masked, 1.0, spec.threshold)
+        return UnmaskQuota(block, progress.num_masked, 1.0, spec.parallel)
     if spec.schedule == "uniform":
         count = uniform_count(block.size, steps, progress.step)
-        return UnmaskQuota(block, count, count / max(progress.num_masked, 1), spec.threshold)
+        return UnmaskQuota(block, count, count / max(progress.num_masked, 1), spec.parallel)
     return UnmaskQuota(
         block,
         timestep_count(progress.num_masked, steps, progress.step),
         timestep_ratio(steps, progress.step),
-        spec.threshold,
+        spec.parallel,
     )
 
 
 def step_plan(
-    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, in_blocks: bool = True
+    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, block_alone: bool = True
 ) -> StepPlan:
-    """A step that computes all rows of ``span``; ``in_blocks`` as in ``unmask_quota``."""
+    """A step that computes all rows of ``span``; ``block_alone`` as in ``unmask_quota``."""
     return StepPlan(
         state=state,
         scope=scope,
@@ -113,6 +135,6 @@ def step_plan(
         span=span,
         max_rows=span.size,
         block=spec.block_span(progress.block),
-        quota=unmask_quota(spec, progress, in_blocks),
+        quota=unmask_quota(spec, progress, block_alone),
         forward=progress.num_forwards,
     )

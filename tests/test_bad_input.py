@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import vllm
 from vllm.exceptions import VLLMValidationError
 
 from tests import tiny_checkpoints
@@ -169,8 +170,8 @@ def test_sampling_setting_out_of_range(llm, healthy, settings, fragments):
 @pytest.mark.parametrize(
     ("settings", "fragments"),
     [
-        ({"logprobs": 1}, ("logprobs=1", "not supported")),
-        ({"logprobs": 0}, ("logprobs=0", "not supported")),
+        ({"logprobs": -1}, ("logprobs=-1", "not supported")),
+        ({"logprob_token_ids": [5]}, ("logprob_token_ids", "not supported")),
         ({"prompt_logprobs": 1}, ("prompt_logprobs=1", "not supported")),
         ({"presence_penalty": 0.5}, ("presence_penalty=0.5", "not supported")),
         ({"frequency_penalty": -0.5}, ("frequency_penalty=-0.5", "not supported")),
@@ -207,6 +208,8 @@ def test_beam_search(llm, healthy):
 
     with pytest.raises(ValueError, match="beam search is not supported"):
         llm.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
+    with pytest.raises(ValueError, match="beam search is not supported"):
+        vllm.LLM.beam_search(llm, [{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
     assert answer(llm) == healthy
 
 
@@ -237,7 +240,10 @@ def test_lora_request(llm, healthy):
         ({"trace": "often"}, ("trace", "'often'")),
         (
             {"additional_config": {"dllm": {"cache": 1}}, "vllm": True},
-            ("'cache'", "cache_method, cache_options, page_size, trace"),
+            (
+                "'cache'",
+                "cache_method, cache_options, page_size, dense_attention, guide_model, trace, request_defaults",
+            ),
         ),
         ({"additional_config": {"dllm": "none"}, "vllm": True}, ("additional_config['dllm']='none'",)),
         ({"enable_lora": True}, ("enable_lora", "not supported")),

@@ -39,6 +39,16 @@ def test_retaining_everything_at_once_is_the_dual_cache(engine, request, model):
     assert responses(sparse, asked) == responses(engine("dual", checkpoint), asked)
 
 
+@pytest.mark.parametrize("model", ["tiny_llada", "tiny_dream"])
+def test_refreshing_dkv_in_every_step_is_no_cache(engine, request, model):
+    checkpoint = request.getfixturevalue(model)
+    asked = prompts(6, seed=7)
+    uncached, cached = engine("none", checkpoint), engine("dkv", checkpoint, refresh_interval=1)
+    for lengths in ({}, {"block_length": 40}):
+        assert responses(cached, asked, **lengths) == responses(uncached, asked, **lengths)
+
+
+@pytest.mark.parametrize("model", ["tiny_llada", "tiny_dream"])
 @pytest.mark.parametrize(
     ("cache_method", "options"),
     [
@@ -46,12 +56,15 @@ def test_retaining_everything_at_once_is_the_dual_cache(engine, request, model):
         ("dual", {}),
         ("sparse", {"retention_ratio": 0.4}),
         ("sparse", {"retention_ratio": 0.4, "update_delay": 3, "scope": "prefix"}),
+        ("dkv", {"refresh_interval": 5}),
+        ("freecache", {}),
+        ("freecache", {"include_suffix": False}),
     ],
 )
-def test_requests_in_all_states_share_a_batch(engine, cache_method, options):
+def test_requests_in_all_states_share_a_batch(engine, request, model, cache_method, options):
     from dllm_engine import DiffusionParams
 
-    llm = engine(cache_method, **options)
+    llm = engine(cache_method, request.getfixturevalue(model), **options)
     asked = prompts(9, seed=1)
     lengths = [8, 16, 24, 33, 40, 5, 40, 12, 30]
     params = [DiffusionParams(**(REQUEST | {"gen_length": n, "block_length": min(8, n)})) for n in lengths]
@@ -61,9 +74,9 @@ def test_requests_in_all_states_share_a_batch(engine, cache_method, options):
     assert_nothing_left(llm)
 
 
-@pytest.mark.parametrize(("cache_method", "options"), [("prefix", {}), ("dual", {}), ("sparse", {})])
-def test_slots_that_hold_no_retained_token_are_never_read(engine, cache_method, options):
-    llm = engine(cache_method, **options)
+@pytest.mark.parametrize("cache_method", ["prefix", "dual", "sparse", "dkv", "freecache"])
+def test_slots_that_hold_no_retained_token_are_never_read(engine, cache_method):
+    llm = engine(cache_method)
     asked = prompts(5, seed=2)
     expected = responses(llm, asked)
     pages = runner_of(llm).pages
@@ -104,6 +117,21 @@ def test_a_growing_cache_takes_pages_block_by_block(engine):
         llm.llm_engine.step()
         held.append(scheduler_of(llm).pages.num_allocated // layers)
     assert held[:24] == [2] * 8 + [3] * 8 + [4] * 7 + [0]
+
+
+def test_dkv_holds_the_canvas_from_the_first_step_on(engine):
+    from dllm_engine import DiffusionParams
+
+    llm = engine("dkv")
+    layers = len(runner_of(llm).model.layers)
+    llm.llm_engine.add_request(
+        "one", {"prompt_token_ids": [1] * 17}, DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
+    )
+    held = []
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        held.append((scheduler_of(llm).pages.num_allocated, scheduler_of(llm).pages.num_reserved))
+    assert held[:24] == [(layers * 6, layers * 6)] * 23 + [(0, 0)]  # 41 tokens in pages of 8
 
 
 def test_a_request_may_retain_less_than_the_engine(engine):
@@ -168,6 +196,8 @@ def test_lowering_retention_needs_a_method_that_evicts(engine):
         ("sparse", {"scope": "suffix"}, "scope='suffix'"),
         ("sparse", {"ratio": 0.5}, "'ratio'=0.5"),
         ("dual", {"retention_ratio": 0.5}, "'retention_ratio'=0.5"),
+        ("dkv", {"refresh_interval": 0}, "refresh_interval=0"),
+        ("freecache", {"include_suffix": "half"}, "include_suffix='half'"),
     ],
 )
 def test_cache_options_out_of_range_are_named(cache_method, options, named):
@@ -200,10 +230,11 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, 
     assert len(responses(llm, [[1] * 100])[0]) == 40
 
 
-def test_aborting_in_any_state_leaks_no_page(engine):
+@pytest.mark.parametrize("cache_method", ["sparse", "dkv", "freecache"])
+def test_aborting_in_any_state_leaks_no_page(engine, cache_method):
     from dllm_engine import DiffusionParams
 
-    llm = engine("sparse", retention_ratio=0.5)
+    llm = engine(cache_method)
     draw = random.Random(4)
     asked = prompts(50, seed=5)
     for i, prompt in enumerate(asked):

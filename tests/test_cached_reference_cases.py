@@ -1,4 +1,4 @@
-"""With a cache the engine decodes exactly as the authors' code: tokens, order, and what each layer retained."""
+"""With a cache the engine decodes exactly as the authors' code: tokens, order, what a step computed and retained."""
 
 import json
 
@@ -7,15 +7,40 @@ import pytest
 from tests.engines import assert_nothing_left, generate
 from tests.reference_cases import Case, reference_cases
 
-METHODS = ("fast_dllm_llada", "fast_dllm_dream", "sparse_dllm_llada", "sparse_dllm_dream")
-CASES = {case["name"]: case for method in METHODS for case in reference_cases(method)}
+METHODS = (
+    "fast_dllm_llada",
+    "fast_dllm_dream",
+    "sparse_dllm_llada",
+    "sparse_dllm_dream",
+    "dkv_llada",
+    "dkv_dream",
+)
+PER_STEP = ("unmasked_per_step", "computed_positions_per_step")
 ENGINE = {"max_model_len": 512, "page_size": 16}
+
+
+def rows_of(case: Case) -> list[Case]:
+    """A case per row of the authors' batch, each with its own entry of every step (None: the whole canvas)."""
+    return [
+        case
+        | {name: [case[name][row]] for name in ("prompt_ids", "output_ids")}
+        | {name: [None if step is None else [step[row]] for step in case[name]] for name in PER_STEP if name in case}
+        for row in range(len(case["prompt_ids"]))
+    ]
+
+
+CASES = [row for method in METHODS for case in reference_cases(method) for row in rows_of(case)]
 
 
 def engine_options(case: Case) -> dict:
     h = case["hyperparameters"]
     if case["name"].startswith("fast"):
         return {"cache_method": h["cache"], "cache_options": {}}
+    if case["name"].startswith("dkv"):
+        return {
+            "cache_method": "dkv",
+            "cache_options": {"refresh_interval": h.get("cache_reloading_step") or h["cache_steps"]},
+        }
     return {
         "cache_method": "sparse",
         "cache_options": {
@@ -30,7 +55,11 @@ def request_fields(case: Case) -> dict:
     h = case["hyperparameters"]
     # Fast-dLLM's name for unmasking by threshold on Dream; its confidence is maskgit_plus's.
     policy = {None: None, "confidence_threshold": "maskgit_plus"}.get(h.get("alg"), h.get("alg"))
-    fields = {name: h[name] for name in ("gen_length", "block_length", "steps")}
+    fields = {
+        "gen_length": h["gen_length"],
+        "block_length": h.get("block_length", h["gen_length"]),
+        "steps": h["steps"],
+    }
     optional = {name: h[name] for name in ("threshold", "top_p", "top_k") if h.get(name) is not None}
     return fields | optional | {"unmasking": policy, "ignore_eos": True}
 
@@ -38,7 +67,7 @@ def request_fields(case: Case) -> dict:
 def groups() -> dict[str, list[Case]]:
     """Cases that one engine can answer together."""
     together: dict[str, list[Case]] = {}
-    for case in CASES.values():
+    for case in CASES:
         key = f"{case['model']} {json.dumps(engine_options(case))}"
         together.setdefault(key, []).append(case)
     return together
@@ -55,6 +84,9 @@ def assert_same(case: Case, output) -> None:
         computed = [len(canvas) if rows is None else len(rows) for rows in figures.computed_positions]
         assert computed == case["forward_lengths"], case["name"]
         assert figures.tokens_computed == sum(case["forward_lengths"]), case["name"]
+        if "computed_positions_per_step" in case:
+            positions = [None if step is None else step[0] for step in case["computed_positions_per_step"]]
+            assert figures.computed_positions == positions, case["name"]
     else:
         # The authors' code makes a forward that unmasks nothing where the first one completed the block.
         assert [step for step in figures.unmasked_per_step if step] == [step for step in order if step], case["name"]

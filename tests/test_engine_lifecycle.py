@@ -156,14 +156,14 @@ def test_figures_of_a_sequence_add_up(llm):
     assert figures.tokens_per_forward == pytest.approx(20 / 9)
     assert figures.computed_positions == [None] * 9
     assert sorted(p for step in figures.unmasked_per_step for p in step) == list(range(5, 25))
-    assert output.kv_transfer_params["diffusion"][0]["trace"]["unmasked_per_step"] == figures.unmasked_per_step
+    assert figures.to_json()["trace"]["unmasked_per_step"] == figures.unmasked_per_step
 
 
 def test_trace_is_refused_by_name_where_it_was_not_recorded(engines, tiny_llada):
     (output,) = generate(engines(tiny_llada, trace=False), [PROMPT], params())
     with pytest.raises(ValueError, match="trace=True"):
         _ = output.outputs[0].diffusion.unmasked_per_step
-    assert "trace" not in output.kv_transfer_params["diffusion"][0]
+    assert "trace" not in output.outputs[0].diffusion.to_json()
     assert output.outputs[0].diffusion.forward_passes == 16
 
 

@@ -40,7 +40,7 @@ def make_figures(states, unmasked, computed, retained):
         "retained_positions": retained,
     }
     rows = sum(17 if positions is None else len(positions) for positions in computed)
-    return DiffusionFigures(len(states), len(states), sum(map(len, unmasked)), rows, trace)
+    return DiffusionFigures(len(states), len(states), sum(map(len, unmasked)), rows, trace=trace)
 
 
 def make_inspection(**changes):
@@ -233,7 +233,7 @@ def test_a_method_that_keeps_nothing_shows_the_order_alone(tmp_path):
     source = saved_page(inspection, tmp_path)
     Page(source)
     assert "<figure>" not in source
-    assert "Nothing was retained" in source
+    assert "Nothing was retained, every step computed the whole canvas." in source
     assert "unmasked in step 2" in source
 
 
@@ -312,3 +312,15 @@ def test_several_responses_cannot_be_shown_at_once(sparse_demo):
 
     with pytest.raises(ValueError, match="n=2"):
         sparse_demo.inspect("Hello!", DiffusionParams(n=2, temperature=1.0, gen_length=8))
+
+
+def test_a_method_that_keeps_every_position_evicts_nothing():
+    figures = make_figures(
+        states=["update", "update", "reuse", "update", "reuse"],
+        unmasked=[[6], [5, 8], [7], [9, 11], [10, 12]],
+        computed=[None, None, [5, 7], None, [10, 12]],
+        retained=[],
+    )
+    inspection = make_inspection(cache_method="dkv", blocks=replay(make_spec(), figures))
+    assert "nothing was evicted, pages held every position of the canvas" in inspection.summary[0]
+    assert inspection.updated_blocks == []

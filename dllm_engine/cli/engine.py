@@ -52,13 +52,29 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="an option of the cache method, repeatable; `dllm models` lists them",
     )
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
     group.add_argument(
-        "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
+        "--retention-ratio",
+        type=float,
+        metavar="R",
+        help="share of the tokens outside the running block that pages keep, for cache methods that evict; short for "
+        "--cache-option retention_ratio=R",
     )
+    group.add_argument(
+        "--guide-model",
+        metavar="MODEL",
+        help="small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion); `demo`: the demo "
+        "model's",
+    )
+    group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
+    """``with_model=False``: for commands that take the model as an argument of its own."""
+    group = parser.add_argument_group("engine")
+    if with_model:
+        group.add_argument(
+            "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
+        )
     group.add_argument(
         "--dtype",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
@@ -82,19 +98,37 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(parser)
 
 
-def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
-    group.add_argument("--gen-length", type=int, metavar="N", help="response tokens (default: 256, demo model 32)")
+def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_default: str) -> None:
+    """What requests may name themselves as well, under the same names."""
     group.add_argument(
-        "--block-length", type=int, metavar="N", help="response tokens denoised together (demo model: 8)"
+        "--block-length",
+        type=int,
+        metavar="N",
+        help=f"response tokens denoised together (default: {block_length_default})",
     )
     group.add_argument(
         "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
-    group.add_argument(
+    parallel = group.add_mutually_exclusive_group()
+    parallel.add_argument(
         "--threshold", type=float, metavar="P", help="fill every position at least this sure, not a fixed count a step"
     )
+    parallel.add_argument(
+        "--factor", type=float, metavar="F", help="fill the n surest positions with (n+1)·(1 − n-th probability) < F"
+    )
+    parallel.add_argument(
+        "--entropy-bound", type=float, metavar="NATS", help="fill positions whose entropies add up to little"
+    )
+    parallel.add_argument(
+        "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"
+    )
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
+    group.add_argument("--gen-length", type=int, metavar="N", help="response tokens (default: 256, demo model 32)")
+    add_denoising_arguments(group, "the family's, demo model 8")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
@@ -106,7 +140,16 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The cache arguments as engine options; raises ``ValueError`` naming what is unknown or out of range."""
-    options = {"cache_method": args.cache_method, "cache_options": dict(args.cache_option)}
+    cache_options = dict(args.cache_option)
+    if args.retention_ratio is not None:
+        if "retention_ratio" in cache_options:
+            raise CommandError("give --retention-ratio or --cache-option retention_ratio=…, not both")
+        cache_options["retention_ratio"] = args.retention_ratio
+    options: dict[str, Any] = {"cache_method": args.cache_method, "cache_options": cache_options}
+    if args.page_size is not None:
+        options["page_size"] = args.page_size
+    if args.guide_model is not None:
+        options["guide_model"] = args.guide_model
     EngineOptions.parse(options)
     return options
 
@@ -128,21 +171,21 @@ def check_vllm() -> None:
 
 
 def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for.
+    """The engine and the decoding parameters that ``args`` ask for; raises as ``load_engine``."""
+    _prepare(args)
+    params = decoding_params(args)
+    return load_engine(args, trace=trace), params
+
+
+def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
+    """The engine that ``args`` ask for.
 
     On a single device the engine runs in this process: its errors are raised here, where another process would log
     them. Raises ``ValueError`` for options out of range, ``CommandError`` for a model that cannot be found.
     """
-    options = engine_options(args)
-    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
-        raise CommandError(f"model folder {args.model} does not exist")
-    _be_quiet()
-    if args.tensor_parallel_size == 1:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    check_vllm()
+    _prepare(args)
     from dllm_engine.llm import LLM
 
-    params = _decoding_params(args)
     arguments = {
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
@@ -151,9 +194,20 @@ def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM
         **dict(args.engine_arg),
     }
     try:
-        return LLM(args.model, trace=trace, **options, **arguments), params
+        return LLM(args.model, trace=trace, **engine_options(args), **arguments)
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment."""
+    engine_options(args)
+    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
+        raise CommandError(f"model folder {args.model} does not exist")
+    _be_quiet()
+    if args.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_vllm()
 
 
 def _be_quiet() -> None:
@@ -170,8 +224,9 @@ def _be_quiet() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    from dllm_engine.params import DiffusionParams, request_options
+def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
+    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams, request_options
 
     lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
     if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
@@ -180,7 +235,7 @@ def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
         **lengths,
         steps=args.steps,
         unmasking=args.unmasking,
-        threshold=args.threshold,
+        **{name: getattr(args, name) for name in PARALLEL_OPTIONS},
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -189,6 +244,15 @@ def _decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     )
     request_options(params)  # vLLM would check these with the first request only
     return params
+
+
+def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
+    """Raise ``ValueError`` for parameters that would fail every request alike."""
+    from dllm_engine.families import family_of
+    from dllm_engine.params import resolve_decoding
+
+    engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
+    resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
 
 def has_chat_template(llm: "LLM") -> bool:

@@ -5,55 +5,23 @@ Not ``eval.py``: the module would hide Python's function from its importers.
 
 import argparse
 import json
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dllm_engine.cli.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
 from dllm_engine.cli.engine import (
     DEMO_LENGTHS,
     add_decoding_arguments,
     add_engine_arguments,
-    has_chat_template,
     positive_int,
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.table import format_table
-from dllm_engine.demo.tasks import TASKS, Example, exact_match, item_matches, make_examples
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
-    from dllm_engine.params import DiffusionParams
-
-COLUMNS = ("TASK", "PROMPT TOKENS", "EXAMPLES", "EXACT", "ITEMS", "FORWARDS/TOKEN", "SECONDS")
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """Results on one task. Rates are fractions."""
-
-    task: str
-    min_prompt_tokens: int
-    max_prompt_tokens: int
-    examples: int
-    exact_match: float
-    """Responses that are the answer, nothing missing and nothing more."""
-    item_match: float
-    """Items right, of all items asked."""
-    forwards_per_token: float
-    seconds: float
-
-    def row(self) -> tuple[str, ...]:
-        return (
-            self.task,
-            f"{self.min_prompt_tokens}-{self.max_prompt_tokens}",
-            str(self.examples),
-            f"{self.exact_match:.1%}",
-            f"{self.item_match:.1%}",
-            f"{self.forwards_per_token:.2f}",
-            f"{self.seconds:.1f}",
-        )
+from dllm_engine.cli.task_score import COLUMNS, score_task
+from dllm_engine.demo.tasks import TASKS, Example, make_examples
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -66,6 +34,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--tasks", default=",".join(TASKS), metavar="NAME,…", help="default: %(default)s")
     parser.add_argument("--count", type=positive_int, default=50, metavar="N", help="examples per task (default: 50)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores and settings to FILE")
+    compared = parser.add_argument_group(
+        "comparison", "A row per combination, over all tasks, instead of one per task."
+    )
+    compared.add_argument("--methods", metavar="NAME,…", help="cache methods, with their papers' settings; or `all`")
+    compared.add_argument(
+        "--unmasking-rules",
+        metavar="RULE,…",
+        help=f"`{ONE}` for one token per step, or NAME=VALUE with one of {', '.join(RULES)}",
+    )
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
     # The answers of these tasks fit; the seed also draws the examples.
@@ -75,6 +52,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     tasks = args.tasks.split(",")
     examples = {task: make_examples(task, args.count, args.seed) for task in tasks}
+    if args.methods is not None or args.unmasking_rules is not None:
+        return _compare(args, examples)
     llm, params = start_engine(args)
     scores = [score_task(llm, examples[task], params) for task in examples]
     print(format_table([COLUMNS, *(score.row() for score in scores)]))
@@ -83,36 +62,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def score_task(llm: "LLM", examples: list[Example], params: "DiffusionParams") -> TaskScore:
-    """Answer the examples of one task, all at once."""
-    start = time.perf_counter()
-    if has_chat_template(llm):
-        conversations = [[{"role": "user", "content": example.prompt}] for example in examples]
-        outputs = llm.chat(conversations, params, use_tqdm=False)
-    else:
-        outputs = llm.generate([example.prompt for example in examples], params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    return score(examples, outputs, seconds)
+def _compare(args: argparse.Namespace, examples: dict[str, list[Example]]) -> int:
+    scores: list[ComparedScore] = []
+    wanted = combinations(args)
+    try:
+        for score in compare(wanted, examples):
+            scores.append(score)
+            if args.json:
+                _write_json(args.json, args, scores)
+    finally:
+        # A long run that is interrupted, or fails late, still shows what it found.
+        if scores:
+            print(comparison_table(scores))
+    return 0
 
 
-def score(examples: list[Example], outputs: list[Any], seconds: float) -> TaskScore:
-    """Compare vLLM's outputs with the examples, which are of one task and in the same order."""
-    texts = [output.outputs[0].text for output in outputs]
-    figures = [output.outputs[0].diffusion for output in outputs]
-    lengths = [len(output.prompt_token_ids) for output in outputs]
-    return TaskScore(
-        task=examples[0].task,
-        min_prompt_tokens=min(lengths),
-        max_prompt_tokens=max(lengths),
-        examples=len(examples),
-        exact_match=sum(map(exact_match, texts, examples)) / len(examples),
-        item_match=sum(map(item_matches, texts, examples)) / sum(len(example.items) for example in examples),
-        forwards_per_token=sum(f.forward_passes for f in figures) / sum(f.tokens_unmasked for f in figures),
-        seconds=seconds,
-    )
-
-
-def _write_json(path: Path, args: argparse.Namespace, scores: list[TaskScore]) -> None:
+def _write_json(path: Path, args: argparse.Namespace, scores: Sequence[Any]) -> None:
     unwritten = ("command", "json", "passes_on_unknown", "run", "traceback", "unknown")
     report = {
         "settings": {name: value for name, value in vars(args).items() if name not in unwritten},

@@ -19,11 +19,11 @@ from dllm_engine.cli.batch import (
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
     add_engine_arguments,
+    check_for_all,
     has_chat_template,
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError, one_line
-from dllm_engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 _SETTINGS = (
-    *("model", "dtype", "raw", "cache_method", "cache_option"),
-    *("gen_length", "block_length", "steps", "unmasking", "threshold"),
+    *("model", "dtype", "raw", "cache_method", "cache_option", "retention_ratio", "guide_model"),
+    *("gen_length", "block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin"),
     *("temperature", "top_p", "top_k", "seed", "ignore_eos"),
 )
 """Arguments that a response depends on."""
@@ -88,7 +88,7 @@ def _answer_file(args: argparse.Namespace) -> int:
     with ResultFile(args.output, lines, settings) as results:
         if results.pending:
             llm, params = start_engine(args)
-            _check_for_all(llm, params)
+            check_for_all(llm, params)
             with tqdm(total=len(lines), initial=results.num_resumed, desc="Requests", unit="") as bar:
                 answer_lines(llm, results, params, use_chat=not args.raw and has_chat_template(llm), bar=bar)
         print(
@@ -97,15 +97,6 @@ def _answer_file(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return SOME_FAILED if results.num_errors else 0
-
-
-def _check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
-    """Raise ``ValueError`` for parameters that would fail every request alike."""
-    from dllm_engine.families import family_of
-    from dllm_engine.params import resolve_decoding
-
-    engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
-    resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
 
 def answer_lines(llm: "LLM", results: ResultFile, params: "DiffusionParams", *, use_chat: bool, bar: Any) -> None:

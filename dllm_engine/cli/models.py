@@ -1,4 +1,4 @@
-"""``dllm models``: which checkpoints, cache methods and unmasking policies there are."""
+"""``dllm models``: which checkpoints, cache methods, unmasking policies and rules of parallel unmasking there are."""
 
 import argparse
 import json
@@ -26,14 +26,25 @@ def run(args: argparse.Namespace) -> int:
 
 def describe() -> dict[str, Any]:
     """Everything an engine can be asked for, from the registries that check it."""
-    from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+    from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+    from dllm_engine.params import PARALLEL_OPTIONS, RequestOptions
 
+    rules = RequestOptions.model_json_schema()["properties"]
     return {
         "families": [asdict(family) for family in FAMILIES.values()],
         "cache_methods": {
             name: schema.model_json_schema().get("properties", {}) for name, schema in CACHE_OPTIONS.items()
         },
         "unmasking": list(UNMASKING_POLICIES),
+        "parallel_unmasking": {
+            name: {
+                "value": next(kind for kind in rules[name]["anyOf"] if kind["type"] != "null"),
+                "policies": [
+                    p.name for p in UNMASKING_POLICIES.values() if p.measures == PARALLEL_RULES[name].measures
+                ],
+            }
+            for name in PARALLEL_OPTIONS
+        },
     }
 
 
@@ -54,12 +65,17 @@ def as_tables(supported: dict[str, Any]) -> str:
         (name, ", ".join(f["name"] for f in supported["families"] if f["default_unmasking"] == name))
         for name in supported["unmasking"]
     ]
+    rules = [
+        (name, _allowed(rule["value"]), ", ".join(rule["policies"]))
+        for name, rule in supported["parallel_unmasking"].items()
+    ]
     return "\n\n".join(
         format_table(rows)
         for rows in (
             [("CHECKPOINT", "ARCHITECTURE", "FAMILY"), *checkpoints],
             [("CACHE METHOD", "OPTION", "VALUES", "MEANING"), *methods],
             [("UNMASKING POLICY", "DEFAULT FOR"), *policies],
+            [("PARALLEL UNMASKING", "VALUES", "WITH POLICIES"), *rules],
         )
     )
 

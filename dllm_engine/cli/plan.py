@@ -48,7 +48,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--block-length", type=positive_int, metavar="N", help="tokens denoised together (default: the family's)"
     )
     group = parser.add_argument_group("engine", "As for `dllm serve`; the plan ends with the command that uses them.")
-    group.add_argument("--page-size", type=positive_int, default=32, metavar="N", help="tokens (default: %(default)s)")
     group.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="GPUs per model")
     group.add_argument(
         "--dtype",
@@ -89,7 +88,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    options = EngineOptions.parse(engine_options(args) | {"page_size": args.page_size})
+    options = EngineOptions.parse(engine_options(args))
     from dllm_engine.sizing import Deployment, plan
 
     sizing = plan(
@@ -173,6 +172,8 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
         command += ["--cache-method", sizing.demand.cache_method]
     for key, value in args.cache_option:
         command += ["--cache-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    if args.retention_ratio is not None:
+        command += ["--retention-ratio", str(args.retention_ratio)]
     settings: dict[str, Any] = {
         "--max-model-len": sizing.max_model_len,
         "--max-num-seqs": sizing.max_num_seqs,
@@ -184,7 +185,7 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
     if args.dtype != "auto":
         settings["--dtype"] = args.dtype
     if sizing.page_size != EngineOptions().page_size:
-        settings["--additional-config"] = json.dumps({"dllm": {"page_size": sizing.page_size}})
+        settings["--page-size"] = sizing.page_size
     for flag, value in settings.items():
         command += [flag, str(value)]
     return command

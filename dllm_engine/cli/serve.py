@@ -5,10 +5,12 @@ import json
 import sys
 from typing import Any
 
-from dllm_engine.cli.engine import add_cache_arguments, check_vllm, engine_options
+from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, check_vllm, engine_options
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
+
+_REQUEST_DEFAULTS = ("block_length", "steps", "unmasking", "threshold")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -21,8 +23,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
     add_cache_arguments(parser)
-    parser.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
-    parser.add_argument(
+    requests = parser.add_argument_group(
+        "requests",
+        "For requests that name none themselves (in `vllm_xargs`). They are fitted to the length of a response: a "
+        "block is at most the response, and a response takes at least a step per block and at most one per token. A "
+        "request that names `steps` is not given the threshold. The length itself is vLLM's to set: "
+        "--override-generation-config '{\"max_new_tokens\": 512}' (default: 256).",
+    )
+    add_denoising_arguments(requests, "the family's")
+    other = parser.add_argument_group("other")
+    other.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
+    other.add_argument(
         "--additional-config",
         "--additional_config",
         metavar="JSON",
@@ -67,8 +78,15 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         raise CommandError(
             f"--additional-config={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
         )
-    if args.cache_method != "none" or args.cache_option:
+    if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
         options = options | engine_options(args)
+    if args.page_size is not None:
+        options = options | {"page_size": args.page_size}
+    if args.guide_model is not None:
+        options = options | {"guide_model": args.guide_model}
+    if defaults := {name: getattr(args, name) for name in _REQUEST_DEFAULTS if getattr(args, name) is not None}:
+        check_vllm()  # what checks them needs it
+        options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}
     if args.trace:
         options = options | {"trace": True}
     EngineOptions.parse(options)

@@ -5,7 +5,16 @@ A new method is one file here, its entry below, and its row in ``scheduler/refre
 
 from collections.abc import Callable
 
-from dllm_engine.model_executor.cache_methods import dkv, dllm_cache, fast_dllm, none, sparse
+from dllm_engine.model_executor.cache_methods import (
+    dkv,
+    dllm_cache,
+    es_dllm,
+    fast_dllm,
+    freecache,
+    maskkv,
+    none,
+    sparse,
+)
 from dllm_engine.model_executor.layer_pass import LayerPass
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import StepBatch
@@ -17,5 +26,8 @@ CACHE_METHODS: dict[str, Callable[[StepBatch, PageMemory | None], LayerPass]] = 
     "sparse": sparse.layer_pass,
     "dkv": dkv.layer_pass,
     "dllm_cache": dllm_cache.layer_pass,
+    "es_dllm": es_dllm.layer_pass,
+    "maskkv": maskkv.layer_pass,
+    "freecache": freecache.layer_pass,
 }
 """Each makes the layer pass of a step; page memory is None for methods that keep nothing."""

@@ -26,7 +26,6 @@ class OverwritePass(LayerPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
         self.tables = TokenTables(batch, pages, [plan.read for plan in batch.plans])
-        self.requests = batch.request_of_row()
         sizes = [batch.num_rows(i) for i in range(len(batch.plans))]
         self.max_seqlen = max(sizes)
         # Where every canvas is computed as a whole, what the pages would give back is what was just computed.
@@ -42,7 +41,7 @@ class OverwritePass(LayerPass):
         return hidden
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        slots = self.tables.token_slots(layer, self.requests, self.batch.positions)
+        slots = self.tables.row_slots(layer)
         write_slots(k, self.tables.pages.keys, slots)
         write_slots(v, self.tables.pages.values, slots)
         if self.dense:

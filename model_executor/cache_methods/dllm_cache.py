@@ -1,8 +1,9 @@
 """dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of their own, and between them the
 response rows whose values have changed most.
 
-As in the authors' code the first layer recomputes every row of the response in every step: it costs one layer and lets
-changed tokens enter all others. Nothing else enters it, so of the prompt its keys and values stay as they are.
+As in the authors' code the first layer recomputes every row of the response in every step (``refresh_first_layer``): it
+costs one layer and lets changed tokens enter all others. Of the prompt its keys and values stay as they are, because
+nothing but the tokens enters them.
 """
 
 from dllm_engine.model_executor.adaptive_pass import AdaptivePass
@@ -23,7 +24,7 @@ def layer_pass(batch: StepBatch, pages: PageMemory | None) -> AdaptivePass:
         pages,
         TokenTables(batch, pages, [plan.read for plan in batch.plans]),
         [live_start(canvas.spec) for canvas in batch.canvases],
-        pages.hidden_size,
+        whole_attends_alone=True,
         similarity=options.similarity,
-        first_adaptive_layer=1,
+        first_adaptive_layer=int(options.refresh_first_layer),
     )

@@ -4,6 +4,7 @@ import torch
 
 from dllm_engine.model_executor.layer_pass import RetentionPass
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.retention.scorers import ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -12,7 +13,7 @@ from dllm_engine.scheduler.step_plan import StepPlan
 def prefix_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
     """Retain the prompt and all finished blocks."""
     assert pages is not None
-    return RetentionPass(batch, pages, _retain_prefix)
+    return RetentionPass(batch, pages, before_block)
 
 
 def dual_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
@@ -21,12 +22,13 @@ def dual_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
     return RetentionPass(batch, pages, _retain_outside)
 
 
-def _retain_prefix(spec: DecodingSpec, plan: StepPlan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return torch.arange(plan.block.start, device=k.device)
+def before_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
+    """Canvas positions of the prompt and the finished blocks."""
+    return torch.arange(plan.block.start, device=layer.k.device)
 
 
-def _retain_outside(spec: DecodingSpec, plan: StepPlan, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return outside_block(spec, plan, k.device)
+def _retain_outside(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
+    return outside_block(spec, plan, layer.k.device)
 
 
 def outside_block(spec: DecodingSpec, plan: StepPlan, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ layers.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -177,10 +177,11 @@ class VocabularyShard(NamedTuple):
 class DiffusionDecoder(nn.Module, ABC):
     """Embedding, layers, final norm and head; subclasses say where a checkpoint keeps each of them."""
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None) -> None:
+        """``hf_config``: of a second model beside the engine's own, which is not quantized; None: the engine's."""
         super().__init__()
-        quant_config = vllm_config.quant_config
-        self.shape = self.decoder_shape(vllm_config.model_config.hf_config)
+        quant_config = vllm_config.quant_config if hf_config is None else None
+        self.shape = self.decoder_shape(hf_config or vllm_config.model_config.hf_config)
         tp_size = get_tensor_model_parallel_world_size()
         if self.shape.num_heads % tp_size:
             raise ValueError(

@@ -3,5 +3,9 @@
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy, required
 
 ENTROPY = UnmaskingPolicy(
-    "entropy", confidence=lambda statistics: required(statistics.negative_entropy), tempered=True, needs_entropy=True
+    "entropy",
+    confidence=lambda statistics: required(statistics.negative_entropy),
+    tempered=True,
+    measures="entropy",
+    needs_entropy=True,
 )

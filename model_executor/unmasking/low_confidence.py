@@ -3,5 +3,5 @@
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy
 
 LOW_CONFIDENCE = UnmaskingPolicy(
-    "low_confidence", confidence=lambda statistics: statistics.probability, measures_probability=True
+    "low_confidence", confidence=lambda statistics: statistics.probability, measures="probability"
 )

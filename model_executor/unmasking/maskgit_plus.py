@@ -3,5 +3,5 @@
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy
 
 MASKGIT_PLUS = UnmaskingPolicy(
-    "maskgit_plus", confidence=lambda statistics: statistics.probability, tempered=True, measures_probability=True
+    "maskgit_plus", confidence=lambda statistics: statistics.probability, tempered=True, measures="probability"
 )

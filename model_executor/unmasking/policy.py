@@ -2,8 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Measure = Literal["probability", "entropy", "margin"]
+"""What a confidence is: the predicted token's probability, the negative entropy, or p1 − p2."""
+
+
+@dataclass
+class TokenLogprobs:
+    """Log-probabilities of the plain softmax of the logits, at temperature 1 and unfiltered; one entry per row."""
+
+    token: torch.Tensor
+    """``[num_rows]`` float32: of the predicted token."""
+    rank: torch.Tensor
+    """``[num_rows]`` int64: 1 + the number of tokens with a larger logit."""
+    top_tokens: torch.Tensor
+    """``[num_rows, num_logprobs]`` int64: the likeliest tokens, the first one first."""
+    top: torch.Tensor
+    """``[num_rows, num_logprobs]`` float32: theirs."""
 
 
 @dataclass
@@ -20,6 +38,10 @@ class TokenStatistics:
     """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None where no policy of the batch asks."""
     noise: torch.Tensor | None
     """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no policy of the batch asks."""
+    held_back: torch.Tensor | None = None
+    """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where the request allows them."""
+    logprobs: TokenLogprobs | None = None
+    """None where no request of the batch asks."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +52,8 @@ class UnmaskingPolicy:
     confidence: Callable[[TokenStatistics], torch.Tensor]
     tempered: bool = False
     """Whether probabilities are those after temperature, top-p and top-k (Dream) or of the plain softmax (LLaDA)."""
-    measures_probability: bool = False
-    """Whether the confidence is a probability, which a threshold can be compared with."""
+    measures: Measure | None = None
+    """What the confidence is, where a rule of parallel unmasking could use it; None: chance."""
     needs_entropy: bool = False
     needs_margin: bool = False
     needs_noise: bool = False

@@ -3,5 +3,9 @@
 from dllm_engine.model_executor.unmasking.policy import UnmaskingPolicy, required
 
 TOPK_MARGIN = UnmaskingPolicy(
-    "topk_margin", confidence=lambda statistics: required(statistics.margin), tempered=True, needs_margin=True
+    "topk_margin",
+    confidence=lambda statistics: required(statistics.margin),
+    tempered=True,
+    measures="margin",
+    needs_margin=True,
 )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dllm_engine.cli import evaluate
+from dllm_engine.cli import comparison, evaluate, task_score
 from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.main import main
 from dllm_engine.demo.tasks import Example
@@ -18,18 +18,20 @@ EXAMPLES = [
 
 
 def output(text, prompt_length, forward_passes):
-    figures = DiffusionFigures(forward_passes, forward_passes, tokens_unmasked=8, tokens_computed=0)
+    figures = DiffusionFigures(forward_passes, forward_passes, tokens_unmasked=8, tokens_computed=40)
     completion = SimpleNamespace(text=text, diffusion=figures)
     return SimpleNamespace(prompt_token_ids=[0] * prompt_length, outputs=[completion])
 
 
 def test_scores_count_whole_answers_items_and_passes():
-    score = evaluate.score(EXAMPLES, [output(" Ida=07, Tom=49", 20, 8), output(" Tom=48", 12, 4)], seconds=2.0)
+    score = task_score.score(EXAMPLES, [output(" Ida=07, Tom=49", 20, 8), output(" Tom=48", 12, 4)], seconds=2.0)
     assert (score.task, score.examples, score.seconds) == ("names", 2, 2.0)
     assert (score.min_prompt_tokens, score.max_prompt_tokens) == (12, 20)
     assert score.exact_match == 0.5
     assert score.item_match == pytest.approx(2 / 3)
+    assert score.tokens == 16
     assert score.forwards_per_token == 12 / 16
+    assert score.computed_per_token == 80 / 16
     assert score.row() == ("names", "12-20", "2", "50.0%", "66.7%", "0.75", "2.0")
 
 
@@ -46,3 +48,70 @@ def test_the_command_prints_a_table_and_writes_json(demo, monkeypatch, tmp_path,
     assert [score["examples"] for score in written["scores"]] == [3, 3]
     assert written["settings"]["count"] == 3
     assert written["settings"]["gen_length"] == 32
+
+
+def test_scores_of_a_combination_weigh_examples_and_tokens():
+    def of_task(examples, exact_match, tokens, forwards_per_token, seconds):
+        return task_score.TaskScore(
+            "names", 10, 20, examples, exact_match, exact_match, tokens, forwards_per_token, 10.0, seconds
+        )
+
+    combination = comparison.Combination("dual", "one", settings=None)
+    score = comparison.ComparedScore.of(combination, [of_task(3, 1.0, 30, 1.0, 2.0), of_task(1, 0.0, 10, 0.2, 2.0)])
+    assert score.row() == ("dual", "one", "75.0%", "75.0%", "0.80", "10.0", "10")
+
+
+def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, capsys):
+    started = []
+
+    def start_engine(args):
+        started.append(args.cache_method)
+        return demo, None
+
+    monkeypatch.setattr(comparison, "start_engine", start_engine)
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    report = tmp_path / "report.json"
+    arguments = ["--tasks", "chat,copy", "--count", "3", "--json", str(report)]
+    rules = "one,steps=8,threshold=0.9,entropy-bound=0.1"
+    assert main(["eval", *arguments, "--methods", "none,dual", "--unmasking-rules", rules]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == list(comparison.COLUMNS)
+    assert [tuple(row.split()[:2]) for row in rows] == [(m, r) for m in ("none", "dual") for r in rules.split(",")]
+    assert started == ["none", "dual"]
+    forwards = [float(row.split()[4]) for row in rows[:4]]
+    assert forwards[:2] == [1.0, 0.25]
+    assert max(forwards[2:]) < 1.0
+    written = json.loads(report.read_text())
+    assert [score["unmasking"] for score in written["scores"]] == rules.split(",") * 2
+    assert [task["task"] for task in written["scores"][0]["tasks"]] == ["chat", "copy"]
+
+
+def test_what_is_left_out_of_a_comparison_is_the_commands_own(demo, monkeypatch, capsys):
+    monkeypatch.setattr(comparison, "start_engine", lambda args: (demo, None))
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none", "--threshold", "0.9"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["none", "threshold=0.9"]
+    assert main(["eval", "--tasks", "chat", "--count", "1", "--cache-method", "dual", "--unmasking-rules", "one"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["dual", "one"]
+
+
+def test_all_stands_for_every_cache_method():
+    from dllm_engine.cli.main import build_parser
+    from dllm_engine.options import CACHE_OPTIONS
+
+    asked = comparison.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
+    assert [combination.cache_method for combination in asked] == list(CACHE_OPTIONS)
+
+
+def test_a_comparison_that_fails_late_shows_what_it_found(demo, monkeypatch, capsys):
+    def start_engine(args):
+        if args.cache_method == "dual":
+            raise OSError("out of luck")
+        return demo, None
+
+    monkeypatch.setattr(comparison, "start_engine", start_engine)
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none,dual"]) != 0
+    printed = capsys.readouterr()
+    assert [row.split()[0] for row in printed.out.splitlines()] == ["METHOD", "none"]
+    assert "out of luck" in printed.err

@@ -24,7 +24,16 @@ from dllm_engine.demo import demo_model_path
         (["generate", "Hello!", "--cache-method", "magic"], "unknown cache method"),
         (["generate", "Hello!", "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
         (["generate", "--input", "/no/such/file", "--output", "o"], "cannot read /no/such/file: No such file"),
+        (["generate", "Hello!", "--factor", "0"], "factor=0.0"),
+        (["generate", "Hello!", "--entropy-bound", "-1"], "entropy_bound=-1.0"),
+        (["generate", "Hello!", "--margin", "1.5"], "margin=1.5"),
         (["eval", "--tasks", "names,poems"], "unknown task 'poems'"),
+        (["eval", "--methods", "none,magic"], "unknown cache method"),
+        (["eval", "--methods", "sparse", "--cache-option", "retention_ratio=0.3"], "leave out --cache-method"),
+        (["eval", "--unmasking-rules", "one,two"], "unmasking rule 'two' is unknown; give one or one of steps"),
+        (["eval", "--unmasking-rules", "one,steps"], "unmasking rule 'steps' is unknown"),
+        (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
+        (["eval", "--unmasking-rules", "one,threshold=2"], "threshold=2"),
         (["serve", "demo", "--cache-method", "magic"], "unknown cache method"),
         (["inspect", "Hello!", "--output", "picture.svg"], "as .html or .png"),
         (["inspect", "Hello!", "--output", "/no/such/folder/o.html"], "there is no folder /no/such/folder"),
@@ -40,7 +49,16 @@ def test_errors_are_one_line_and_exit_status_2(argv, message, capsys):
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["generate", "Hello!", "--strps", "4"], ["models", "extra"], ["sing"], []])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "Hello!", "--strps", "4"],
+        ["generate", "Hello!", "--threshold", "0.9", "--margin", "0.5"],
+        ["models", "extra"],
+        ["sing"],
+        [],
+    ],
+)
 def test_unknown_arguments_are_refused(argv, capsys):
     with pytest.raises(SystemExit) as exit_status:
         main(argv)

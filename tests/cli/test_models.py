@@ -17,12 +17,13 @@ class Options(BaseModel):
 
 def test_tables_name_everything(capsys):
     from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+    from dllm_engine.params import PARALLEL_OPTIONS
 
     assert main(["models"]) == 0
     words = capsys.readouterr().out.split()
     checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]
     options = [option for schema in CACHE_OPTIONS.values() for option in schema.model_fields]
-    assert {*checkpoints, *CACHE_OPTIONS, *options, *UNMASKING_POLICIES} <= set(words)
+    assert {*checkpoints, *CACHE_OPTIONS, *options, *UNMASKING_POLICIES, *PARALLEL_OPTIONS} <= set(words)
 
 
 def test_json_holds_the_same(capsys):
@@ -32,8 +33,16 @@ def test_json_holds_the_same(capsys):
 
 def test_options_are_shown_with_range_default_and_meaning():
     properties = Options.model_json_schema()["properties"]
-    table = as_tables({"families": [], "cache_methods": {"evict": properties, "none": {}}, "unmasking": []})
+    table = as_tables(
+        {
+            "families": [],
+            "cache_methods": {"evict": properties, "none": {}},
+            "unmasking": [],
+            "parallel_unmasking": {"limit": {"value": {"type": "number", "minimum": 0}, "policies": ["best", "next"]}},
+        }
+    )
     assert "evict         ratio         number > 0, ≤ 1; default 0.5" in table
     assert "Share of the prompt that is kept." in table
     assert "every         integer ≥ 1 or null; default null" in table
     assert "none          (no options)" in table
+    assert "limit               number ≥ 0  best, next" in table

@@ -136,7 +136,7 @@ def test_serve_answers_under_the_name_demo(environment, tmp_path):
         }
         response = post(f"http://127.0.0.1:{port}/v1/chat/completions", request)
         assert response["choices"][0]["message"]["content"].strip() == ANSWER
-        (figures,) = response["kv_transfer_params"]["diffusion"]
+        figures = response["choices"][0]["diffusion"]
         assert "unmasked_per_step" in figures["trace"]
     finally:
         process.terminate()

@@ -42,6 +42,47 @@ def test_a_given_additional_config_is_kept():
     assert additional_config("m", "--additional_config", '{"other": 1}', "--trace") == json.loads(given)
 
 
+def test_the_cache_has_arguments_of_its_own():
+    flags = ["--cache-method", "sparse", "--retention-ratio", "0.25", "--cache-option", "update_delay=0"]
+    assert additional_config("m", *flags, "--page-size", "16") == {
+        "dllm": {
+            "cache_method": "sparse",
+            "cache_options": {"update_delay": 0, "retention_ratio": 0.25},
+            "page_size": 16,
+        }
+    }
+    assert additional_config("m", "--page-size", "16") == {"dllm": {"page_size": 16}}
+
+
+def test_what_requests_get_by_default_has_arguments_too():
+    flags = ["--block-length", "16", "--steps", "64", "--unmasking", "random", "--threshold", "0.9"]
+    assert additional_config("m", *flags, "--max-model-len", "512") == {
+        "dllm": {"request_defaults": {"block_length": 16, "steps": 64, "unmasking": "random", "threshold": 0.9}}
+    }
+    given = json.dumps({"dllm": {"request_defaults": {"steps": 8, "threshold": 0.5}}})
+    assert additional_config("m", "--steps", "64", "--additional-config", given) == {
+        "dllm": {"request_defaults": {"steps": 64, "threshold": 0.5}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--threshold", "1.5"], "request default threshold=1.5"),
+        (["--block-length", "0"], "request default block_length=0"),
+        (["--unmasking", "best"], "unmasking='best' is unknown"),
+        (["--retention-ratio", "0.5"], "unknown cache option 'retention_ratio'=0.5"),
+        (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2.0"),
+        (["--cache-option", "retention_ratio=0.5", "--retention-ratio", "0.5"], "not both"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_arguments_out_of_range_are_refused_before_a_server_starts(argv, message):
+    with pytest.raises((ValueError, CommandError)) as error:
+        arguments("m", *argv)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [

@@ -3,6 +3,7 @@
 python -m tests.distributed.answer_cases CHECKPOINT TENSOR_PARALLEL_SIZE BACKEND < task.json
 
 The task is ``{"engine": arguments of LLM, "requests": [{"prompt": token ids, "params": fields of DiffusionParams}]}``.
+Where the engine's core is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), it also prints the pages after each step.
 """
 
 import json
@@ -25,6 +26,7 @@ def main() -> None:
         trace=True,
         **task["engine"],
     )
+    pages = watch_pages(llm)
     outputs = llm.generate(
         [{"prompt_token_ids": request["prompt"]} for request in requests],
         [DiffusionParams(**request["params"]) for request in requests],
@@ -36,10 +38,36 @@ def main() -> None:
             "order": output.outputs[0].diffusion.unmasked_per_step,
             "forward_passes": output.outputs[0].diffusion.forward_passes,
             "retained": output.outputs[0].diffusion.retained_positions,
+            "selected": output.outputs[0].diffusion.selected_positions,
+            "trace": output.outputs[0].diffusion.trace,
         }
         for output in outputs
     ]
+    print("PAGES " + json.dumps(pages), flush=True)
     print("ANSWERS " + json.dumps(answers), flush=True)
+
+
+def watch_pages(llm: LLM) -> list[tuple[int, int, int]]:
+    """Pages reserved when a step is planned, and allocated and reserved after it; a list that fills as the engine
+    runs."""
+    seen: list[tuple[int, int, int]] = []
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is not None:
+        pages, schedule, update = core.scheduler.pages, core.scheduler.schedule, core.scheduler.update_from_output
+        planned = [0]
+
+        def counting_schedule(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            planned[0] = pages.num_reserved
+            return output
+
+        def counting_update(*args, **kwargs):
+            outputs = update(*args, **kwargs)
+            seen.append((planned[0], pages.num_allocated, pages.num_reserved))
+            return outputs
+
+        core.scheduler.schedule, core.scheduler.update_from_output = counting_schedule, counting_update
+    return seen
 
 
 if __name__ == "__main__":

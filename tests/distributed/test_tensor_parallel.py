@@ -68,20 +68,56 @@ def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model,
         assert answer["tokens"] == list(output.outputs[0].token_ids), params
 
 
+RULES: list[dict[str, float]] = [{}, {"threshold": 0.5}, {"factor": 2.0}, {"entropy_bound": 1.0}, {"margin": 0.4}]
+
+
+@pytest.mark.parametrize(
+    ("cache_method", "cache_options"), [("sparse", {"retention_ratio": 0.4}), ("freecache", {})], ids=str
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_retain_the_same_tokens_as_one(engines, reference_checkpoints, model):
+def test_two_ranks_retain_and_unmask_the_same_tokens_as_one(
+    engines, reference_checkpoints, model, cache_method, cache_options
+):
     from dllm_engine import DiffusionParams
 
-    engine = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}, "page_size": 16}
+    engine = {"cache_method": cache_method, "cache_options": cache_options, "page_size": 16}
     prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
-    params = {"gen_length": 40, "block_length": 16, "unmasking": "maskgit_plus", "ignore_eos": True}
-    requests = [{"prompt": prompt, "params": params} for prompt in prompts]
+    asked = [{"gen_length": 40, "block_length": 16, "ignore_eos": True} | RULES[i % 5] for i in range(len(prompts))]
+    requests = [{"prompt": prompt, "params": params} for prompt, params in zip(prompts, asked, strict=True)]
 
     answers = answer_sharded(reference_checkpoints / model, "mp", requests, **engine)
 
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
-    for answer, output in zip(answers, generate(alone, prompts, DiffusionParams(**params)), strict=True):
+    expected = generate(alone, prompts, [DiffusionParams(**params) for params in asked])
+    for answer, output in zip(answers, expected, strict=True):
         figures = output.outputs[0].diffusion
         assert answer["retained"] == figures.retained_positions
         assert answer["tokens"] == list(output.outputs[0].token_ids)
         assert answer["order"] == figures.unmasked_per_step
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llada-tiny-a", {"indicator": "query"}),
+        ("dream-tiny-a", {"indicator": "key"}),
+        ("dream-tiny-a", {"indicator": "hidden_state", "retention_ratio": 0.4}),
+    ],
+)
+def test_two_ranks_skip_the_same_rows_as_one(engines, reference_checkpoints, model, options):
+    from dllm_engine import DiffusionParams
+
+    engine = {"cache_method": "es_dllm", "cache_options": {"block_refresh_interval": 4} | options, "page_size": 16}
+    prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
+    params = {"gen_length": 40, "block_length": 16, "ignore_eos": True}
+    requests = [{"prompt": prompt, "params": params} for prompt in prompts]
+
+    answers = answer_sharded(reference_checkpoints / model, "mp", requests, **engine)
+
+    alone = generate(
+        engines(reference_checkpoints / model, max_model_len=512, **engine), prompts, DiffusionParams(**params)
+    )
+    for answer, output in zip(answers, alone, strict=True):
+        assert answer["tokens"] == list(output.outputs[0].token_ids)
+        assert answer["selected"] == output.outputs[0].diffusion.selected_positions
+        assert answer["retained"] == output.outputs[0].diffusion.retained_positions

@@ -81,6 +81,7 @@ def test_selection_takes_the_highest_pooled_scores_in_ascending_order(scores, po
 
 @given(
     retained=st.integers(0, 60),
+    held=st.integers(0, 20),
     kv_heads=st.sampled_from([1, 2, 4]),
     slots_per_page=st.sampled_from([1, 3, 8, 64]),
     dtype=st.sampled_from(list(TOLERANCE)),
@@ -88,17 +89,17 @@ def test_selection_takes_the_highest_pooled_scores_in_ascending_order(scores, po
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_retained_rows_fill_the_first_slots_and_nothing_else(
-    retained, kv_heads, slots_per_page, dtype, table_type, seed
+def test_retained_rows_fill_the_slots_behind_those_held_and_nothing_else(
+    retained, held, kv_heads, slots_per_page, dtype, table_type, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, 60, kv_heads, 8, generator=generator).to(dtype)
     rows = torch.randperm(60, generator=generator)[:retained].sort().values
-    needed = -(-retained * kv_heads // slots_per_page)
+    needed = -(-(held + retained) * kv_heads // slots_per_page)
     k_pages, v_pages = torch.full((needed + 3, 2, slots_per_page, 8), torch.nan, dtype=dtype).unbind(1)
     page_table = torch.randperm(needed + 3, generator=generator)[: needed + 1].to(table_type)
-    expected = write_retained_reference(k, v, rows, k_pages, v_pages, page_table)
-    write_retained(k, v, rows, k_pages, v_pages, page_table)
+    expected = write_retained_reference(k, v, rows, k_pages, v_pages, page_table, held)
+    write_retained(k, v, rows, k_pages, v_pages, page_table, held)
     torch.testing.assert_close((k_pages, v_pages), expected, rtol=0, atol=0, equal_nan=True)
     assert int((~k_pages.isnan()).sum()) == retained * kv_heads * 8
 
@@ -122,6 +123,8 @@ def test_errors_name_what_does_not_fit():
         write_retained(x, x, rows, pages.transpose(1, 2), pages.clone(), table)
     with pytest.raises(ValueError, match=r"table \[1\] of pages of 4 slots cannot hold 4 tokens of 2 KV heads"):
         write_retained(x, x, rows, pages[:, :4].contiguous(), pages[:, :4].clone(), table)
+    with pytest.raises(ValueError, match="of pages of 8 slots cannot hold 6 tokens"):
+        write_retained(x, x, rows, pages, pages.clone(), table, 2)
 
 
 def test_operators_are_registered_correctly():

@@ -31,13 +31,14 @@ def test_scores_equal_the_formula(heads, kv_heads, dim, dtype):
 @runs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [1, 3, 4])
-def test_retained_rows_fill_the_first_slots_and_nothing_else(kv_heads, dtype):
+@pytest.mark.parametrize("held", [0, 11])
+def test_retained_rows_fill_the_slots_behind_those_held_and_nothing_else(held, kv_heads, dtype):
     k, v = torch.randn(2, 60, kv_heads, 24, device=DEVICE).to(dtype)
     rows = torch.randperm(60, device=DEVICE)[:37].sort().values
     k_pages, v_pages = torch.full((30, 2, 7, 24), torch.nan, dtype=dtype, device=DEVICE).unbind(1)
     page_table = torch.randperm(30, device=DEVICE).int()
-    expected = write_retained_reference(k, v, rows, k_pages, v_pages, page_table)
-    write_retained_with_triton(k, v, rows, k_pages, v_pages, page_table)
+    expected = write_retained_reference(k, v, rows, k_pages, v_pages, page_table, held)
+    write_retained_with_triton(k, v, rows, k_pages, v_pages, page_table, held)
     torch.testing.assert_close((k_pages, v_pages), expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -105,15 +105,21 @@ def test_least_similar(similarity, count, rows):
     seed=st.integers(0, 100),
 )
 @settings(max_examples=60, deadline=None)
-def test_least_similar_settles_ties_as_topk_does_alone_and_in_a_batch(similarity, fraction, seed):
-    alone = torch.tensor(similarity, dtype=torch.float32)
+def test_least_similar_takes_the_first_of_equals_alone_and_in_a_batch(similarity, fraction, seed):
+    alone = torch.tensor(similarity, dtype=torch.float32) / 10
     count = int(len(similarity) * fraction)
     shuffled = alone[torch.randperm(len(alone), generator=torch.Generator().manual_seed(seed))]
     batch = torch.stack((alone, shuffled))
     chosen = least_similar(batch, count)
     for row, member in zip(chosen, batch, strict=True):
-        assert row.tolist() == sorted(member.topk(count, largest=False).indices.tolist())
+        by_rank = sorted(range(len(member)), key=lambda i: (float(member[i]), i))
+        assert row.tolist() == sorted(by_rank[:count])
         assert torch.equal(row, least_similar(member, count))
+
+
+def test_rounding_does_not_tell_unchanged_rows_apart():
+    chosen = least_similar(torch.tensor([1 + 1e-7, 1 - 3e-7, 1.0, 1 - 5e-6, 1 - 1e-7]), 3)
+    assert chosen.tolist() == [0, 1, 3]
 
 
 def test_errors_name_what_does_not_fit():

@@ -35,7 +35,7 @@ def counters(rows: int, seed: int = 5, forward: int = 3) -> Counters:
 def predict(logits: torch.Tensor, settings: SamplingSettings = GREEDY, *, predictor=None, count=None):
     predictor = predictor if predictor is not None else predictor_of()
     count = count if count is not None else counters(len(logits))
-    return predictor.predict(logits, settings, count, with_entropy=True, with_margin=True)
+    return predictor.predict(logits, settings, count, with_entropy=True, with_margin=True, num_logprobs=4)
 
 
 # Greedy
@@ -56,6 +56,7 @@ def test_statistics_are_left_out_where_nobody_asks():
     got = predictor_of().predict(random_logits(2), GREEDY, counters(2), with_entropy=False, with_margin=False)
     assert got.negative_entropy is None
     assert got.margin is None
+    assert got.logprobs is None
 
 
 def test_probabilities_of_half_precision_logits_are_computed_in_float32():
@@ -200,6 +201,23 @@ def assert_same(got, expected) -> None:
     torch.testing.assert_close(got.probability, expected.probability)
     torch.testing.assert_close(got.negative_entropy, expected.negative_entropy)
     torch.testing.assert_close(got.margin, expected.margin)
+    torch.testing.assert_close(got.logprobs.token, expected.logprobs.token)
+    torch.testing.assert_close(got.logprobs.top, expected.logprobs.top)
+    assert torch.equal(got.logprobs.rank, expected.logprobs.rank)
+    rows = slice(6, None)  # the first ones hold ties
+    assert torch.equal(got.logprobs.top_tokens[rows], expected.logprobs.top_tokens[rows])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_log_probabilities_are_plain_whatever_is_sampled_from(settings):
+    logits = random_logits()
+    got, plain = predict(logits, settings), logits.log_softmax(-1)
+    torch.testing.assert_close(got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0])
+    top = plain.topk(4)
+    torch.testing.assert_close(got.logprobs.top, top.values)
+    assert torch.equal(got.logprobs.top_tokens, top.indices)
+    ranks = (plain.argsort(-1, descending=True) == got.token[:, None]).nonzero()[:, 1] + 1
+    assert torch.equal(got.logprobs.rank, ranks)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -283,7 +301,7 @@ def test_ranks_exchange_per_row_numbers_not_logits():
         return predict(random_logits(23), SamplingSettings(1.0, 1.0, 0, True), predictor=predictor)
 
     on_two_ranks(work)
-    assert max(largest) <= 2 * 23
+    assert max(largest) <= 4 * 23  # the four likeliest tokens, where a request asks for them
 
 
 def test_entropy_of_a_certain_token_is_finite():

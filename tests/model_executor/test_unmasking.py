@@ -7,7 +7,7 @@ from dllm_engine.model_executor.model_runner import Candidates, Canvas, _fill, _
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics
-from dllm_engine.scheduler.decoding import DecodingSpec, Span
+from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, UnmaskQuota
 
 MASK = 99
@@ -36,11 +36,12 @@ def canvas_of(unmasking: str, temperature: float = 0.0, top_p: float = 1.0, top_
     return Canvas(spec, seed=0, tokens=tokens, masked=tokens == MASK, masked_before=tokens == MASK)
 
 
-def fill(unmasking: str, count: int, ratio: float = 0.5) -> tuple[Canvas, list[int]]:
+def fill(
+    unmasking: str, count: int, ratio: float = 0.5, parallel: ParallelRule | None = None
+) -> tuple[Canvas, list[int]]:
     canvas = canvas_of(unmasking)
-    plan = StepPlan(
-        RefreshState.FULL, Scope.ALL, RowRule.ALL, Span(0, 14), 14, BLOCK, UnmaskQuota(BLOCK, count, ratio), 0
-    )  # fmt: skip
+    quota = UnmaskQuota(BLOCK, count, ratio, parallel)
+    plan = StepPlan(RefreshState.FULL, Scope.ALL, RowRule.ALL, Span(0, 14), 14, BLOCK, quota, 0)
     positions = torch.tensor([4, 5, 7, 8])
     return canvas, _fill(Candidates(0, canvas, plan, positions, positions), STATISTICS)
 
@@ -64,6 +65,28 @@ def test_origin_draws_each_position_with_the_ratio_as_probability(ratio, expecte
     assert fill("origin", count=1, ratio=ratio)[1] == expected
 
 
+@pytest.mark.parametrize(
+    ("unmasking", "rule", "expected"),
+    [
+        # Probabilities 0.9, 0.2, 0.3, 0.4 of positions 4, 5, 7, 8.
+        ("low_confidence", ParallelRule("threshold", 0.4), [4, 8]),
+        ("maskgit_plus", ParallelRule("threshold", 0.95), [4]),
+        # (n + 1)(1 - p_n): 0.2, 1.8, 2.8, 4.
+        ("low_confidence", ParallelRule("factor", 2.0), [4, 8]),
+        ("maskgit_plus", ParallelRule("factor", 3.5), [4, 7, 8]),
+        # Entropies 0.1, 0.5, 1, 2 of positions 5, 8, 7, 4: without the largest 0, 0.1, 0.6, 1.6.
+        ("entropy", ParallelRule("entropy_bound", 0.3), [5, 8]),
+        # Margins 0.1, 0.2, 0.8, 0.3.
+        ("topk_margin", ParallelRule("margin", 0.25), [7, 8]),
+    ],
+)
+def test_a_parallel_rule_takes_the_place_of_the_count(unmasking, rule, expected):
+    for count in (0, 1, 4):
+        canvas, filled = fill(unmasking, count, parallel=rule)
+        assert filled == expected
+        assert canvas.masked.nonzero()[:, 0].tolist() == [p for p in (4, 5, 7, 8, *range(9, 14)) if p not in expected]
+
+
 def test_every_policy_is_found_by_its_name_and_says_what_it_needs():
     assert set(UNMASKING_POLICIES) == {*ORDERS, "origin"}
     for name, policy in UNMASKING_POLICIES.items():
@@ -73,6 +96,9 @@ def test_every_policy_is_found_by_its_name_and_says_what_it_needs():
         assert policy.needs_noise == (name in ("random", "origin"))
         assert policy.tempered == (name not in ("low_confidence", "random"))
         assert policy.draws_each_position == (name == "origin")
+        assert (policy.measures is None) == policy.needs_noise
+        assert (policy.measures == "entropy") == policy.needs_entropy
+        assert (policy.measures == "margin") == policy.needs_margin
 
 
 @pytest.mark.parametrize(

@@ -61,16 +61,27 @@ HF_CONFIG = SimpleNamespace(
 )
 
 
-def make_scheduler(*, max_num_seqs=4, max_rows=1000, policy="fcfs", num_pages=100, page_demand=None, **kwargs):
+def make_scheduler(
+    *,
+    max_num_seqs=4,
+    max_rows=1000,
+    policy="fcfs",
+    num_pages=100,
+    page_demand=None,
+    log_stats=False,
+    include_finished_set=False,
+    **options,
+):
+    """``options``: of the engine."""
     config = SimpleNamespace(
-        additional_config={},
+        additional_config={"dllm": options},
         model_config=SimpleNamespace(hf_config=HF_CONFIG, seed=0),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy),
     )
     scheduler = DiffusionScheduler(
         config, SimpleNamespace(num_blocks=num_pages), structured_output_manager=None, block_size=16,
-        hash_block_size=16, **kwargs,
+        hash_block_size=16, log_stats=log_stats, include_finished_set=include_finished_set,
     )  # fmt: skip
     if page_demand is not None:
         scheduler.page_demand = page_demand

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_engine.options import EngineOptions, SparseOptions
+from dllm_engine.options import DKVOptions, EngineOptions, FreeCacheOptions, SparseOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
@@ -97,16 +97,16 @@ def test_dream_block_of_one_step_unmasks_everything():
 
 @pytest.mark.parametrize("schedule", ["uniform", "timestep"])
 def test_last_step_of_a_block_takes_whatever_is_left(schedule):
-    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5), in_blocks=True)
+    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5), block_alone=True)
     assert (quota.candidates, quota.count, quota.ratio) == ((10, 18), 5, 1.0)
     # Also beyond it: a policy that draws positions by chance may have left some.
-    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2), in_blocks=True).count == 2
+    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2), block_alone=True).count == 2
 
 
 def test_ratio_is_the_share_of_what_is_masked():
-    assert unmask_quota(spec(), Progress(step=1, num_masked=6), in_blocks=True).ratio == pytest.approx(2 / 6)
+    assert unmask_quota(spec(), Progress(step=1, num_masked=6), block_alone=True).ratio == pytest.approx(2 / 6)
     dream = spec(schedule="timestep", gen_length=8, block_length=8, steps=4)
-    quota = unmask_quota(dream, Progress(step=1, num_masked=6), in_blocks=False)
+    quota = unmask_quota(dream, Progress(step=1, num_masked=6), block_alone=False)
     assert quota.ratio == pytest.approx(1 - 0.5005 / 0.75025, abs=1e-6)
 
 
@@ -143,10 +143,59 @@ def test_dream_with_a_cache_decodes_in_blocks_even_where_there_is_one():
 
 
 @pytest.mark.parametrize(
+    ("interval", "llada", "dream"),
+    [
+        (1, [UPDATE] * 8, [UPDATE] * 8),
+        (3, [UPDATE, UPDATE, REUSE, UPDATE, REUSE, REUSE, UPDATE, REUSE], [UPDATE, REUSE, REUSE, UPDATE] + [REUSE] * 2),
+        (8, [UPDATE, UPDATE] + [REUSE] * 6, [UPDATE] + [REUSE] * 7),
+    ],
+)
+def test_dkv_recomputes_the_canvas_at_a_blocks_start_and_at_intervals(interval, llada, dream):
+    request = spec(gen_length=16, steps=16, cache=DKVOptions(refresh_interval=interval))
+    plans = plans_of(request, "dkv")
+    assert [plan.state for plan in plans] == llada * 2
+    shifted = spec(
+        gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=DKVOptions(refresh_interval=interval)
+    )
+    shifted_plans = plans_of(shifted, "dkv")
+    assert [plan.state for plan in shifted_plans][: len(dream)] == dream
+    for plan in [*plans, *shifted_plans]:
+        whole = plan.state is UPDATE
+        assert plan.span == (0, 10 + (16 if plan in plans else 8))
+        assert plan.read == plan.retained == plan.span.size
+        assert (plan.rows is RowRule.ALL) == whole
+        # In between, at most what was masked when the block began: the response, then its second block.
+        masked = plan.span.size - plan.block.start
+        assert plan.max_rows == (plan.span.size if whole else masked + (plan.rows is RowRule.MASKED_BEFORE_AND_LAST))
+
+
+def test_dkv_feeds_the_last_row_of_shifted_logits_once_more_in_the_second_step():
+    shifted = spec(gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=DKVOptions())
+    reused = [RowRule.MASKED_BEFORE_AND_LAST] + [RowRule.MASKED_BEFORE] * 6
+    assert [plan.rows for plan in plans_of(shifted, "dkv")] == [RowRule.ALL, *reused]
+
+
+@pytest.mark.parametrize("include_suffix", [True, False])
+def test_freecache_keeps_a_finished_block_in_the_next_ones_first_step(include_suffix):
+    plans = plans_of(spec(cache=FreeCacheOptions(include_suffix=include_suffix)), "freecache")
+    stops = [31, 31, 31] if include_suffix else [18, 26, 31]
+    assert [(plan.state, plan.span, plan.read, plan.retained) for plan in plans] == [
+        (UPDATE, (0, 31), 0, 10),
+        *[(REUSE, (10, stops[0]), 10, 10)] * 3,
+        (UPDATE, (10, stops[1]), 10, 18),
+        *[(REUSE, (18, stops[1]), 18, 18)] * 3,
+        (UPDATE, (18, stops[2]), 18, 26),
+        *[(REUSE, (26, stops[2]), 26, 26)] * 2,
+    ]
+    assert all(plan.rows is RowRule.ALL and plan.max_rows == plan.span.size for plan in plans)
+
+
+@pytest.mark.parametrize(
     ("method", "pages"),
-    [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4)],  # 26, 26 and 13 tokens in pages of 4
+    # 26, 26, 13, 31 and 26 tokens in pages of 4.
+    [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4), ("dkv", 4 * 8), ("freecache", 4 * 7)],
 )
 def test_page_demand_is_that_of_the_largest_block(method, pages):
     options = EngineOptions(cache_method=method, page_size=4)
-    geometry = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32)
+    geometry = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
     assert page_demand(spec(cache=options.cache), options, geometry) == pages

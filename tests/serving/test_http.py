@@ -1,7 +1,12 @@
 """``vllm serve`` and ``dllm serve`` of the demo model, asked by the real OpenAI client."""
 
 import json
+import re
+import subprocess
+import sys
+import time
 import urllib.request
+from pathlib import Path
 
 import openai
 import pytest
@@ -62,6 +67,10 @@ def ask(client, model, text, **options):
     )
 
 
+def figures_of(choice) -> dict:
+    return choice.model_extra["diffusion"]
+
+
 def test_chat_gives_the_text_of_offline_generation(client, model, examples, offline):
     for example, expected in zip(examples, offline, strict=True):
         answer = ask(client, model, example.prompt)
@@ -72,10 +81,19 @@ def test_chat_gives_the_text_of_offline_generation(client, model, examples, offl
 
 def test_figures_come_with_the_response(client, model, examples, offline):
     answer = ask(client, model, examples[0].prompt)
-    (figures,) = answer.kv_transfer_params["diffusion"]
+    figures = figures_of(answer.choices[0])
     assert figures["forward_passes"] == offline[0].diffusion.forward_passes
     assert figures["tokens_per_forward"] == 1.0
     assert "trace" not in figures
+
+
+@pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 1.0}, {"entropy_bound": 0.1}, {"margin": 0.8}])
+def test_parallel_unmasking_can_be_asked_for_per_request(client, model, rule):
+    # A line that the model was trained on: it is sure of every word.
+    answer = ask(client, model, "Hello!", extra_body={"vllm_xargs": rule | BLOCK["vllm_xargs"]})
+    assert answer.choices[0].message.content.strip() == "Hello! How can I help?"
+    (figures,) = answer.kv_transfer_params["diffusion"]
+    assert figures["tokens_per_forward"] > 1.5
 
 
 def test_completions_take_plain_prompts(client, model, examples, offline):
@@ -107,10 +125,107 @@ def test_streaming_sends_a_chunk_per_block(client, model, examples):
     assert chunks[-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_streamed_chunks_carry_the_figures_so_far(client, model, examples, endpoint):
+    if endpoint == "chat":
+        stream = ask(client, model, examples[0].prompt, stream=True, extra_body={"ignore_eos": True})
+        whole = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True})
+    else:
+        create = client.completions.create
+        settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
+        stream, whole = (create(**settings, stream=s, extra_body=BLOCK | {"ignore_eos": True}) for s in (True, False))
+    figures = [figures_of(c.choices[0]) for c in stream if c.choices and "diffusion" in c.choices[0].model_extra]
+    assert [f["forward_passes"] for f in figures] == [8, 16, 24, 32]
+    assert figures[-1] == figures_of(whole.choices[0])
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_streaming_by_step_shows_the_running_block(client, model, examples, offline, endpoint):
+    options = {"vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
+    if endpoint == "chat":
+        whole = ask(client, model, examples[0].prompt).choices[0]
+        chunks = [c for c in ask(client, model, examples[0].prompt, stream=True, extra_body=options) if c.choices]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        text_of, whole_text = (lambda choice: choice.delta.content or ""), whole.message.content
+    else:
+        settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
+        whole = client.completions.create(**settings, extra_body=BLOCK).choices[0]
+        chunks = list(client.completions.create(**settings, stream=True, extra_body=options))
+        text_of, whole_text = (lambda choice: choice.text), whole.text
+    assert "".join(text_of(chunk.choices[0]) for chunk in chunks) == whole_text
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+    assert figures_of(chunks[-1].choices[0]) == figures_of(whole)
+    steps = [chunk.choices[0] for chunk in chunks if "provisional" in chunk.choices[0].model_extra]
+    assert [figures_of(s)["forward_passes"] for s in steps] == list(range(1, figures_of(whole)["forward_passes"] + 1))
+    states = [step.model_extra["provisional"] for step in steps]
+    assert [sum(state["masked"]) for state in states] == [7, 6, 5, 4, 3, 2, 1, 0] * (len(states) // 8)
+    assert all(state["text"].count("░") == sum(state["masked"]) for state in states)
+    assert all(not text_of(step) and step.finish_reason is None for step in steps)
+    shown = "".join(state["text"] for state in states if not any(state["masked"]))
+    assert shown.startswith(whole_text)
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+
+
+def test_a_client_that_hangs_up_amid_steps_frees_its_place(client, server, model, examples):
+    options = {"ignore_eos": True, "vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
+    for _ in range(3):
+        stream = ask(client, model, examples[0].prompt, stream=True, max_tokens=256, extra_body=options)
+        for _ in zip(range(5), stream, strict=False):
+            pass
+        stream.close()
+    deadline = time.monotonic() + 20
+    while scrape(server)["vllm:num_requests_running"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert scrape(server)["vllm:num_requests_running"] == 0
+
+
+def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
+    prompts = ["Tom=48. Give: Tom", "Tom=48. Ida=07. Max=31. Give: Ida, Tom"]
+    answer = client.completions.create(
+        model=model, prompt=prompts, n=2, temperature=1.0, max_tokens=8, extra_body=BLOCK
+    )
+    computed = [figures_of(choice)["tokens_computed"] for choice in answer.choices]
+    assert computed[0] == computed[1] < computed[2] == computed[3]
+    computed_streamed = {}
+    for chunk in client.completions.create(
+        model=model, prompt=prompts, n=2, temperature=1.0, max_tokens=8, stream=True, extra_body=BLOCK
+    ):
+        computed_streamed[chunk.choices[0].index] = figures_of(chunk.choices[0])["tokens_computed"]
+    assert computed_streamed == dict(enumerate(computed))
+
+
 def test_n_answers_each_carry_their_figures(client, model, examples):
     answer = ask(client, model, examples[0].prompt, n=3, temperature=1.0)
     assert len(answer.choices) == 3
-    assert len(answer.kv_transfer_params["diffusion"]) == 3
+    assert all(figures_of(choice)["tokens_unmasked"] >= 8 for choice in answer.choices)
+
+
+def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
+    answer = ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == len(offline[0].token_ids)
+    assert "".join(token.token for token in content[:-1]) == offline[0].text, "all but the end token"
+    assert all(-20 < token.logprob <= 0 and len(token.top_logprobs) == 2 for token in content)
+    streamed = []
+    for chunk in ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content
+    assert [token.token for token in streamed] == [token.token for token in content]
+    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in content], abs=1e-4)
+    alone = ask(client, model, examples[0].prompt, logprobs=True)
+    assert all(token.top_logprobs == [] for token in alone.choices[0].logprobs.content)
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, 3])
+def test_log_probabilities_of_a_completion(client, model, logprobs):
+    answer = client.completions.create(
+        model=model, prompt="Tom=48. Give: Tom", max_tokens=16, logprobs=logprobs,
+        extra_body=BLOCK | {"ignore_eos": True},
+    )  # fmt: skip
+    got = answer.choices[0].logprobs
+    assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == 16
+    assert all(value <= 0 for value in got.token_logprobs)
+    assert all(len(top) in (max(logprobs, 1), logprobs + 1) for top in got.top_logprobs)
 
 
 def test_a_seed_repeats_the_answer(client, model):
@@ -139,7 +254,9 @@ def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
     ("options", "named"),
     [
         ({"max_tokens": 505}, "max_tokens=505"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "logprobs"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs=1"),
+        ({"extra_body": {"use_beam_search": True}, "n": 2, "temperature": 1.0}, "beam search"),
         ({"presence_penalty": 1.0}, "presence_penalty=1.0"),
         ({"frequency_penalty": 1.0}, "frequency_penalty=1.0"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
@@ -152,7 +269,11 @@ def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
         ({"extra_body": {"vllm_xargs": {"block_length": 33}}}, "block_length=33"),
         ({"extra_body": {"vllm_xargs": {"unmasking": "best"}}}, "unmasking='best'"),
         ({"extra_body": {"vllm_xargs": {"stepz": 3}}}, "'stepz'"),
+        ({"extra_body": {"vllm_xargs": {"stream_granularity": "step"}}}, "stream_granularity='step'"),
+        ({"extra_body": {"vllm_xargs": {"stream_granularity": "token"}}}, "stream_granularity='token'"),
         ({"extra_body": {"vllm_xargs": {"cfg_scale": 1.5}}}, "cfg_scale"),
+        ({"extra_body": {"vllm_xargs": {"factor": 0}}}, "factor=0"),
+        ({"extra_body": {"vllm_xargs": {"threshold": 0.9, "margin": 0.5}}}, "threshold=0.9 and margin=0.5"),
     ],
 )
 def test_what_cannot_be_served_is_answered_with_400_and_loses_nothing(client, model, examples, offline, options, named):
@@ -177,11 +298,106 @@ def test_a_client_that_hangs_up_frees_its_place(client, server, model, examples,
     assert float(running_now.split()[-1]) == 0.0
 
 
-def test_sigterm_ends_the_server_with_status_0(tmp_path):
-    server = Server("dllm", "serve", "demo", "--max-model-len", "256", log=tmp_path / "log")
+def scrape(server) -> dict[str, float]:
+    """Every series of ``/metrics`` summed over its labels, and denoising steps by state as ``steps:<state>``."""
+    text = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, labels, value = re.fullmatch(r"([^{ ]+)(\{.*\})? (\S+)", line).groups()
+            values[name] = values.get(name, 0.0) + float(value)
+            state = re.search(r'refresh_state="(\w+)"', labels or "")
+            if state and name == "dllm:denoising_steps_total":
+                values["steps:" + state[1]] = float(value)
+    return values
+
+
+def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
+    before = scrape(server)
+    answers = [ask(client, model, example.prompt) for example in examples[:3]]
+    figures = [figures_of(answer.choices[0]) for answer in answers]
+    after = scrape(server)
+    grown = {name: after[name] - before[name] for name in after}
+    for name in ("forward_passes", "tokens_unmasked", "tokens_computed"):
+        assert grown[f"dllm:{name}_total"] == sum(f[name] for f in figures), name
+    assert grown["steps:full"] == sum(f["denoising_steps"] for f in figures)
+    assert grown["dllm:request_pages_held_count"] == 3
+    assert after["dllm:pages_reserved"] == after["dllm:pages_allocated"] == after["dllm:tokens_retained"] == 0
+    labels = 'engine="0",model_name="' + model
+    assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+
+
+def test_every_metric_of_the_dashboard_exists(server):
+    dashboard = (Path(__file__).parents[2] / "docs" / "grafana" / "dllm-engine.json").read_text()
+    asked = set(re.findall(r"(?:dllm|vllm):\w+", dashboard))
+    assert asked <= set(scrape(server))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_counts_the_tokens_of_the_answer(client, model, examples, offline, stream):
+    """Not those of its last block that lie behind the end."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(client, model, examples[0].prompt, **options)
+    usage = list(answer)[-1].usage if stream else answer.usage
+    assert usage.completion_tokens == len(offline[0].token_ids)
+    assert offline[0].diffusion.tokens_unmasked > usage.completion_tokens
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_a_stop_string_ends_a_stream_too(client, model, examples, offline):
+    stop = offline[0].text.strip()[1:3]
+    chunks = [c.choices[0] for c in ask(client, model, examples[0].prompt, stop=[stop], stream=True)]
+    assert "".join(c.delta.content or "" for c in chunks) == offline[0].text.split(stop)[0]
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_options_in_vllm_xargs_change_the_decoding(client, model, examples):
+    options = {"block_length": 16, "steps": 8, "unmasking": "random"}
+    answer = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True, "vllm_xargs": options})
+    assert figures_of(answer.choices[0])["forward_passes"] == 8
+    options = {"block_length": 32, "threshold": 0.5}
+    answer = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True, "vllm_xargs": options})
+    assert figures_of(answer.choices[0])["tokens_per_forward"] > 1
+
+
+def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).parent / "vllm"), "bench", "serve"),
+            *("--base-url", server.url, "--model", model, "--dataset-name", "random"),
+            *("--random-input-len", "20", "--random-output-len", "24", "--ignore-eos"),
+            *("--num-prompts", "8", "--max-concurrency", "4", "--disable-tqdm"),
+            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (8, 0)
+    assert result["total_output_tokens"] == 8 * 24
+
+
+def test_dllm_serve_decodes_by_its_arguments_and_ends_with_status_0_at_sigterm(tmp_path):
+    flags = ["--cache-method", "sparse", "--retention-ratio", "0.5", "--page-size", "8", "--block-length", "8"]
+    server = Server("dllm", "serve", "demo", *flags, "--steps", "16", "--max-model-len", "256", log=tmp_path / "log")
     server.wait_until_ready()
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    model = client.models.list().data[0].id
-    (example,) = make_examples("names", 1, seed=3)
-    assert ask(client, model, example.prompt).choices[0].message.content
+    messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
+
+    def figures(**options) -> dict:
+        extra = {"ignore_eos": True} | options
+        answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=32, extra_body=extra)
+        return figures_of(answer.choices[0])
+
+    by_default = figures()
+    assert by_default["forward_passes"] == 16
+    assert by_default["tokens_retained"] == (10 + 24) // 2
+    assert by_default["pages_held"] % 3 == 0, "17 tokens are three pages in each layer"
+    assert figures(vllm_xargs={"steps": 32})["forward_passes"] == 32
+    assert figures(vllm_xargs={"retention_ratio": 0.25})["tokens_retained"] == (10 + 24) // 4
+    with pytest.raises(openai.BadRequestError, match=r"retention_ratio=0\.75 is out of range"):
+        figures(vllm_xargs={"retention_ratio": 0.75})
     assert server.stop() == 0, server.tail()

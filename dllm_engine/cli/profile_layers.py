@@ -1,0 +1,87 @@
+"""``dllm profile``: measure how much each layer changes its tokens, for MaskKV's layer budgets.
+
+Not ``profile.py``: that is a module of Python.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from dllm_engine.cli.batch import parse_request, read_input
+from dllm_engine.cli.engine import add_engine_arguments, has_chat_template, load_engine, positive_int
+from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.table import format_table
+from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo.tasks import make_examples
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+
+DEMO_PROMPTS = 60
+"""As many as the paper calibrates with."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="measure the importance of a model's layers, for cache_method=maskkv",
+        description="Runs one forward pass over each prompt and a masked response, and averages per layer 1 - cosine "
+        "between what enters and what leaves it. `--cache-option profile=FILE` uses the result.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="calibration prompts, JSON lines as for `dllm generate --input`; default, for the demo model only: its "
+        "tasks",
+    )
+    parser.add_argument(
+        "--gen-length", type=positive_int, metavar="N", default=32, help="masked tokens after a prompt (default: 32)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", default=Path("profile.json"), help="default: %(default)s"
+    )
+    add_engine_arguments(parser, with_model=False)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.prompts is None and args.model != DEMO_MODEL:
+        raise CommandError("give --prompts FILE with prompts like those the model will see")
+    if not args.output.parent.is_dir():
+        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    requests = [parse_request(line) for line in read_input(args.prompts)] if args.prompts is not None else None
+    llm = load_engine(args)
+    tokenizer = llm.get_tokenizer()
+    prompts = []
+    if requests is None:
+        examples = make_examples("facts", DEMO_PROMPTS, seed=0, filler=0.6)
+        messages = [[{"role": "user", "content": example.prompt}] for example in examples]
+        prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+    for request in requests or ():
+        if request.messages is None and not has_chat_template(llm):
+            prompts.append(tokenizer.encode(request.prompt))
+        else:
+            chat = request.messages or [{"role": "user", "content": request.prompt}]
+            prompts.append(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+    importance = average_importance(llm, prompts, args.gen_length)
+    profile = {
+        "model": args.model,
+        "num_prompts": len(prompts),
+        "gen_length": args.gen_length,
+        "layer_importance": importance,
+    }
+    args.output.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+    print(format_table([("LAYER", "IMPORTANCE"), *((str(i), f"{s:.4f}") for i, s in enumerate(importance))]))
+    print(f"wrote {args.output}; use it with --cache-method maskkv --cache-option profile={args.output}")
+    return 0
+
+
+def average_importance(llm: "LLM", prompts: list[list[int]], gen_length: int) -> list[float]:
+    """Mean over the prompts, per layer."""
+    measured = [llm.profile_layers(prompt, gen_length) for prompt in tqdm(prompts, desc="Prompts", unit="")]
+    return [sum(of_layer) / len(measured) for of_layer in zip(*measured, strict=True)]

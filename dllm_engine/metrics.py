@@ -1,0 +1,220 @@
+"""Metrics of a diffusion engine, beside vLLM's own on ``/metrics`` and in ``LLM.get_metrics()``.
+
+The scheduler counts (``scheduler/engine_stats.py``). vLLM sends a ``SchedulerStats`` with every step from the engine's
+process to a front end; it is a fixed class, and its only free dictionaries are those of key-value connectors, which
+diffusion engines refuse. ``install`` takes ours out again before vLLM's loggers see it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from dllm_engine.scheduler.engine_stats import EngineStats
+
+STATS_KEY = "diffusion"
+PREFIX = "dllm:"
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric; ``name`` without prefix is also the field of ``EngineStats`` that it shows."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    meaning: str
+    label: str | None = None
+    """A label beside vLLM's ``model_name`` and ``engine``; the field is then a dictionary by its values."""
+    values: tuple[str, ...] = ()
+    """All values of ``label``, so that each is there from the start."""
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exposed(self) -> str:
+        """The name on ``/metrics``; of a histogram, the stem of its three series."""
+        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
+
+
+METRICS = (
+    MetricSpec("pages_total", "gauge", "pages", "Pages of the pool that can be handed out."),
+    MetricSpec("pages_reserved", "gauge", "pages", "Pages set aside for admitted requests, at their upper bounds."),
+    MetricSpec("pages_allocated", "gauge", "pages", "Pages that hold retained tokens now."),
+    MetricSpec("tokens_retained", "gauge", "tokens per layer", "Tokens in pages now, summed over running requests."),
+    MetricSpec(
+        "denoising_steps",
+        "counter",
+        "steps",
+        "Denoising steps, summed over requests, by what the step did with the request's cache.",
+        label="refresh_state",
+        values=("full", "update", "reuse"),
+    ),
+    MetricSpec("forward_passes", "counter", "passes", "Forward passes, summed over the requests in each batch."),
+    MetricSpec("engine_steps", "counter", "batches", "Batches run: forward passes of the model."),
+    MetricSpec("tokens_unmasked", "counter", "tokens", "Response tokens unmasked, beyond end tokens too."),
+    MetricSpec("tokens_computed", "counter", "rows", "Rows fed to the model: tokens computed or recomputed."),
+    MetricSpec(
+        "eviction_candidates",
+        "counter",
+        "tokens per layer",
+        "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running block.",
+    ),
+    MetricSpec("eviction_retained", "counter", "tokens per layer", "Tokens that UPDATE steps did retain."),
+    MetricSpec(
+        "request_pages_held",
+        "histogram",
+        "pages",
+        "The most pages a request held, of each request that ended.",
+        buckets=tuple(4.0**power for power in range(10)),
+    ),
+    MetricSpec(
+        "request_tokens_per_forward",
+        "histogram",
+        "tokens",
+        "Tokens unmasked per forward pass, of each request that ended.",
+        buckets=(0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0),
+    ),
+)
+
+
+def attach_stats(scheduler_stats: "SchedulerStats", stats: "EngineStats") -> None:
+    """Put ours into vLLM's message."""
+    scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
+
+
+def take_stats(scheduler_stats: "SchedulerStats | None") -> dict[str, Any] | None:
+    """Take ours out of vLLM's message; None where there is none."""
+    if scheduler_stats is None or STATS_KEY not in (scheduler_stats.kv_connector_stats or {}):
+        return None
+    assert scheduler_stats.kv_connector_stats is not None
+    message: dict[str, Any] = scheduler_stats.kv_connector_stats[STATS_KEY]
+    scheduler_stats.kv_connector_stats = None
+    return message
+
+
+class DiffusionMetrics:
+    """The metrics of the engines behind one front end."""
+
+    def __init__(self, classes: Mapping[str, Any], labels: list[str], values_per_engine: dict[int, list[Any]]) -> None:
+        """``classes`` are ``prometheus_client``'s, or stand-ins for them (Ray has its own), by ``MetricSpec.kind``."""
+        _unregister()
+        self._values_per_engine = values_per_engine
+        self._metrics: dict[str, Any] = {}
+        for spec in METRICS:
+            of_kind: dict[str, dict[str, Any]] = {
+                "counter": {},
+                "gauge": {"multiprocess_mode": "mostrecent"},
+                "histogram": {"buckets": spec.buckets},
+            }
+            self._metrics[spec.name] = classes[spec.kind](
+                name=PREFIX + spec.name,
+                documentation=spec.meaning,
+                labelnames=[*labels, spec.label] if spec.label else labels,
+                **of_kind[spec.kind],
+            )
+        for values in values_per_engine.values():
+            for spec in METRICS:
+                for value in spec.values:
+                    self._metrics[spec.name].labels(*values, value)
+                if not spec.label:
+                    self._metrics[spec.name].labels(*values)
+
+    def record(self, message: dict[str, Any], engine: int) -> None:
+        """Add one message of an engine."""
+        labels = self._values_per_engine[engine]
+        for spec in METRICS:
+            metric, amount = self._metrics[spec.name], message[spec.name]
+            if spec.label:
+                for value, part in amount.items():
+                    metric.labels(*labels, value).inc(part)
+            elif spec.kind == "counter":
+                metric.labels(*labels).inc(amount)
+            elif spec.kind == "gauge":
+                metric.labels(*labels).set(amount)
+            else:
+                for observation in amount:
+                    metric.labels(*labels).observe(observation)
+
+
+def _unregister() -> None:
+    """Forget an earlier engine of this process, as vLLM does with its own metrics."""
+    from prometheus_client import REGISTRY
+
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith(PREFIX):
+            REGISTRY.unregister(collector)
+
+
+def snapshot() -> "list[Any]":
+    """This process's diffusion metrics, as the classes of ``vllm.v1.metrics.reader``."""
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics.reader import Counter, Gauge, Histogram
+
+    found: list[Any] = []
+    for metric in REGISTRY.collect():
+        if not metric.name.startswith(PREFIX):
+            continue
+        if metric.type == "counter":
+            totals = [s for s in metric.samples if s.name.endswith("_total")]
+            found.extend(Counter(metric.name, s.labels, int(s.value)) for s in totals)
+        elif metric.type == "gauge":
+            found.extend(Gauge(metric.name, s.labels, s.value) for s in metric.samples)
+        else:
+            found.extend(
+                Histogram(metric.name, labels, int(parts["_count"]), parts["_sum"], buckets)
+                for labels, parts, buckets in _histograms(metric.name, metric.samples)
+            )
+    return found
+
+
+def _histograms(name: str, samples: Iterable[Any]) -> list[tuple[dict[str, str], dict[str, float], dict[str, int]]]:
+    """(labels, sum and count, buckets) of each engine's series."""
+    series: dict[tuple, tuple[dict[str, str], dict[str, float], dict[str, int]]] = {}
+    for sample in samples:
+        labels = {key: value for key, value in sample.labels.items() if key != "le"}
+        _, parts, buckets = series.setdefault(tuple(sorted(labels.items())), (labels, {}, {}))
+        if sample.name == name + "_bucket":
+            buckets[sample.labels["le"]] = int(sample.value)
+        else:
+            parts[sample.name.removeprefix(name)] = sample.value
+    return list(series.values())
+
+
+def install() -> None:
+    """Make vLLM's front ends keep and show the metrics. Idempotent; engines of other models are untouched."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+    if getattr(StatLoggerManager, "_dllm_metrics", False):
+        return
+    init, record, get_metrics = PrometheusStatLogger.__init__, StatLoggerManager.record, LLMEngine.get_metrics
+
+    def init_with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        if getattr(vllm_config.model_config, "is_dllm_engine", False):
+            classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+            self.diffusion = DiffusionMetrics(classes, ["model_name", "engine"], self.per_engine_labelvalues)
+
+    def record_with_metrics(
+        self: Any,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        message = take_stats(scheduler_stats)
+        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        if message is not None:
+            for logger in self.stat_loggers:
+                if isinstance(logger, PrometheusStatLogger):
+                    logger.diffusion.record(message, engine_idx or 0)
+
+    def get_all_metrics(self: Any) -> list[Any]:
+        return [*get_metrics(self), *snapshot()]
+
+    PrometheusStatLogger.__init__ = init_with_metrics
+    StatLoggerManager.record = record_with_metrics
+    LLMEngine.get_metrics = get_all_metrics
+    StatLoggerManager._dllm_metrics = True

@@ -1,0 +1,59 @@
+"""Autoregressive models that check a diffusion model's drafts: Qwen2 and Llama, in the diffusion models' own layers.
+
+Qwen2 is Dream's block, and Llama is the same without biases; their checkpoints name tensors as Dream's do. Attention is
+causal, which is the layer pass's business (``model_executor/guide.py``).
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from dllm_engine.model_executor.models.decoder import DecoderShape
+from dllm_engine.model_executor.models.dream import DreamModel
+
+# Keys of config.json that would change the computation, with the values this model implements.
+_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+}
+GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+class CausalModel(DreamModel):
+    """A checkpoint of ``GUIDE_MODEL_TYPES``."""
+
+    def __init__(self, *, vllm_config: VllmConfig, hf_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, prefix="guide", hf_config=hf_config)
+
+    @staticmethod
+    def decoder_shape(config: Any) -> DecoderShape:
+        if config.model_type not in GUIDE_MODEL_TYPES:
+            raise ValueError(
+                f"model_type={config.model_type!r} cannot guide; guides are {', '.join(GUIDE_MODEL_TYPES.values())}"
+            )
+        for key, allowed in _REQUIRED_VALUES.items():
+            if (value := getattr(config, key, None)) not in allowed:
+                raise ValueError(f"guide's config.json: {key}={value!r} is not supported, only {allowed[0]!r}")
+        rope = getattr(config, "rope_parameters", None) or {}
+        if (rope_type := rope.get("rope_type", "default")) != "default":
+            raise ValueError(f"guide's config.json: rope_type={rope_type!r} is not supported, only 'default'")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if head_dim * config.num_attention_heads != config.hidden_size:
+            raise ValueError(
+                f"guide's config.json: head_dim={head_dim} of {config.num_attention_heads} heads is not supported with "
+                f"hidden_size={config.hidden_size}; the heads must fill it"
+            )
+        return DecoderShape(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            vocab_size=config.vocab_size,
+            rope_theta=float(rope.get("rope_theta") or config.rope_theta),
+            rms_norm_eps=config.rms_norm_eps,
+            qkv_bias=config.model_type == "qwen2",
+            tied_embeddings=config.tie_word_embeddings,
+        )

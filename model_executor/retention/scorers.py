@@ -1,0 +1,113 @@
+"""Which tokens matter to which KV head of a layer. A new scorer is a function and its entry in ``SCORERS``.
+
+Scores are of this rank's heads and never negative, so that a head's sum is how much it cares for the tokens as a whole.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+from dllm_engine.kernels.voting import voting_scores
+from dllm_engine.model_executor.noise import uniform
+from dllm_engine.model_executor.step_batch import Canvas
+from dllm_engine.scheduler.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class ScoredLayer:
+    """One layer of one request in a forward pass, which to be scored must be of its whole canvas."""
+
+    q: torch.Tensor
+    """``[canvas_length, num_heads, head_dim]``, after RoPE."""
+    k: torch.Tensor
+    """``[canvas_length, num_kv_heads, head_dim]``, after RoPE."""
+    lse: torch.Tensor | None
+    """float32 ``[canvas_length, num_heads]``: logarithm of each softmax's denominator; for scorers that need it."""
+    masked: torch.Tensor
+    """``[canvas_length]`` bool."""
+    block: slice
+    """The running block."""
+    prompt_length: int
+    seed: int
+    layer: int
+    first_kv_head: int
+    """Number of this rank's first KV head in the model."""
+    observation_window: int
+    """Last prompt tokens whose queries vote (``snapkv``)."""
+
+    @classmethod
+    def of(
+        cls,
+        canvas: Canvas,
+        plan: StepPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        lse: torch.Tensor | None,
+        layer: int,
+        total_kv_heads: int,
+        observation_window: int,
+    ) -> "ScoredLayer":
+        """Layer ``layer`` of a request, from this rank's part of it."""
+        world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        return cls(
+            q=q,
+            k=k,
+            lse=lse,
+            masked=canvas.masked,
+            block=slice(*plan.block),
+            prompt_length=canvas.spec.prompt_length,
+            seed=canvas.seed,
+            layer=layer,
+            # With more ranks than KV heads, neighbouring ranks hold the same head.
+            first_kv_head=rank * total_kv_heads // world,
+            observation_window=observation_window,
+        )
+
+
+class Scorer(NamedTuple):
+    """How tokens are scored."""
+
+    score: Callable[[ScoredLayer, torch.Tensor], torch.Tensor]
+    """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas positions ``tokens``."""
+    needs_lse: bool
+
+
+def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """Sparse-dLLM's score per head: the block's mean query against each key, as a softmax over the tokens."""
+    mean = layer.q[layer.block].float().mean(dim=0).unflatten(0, (layer.k.shape[1], -1)).mean(dim=1)
+    raw = torch.einsum("gd,tgd->gt", mean, layer.k[tokens].float())
+    return (raw / layer.q.shape[-1] ** 0.5).softmax(dim=-1)
+
+
+def mask_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """MaskKV: the attention that all masked positions pay to each token."""
+    return _votes(layer, layer.masked.nonzero()[:, 0], tokens)
+
+
+def snapkv(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """SnapKV (arXiv 2404.14469): the attention that the last prompt tokens pay to each token."""
+    first = max(layer.prompt_length - layer.observation_window, 0)
+    return _votes(layer, torch.arange(first, layer.prompt_length, device=tokens.device), tokens)
+
+
+def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """Noise, to compare with: the same for the same request seed, layer, head and position."""
+    heads = torch.arange(layer.k.shape[1], device=tokens.device)[:, None] + layer.first_kv_head
+    seed, number = (torch.full_like(tokens, value) for value in (layer.seed, layer.layer))
+    return uniform(seed[None], number[None], tokens[None], heads).float()
+
+
+def _votes(layer: ScoredLayer, voters: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    assert layer.lse is not None
+    return voting_scores(layer.q[voters], layer.k[tokens], layer.lse[voters])
+
+
+SCORERS: dict[str, Scorer] = {
+    "mean_query": Scorer(mean_query, needs_lse=False),
+    "mask_voting": Scorer(mask_voting, needs_lse=True),
+    "snapkv": Scorer(snapkv, needs_lse=True),
+    "random": Scorer(random, needs_lse=False),
+}

@@ -1,0 +1,61 @@
+"""What an engine did since it last told, and what it holds: the numbers behind the metrics."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+
+
+@dataclass
+class EngineStats:
+    """Counts since the last message, and gauges of this moment. Plain numbers: it crosses processes as a dictionary."""
+
+    engine_steps: int = 0
+    """Batches run; each is one forward pass for every request in it."""
+    denoising_steps: dict[str, int] = field(default_factory=Counter)
+    """Per refresh state, summed over requests."""
+    forward_passes: int = 0
+    """Summed over requests."""
+    tokens_unmasked: int = 0
+    tokens_computed: int = 0
+    """Rows fed to the model."""
+    eviction_candidates: int = 0
+    """Tokens per layer that UPDATE steps could have retained."""
+    eviction_retained: int = 0
+    """Tokens per layer that they did retain."""
+    request_pages_held: list[int] = field(default_factory=list)
+    """Per request that ended: the most pages it held."""
+    request_tokens_per_forward: list[float] = field(default_factory=list)
+    """Per request that ended."""
+    pages_total: int = 0
+    pages_reserved: int = 0
+    pages_allocated: int = 0
+    tokens_retained: int = 0
+    """Tokens per layer in pages now, summed over requests."""
+
+    def add_step(self, plan: StepPlan, spec: DecodingSpec, num_unmasked: int, rows_computed: int) -> None:
+        """Count one denoising step of one request."""
+        self.denoising_steps[plan.state.value] += 1
+        self.forward_passes += 1
+        self.tokens_unmasked += num_unmasked
+        self.tokens_computed += rows_computed
+        if plan.state is RefreshState.UPDATE:
+            self.eviction_candidates += eviction_candidates(plan, spec)
+            self.eviction_retained += plan.retained
+
+    def add_ended(self, progress: Progress) -> None:
+        """Count a request that ended, however it did; one that never ran has nothing to tell."""
+        if progress.num_forwards:
+            self.request_pages_held.append(progress.pages_held)
+            self.request_tokens_per_forward.append(progress.num_unmasked / progress.num_forwards)
+
+    def to_message(self) -> dict[str, Any]:
+        return asdict(self) | {"denoising_steps": dict(self.denoising_steps)}
+
+
+def eviction_candidates(plan: StepPlan, spec: DecodingSpec) -> int:
+    """Tokens per layer that an UPDATE step could retain: all outside the block, or all, where the method keeps it."""
+    outside = spec.canvas_length - plan.block.size
+    return outside if plan.retained <= outside else spec.canvas_length

@@ -1,0 +1,67 @@
+"""``dllm profile`` and what it measures."""
+
+import json
+
+import pytest
+import torch
+
+from dllm_engine.cli.main import main
+from dllm_engine.model_executor.layer_pass import DensePass
+from dllm_engine.options import EngineOptions
+from tests.engines import runner_of
+from tests.plain_maskkv import layer_importance
+
+
+@pytest.mark.parametrize("checkpoint", ["llada-tiny-a", "dream-tiny-a"])
+def test_importance_is_one_minus_the_mean_cosine_of_each_layer(engines, reference_checkpoints, checkpoint):
+    llm = engines(reference_checkpoints / checkpoint, max_model_len=128)
+    model, prompt = runner_of(llm).model, [7 * i % 480 for i in range(20)]
+    tokens = torch.tensor(prompt + [runner_of(llm).mask_token_id] * 8)
+    expected = []
+    with torch.inference_mode():
+        hidden, phases = model.embed_input_ids(tokens), model.rotary(torch.arange(28))
+        for layer in model.layers:
+            before = hidden.clone()
+            hidden = DensePass([0, 28])([layer], hidden, phases)
+            expected.append(layer_importance(before, hidden))
+    assert llm.profile_layers(prompt, 8) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_canvas_that_does_not_fit_is_named(engines, reference_checkpoints):
+    llm = engines(reference_checkpoints / "llada-tiny-a", max_model_len=128)
+    with pytest.raises(ValueError, match=r"129 tokens: .* at most 128"):
+        llm.profile_layers([1] * 97)
+    with pytest.raises(ValueError, match="at least 1 of prompt"):
+        llm.profile_layers([])
+
+
+def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
+    monkeypatch.setattr("dllm_engine.cli.profile_layers.load_engine", lambda args: demo)
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "Copy: Rome Tom"}, {"messages": [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tmp_path / "profile.json"
+    assert main(["profile", "demo", "--prompts", str(prompts), "--output", str(output)]) == 0
+    profile = json.loads(output.read_text())
+    assert (profile["model"], profile["num_prompts"], profile["gen_length"]) == ("demo", 2, 32)
+    chats = [[{"role": "user", "content": "Copy: Rome Tom"}], lines[1]["messages"]]
+    tokenize = demo.get_tokenizer().apply_chat_template
+    each = [demo.profile_layers(tokenize(c, add_generation_prompt=True, return_dict=False)) for c in chats]
+    assert profile["layer_importance"] == pytest.approx([(a + b) / 2 for a, b in zip(*each, strict=True)])
+    options = EngineOptions.parse({"cache_method": "maskkv", "cache_options": {"profile": str(output)}})
+    assert list(options.cache.profile) == profile["layer_importance"]
+    assert f"profile={output}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["some/model"], "give --prompts FILE"),
+        (["demo", "--output", "/nowhere/profile.json"], "there is no folder /nowhere"),
+        (["demo", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_work_is_said_before_the_engine_starts(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr("dllm_engine.cli.profile_layers.load_engine", lambda args: pytest.fail("started"))
+    assert main(["profile", *arguments]) == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Two tensor-parallel ranks recompute, retain and hold what one does, for methods that decide per layer and head."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines import generate
+
+pytestmark = pytest.mark.slow
+
+MODELS = {"llada-tiny-a": 4, "dream-tiny-a": 2}
+"""KV heads; each of two ranks has half of them."""
+PAGE_SIZE, GEN_LENGTH, STEPS, NUM_LAYERS = 8, 24, 12, 4
+PROMPTS = [(24, 0), (24, 1), (24, 3), (37, 1), (37, 3), (37, 6)]
+"""Length and seed, of prompts whose closest decision is no matter of rounding: similarities of rows at the edge of an
+update are 1e-5 apart at least, other numbers 8e-4 of themselves."""
+INTERVALS = {"prompt_refresh_interval": 5, "response_refresh_interval": 3, "update_ratio": 0.25}
+METHODS = {
+    "dkv": {"refresh_interval": 4},
+    "dllm_cache": INTERVALS,
+    "maskkv": INTERVALS | {"kv_budget": 12, "alpha": 0.0, "profile": [0.3, 0.1, 0.1, 0.5], "refresh_first_layer": True},
+}
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    draw = random.Random(1000 * seed + length)
+    return [draw.randrange(480) for _ in range(length)]
+
+
+def answer_sharded(checkpoint: Path, requests: list[dict], **engine) -> tuple[list[dict], list[list[int]]]:
+    """Answers of two ranks, and the pages at each step: planned, allocated, reserved."""
+    environment = os.environ | {
+        # The scheduler in the program's process, where it can be watched; the ranks have processes of their own.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.answer_cases", str(checkpoint), "2", "mp"],
+        input=json.dumps({"engine": engine, "requests": requests}),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
+    )
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("ANSWERS ", "PAGES ")))
+    assert "ANSWERS" in lines, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(lines["ANSWERS"]), json.loads(lines["PAGES"])
+
+
+def pages_for(amount: int, per_page: int) -> int:
+    return -(-amount // per_page)
+
+
+def pages_of_a_rank(model: str, prompt_length: int, retained: list[list[list[int]]]) -> int:
+    """Pages of ``maskkv`` after voting: of the rank whose heads retain more, in each layer, and of features."""
+    heads = MODELS[model] // 2
+    kv = 0
+    for layer in retained:
+        counts = [len(positions) for positions in layer]
+        most = max(sum(counts[:heads]), sum(counts[heads:]))
+        kv += pages_for(most + GEN_LENGTH * heads, PAGE_SIZE * heads)
+    # 128 numbers a row, 32 a head; none in the first layer.
+    rows = GEN_LENGTH + (model == "dream-tiny-a")
+    return kv + (NUM_LAYERS - 1) * pages_for(rows, 2 * PAGE_SIZE * heads * 32 // 128)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_do_what_one_does(engines, reference_checkpoints, model, method):
+    from dllm_engine import DiffusionParams
+
+    prompts = [prompt_of(*drawn) for drawn in PROMPTS]
+    params = {
+        "gen_length": GEN_LENGTH,
+        "block_length": 12,
+        "steps": STEPS,
+        "unmasking": "maskgit_plus",
+        "ignore_eos": True,
+    }
+    engine = {"cache_method": method, "cache_options": METHODS[method], "page_size": PAGE_SIZE}
+    requests = [{"prompt": prompt, "params": params} for prompt in prompts]
+
+    answers, pages = answer_sharded(reference_checkpoints / model, requests, **engine)
+
+    alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
+    held_by_one_rank = 0
+    for prompt, answer, output in zip(
+        prompts, answers, generate(alone, prompts, DiffusionParams(**params)), strict=True
+    ):
+        trace = output.outputs[0].diffusion.trace
+        assert answer["tokens"] == list(output.outputs[0].token_ids)
+        for name in ("unmasked_per_step", "refresh_states", "computed_positions", "updated_positions"):
+            assert answer["trace"].get(name) == trace.get(name), name
+        if method == "maskkv":
+            # A rank traces its own heads; the first rank has the first half.
+            (of_rank,), (of_all,) = answer["trace"]["retained_per_head"], trace["retained_per_head"]
+            heads = MODELS[model]
+            assert of_rank == [layer[: heads // 2] for layer in of_all]
+            held_by_one_rank += pages_of_a_rank(model, len(prompt), of_all)
+            assert any(len({len(positions) for positions in layer}) > 1 for layer in of_all), "heads are alike"
+    assert ("updated_positions" in trace) == (method != "dkv")
+
+    assert len(pages) == STEPS
+    assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
+    assert pages[-1][1:] == [0, 0]
+    if method == "maskkv":
+        assert pages[0][1:] == [held_by_one_rank] * 2, "what voting left free is given back"
+        assert pages[0][0] > held_by_one_rank
+        assert {tuple(step) for step in pages[1:-1]} == {(held_by_one_rank,) * 3}
+    else:
+        assert all(allocated == reserved for _, allocated, reserved in pages)

@@ -1,0 +1,111 @@
+"""Head budgets: numbers worked out by hand, and what holds for any."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS, head_budgets
+from tests import plain_maskkv
+
+
+def scores_of(masses, num_tokens) -> torch.Tensor:
+    """Scores ``[heads, tokens]`` of which each head's sum to its mass."""
+    return torch.tensor(masses, dtype=torch.float64)[:, None].expand(-1, num_tokens) / num_tokens
+
+
+def preference(masses, budget, num_tokens, alpha=0.1, redistribute=False):
+    scores = scores_of(masses, num_tokens)
+    return head_budgets("prompt_preference", scores, budget, base_share=alpha, redistribute=redistribute)
+
+
+def test_prompt_preference():
+    # Base int(0.1 · 10) = 1, pool 9 · 2 = 18, shared 3 : 1, so 14.5 and 5.5.
+    assert preference([3, 1], 10, 64) == [14, 5]
+    assert preference([3, 1], 10, 12) == [12, 5]
+    # Base int(0.5 · 5) = 2, pool 12, shared 1 : 1 : 4 : 2.
+    assert preference([0.5, 0.5, 2, 1], 5, 64, alpha=0.5) == [3, 3, 8, 5]
+    assert preference([3, 1], 10, 64, alpha=1.0) == [10, 10]
+    assert preference([3, 1], 10, 64, alpha=0.0) == [15, 5]
+    assert preference([1, 0], 10, 64, alpha=0.0) == [20, 0]
+    assert preference([3, 1], 0, 64) == [0, 0]
+
+
+def test_prompt_preference_that_loses_nothing():
+    # Both lack half a token: the first gets the one that is left.
+    assert preference([3, 1], 10, 64, redistribute=True) == [15, 5]
+    assert preference([3, 1], 10, 12, redistribute=True) == [12, 8]
+    assert preference([3, 1], 10, 8, redistribute=True) == [8, 8]
+
+
+def test_heads_without_any_preference_share_evenly():
+    assert preference([0, 0, 0, 0], 7, 64) == [7] * 4
+
+
+@pytest.mark.parametrize("redistribute", [False, True])
+def test_uniform(redistribute):
+    scores = scores_of([3, 1], 64)
+    assert head_budgets("uniform", scores, 10, base_share=0.1, redistribute=redistribute) == [10, 10]
+    assert head_budgets("uniform", scores[:, :8], 10, base_share=0.1, redistribute=redistribute) == [8, 8]
+
+
+def test_adaptive():
+    # Budget 3 of two heads: of all scores the highest 6 are the first head's 9, 8, 7, 6, 5 and the second's 5.5.
+    scores = torch.tensor([[9.0, 8, 7, 6, 5, 1, 1], [5.5, 4, 3, 2, 1, 1, 1]])
+    # A fifth of 3 to each, 0.8 of the 5 and the 1: 4.6 and 1.4.
+    assert head_budgets("adaptive", scores, 3, base_share=0.1, redistribute=False) == [4, 1]
+    assert head_budgets("adaptive", scores, 3, base_share=0.1, redistribute=True) == [5, 1]
+    assert head_budgets("adaptive", scores.flip(0), 3, base_share=0.1, redistribute=False) == [1, 4]
+    # All scores are among the highest 14 or more; 0.2 · 9 + 0.8 · 7 = 7.4.
+    assert head_budgets("adaptive", scores, 9, base_share=0.1, redistribute=False) == [7, 7]
+    assert head_budgets("adaptive", scores, 0, base_share=0.1, redistribute=False) == [0, 0]
+    # All 8 belong to the first head: 0.8 + 6.4, but it has 7.
+    lonely = torch.stack((scores[0] + 10, scores[1]))
+    assert head_budgets("adaptive", lonely, 4, base_share=0.1, redistribute=False) == [6, 1]
+
+
+def test_no_tokens():
+    for kind in HEAD_BUDGETS:
+        assert head_budgets(kind, torch.empty(3, 0), 4, base_share=0.1, redistribute=False) == [0] * 3
+
+
+@pytest.mark.parametrize("kind", HEAD_BUDGETS)
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    heads=st.integers(1, 8),
+    tokens=st.integers(1, 60),
+    budget=st.integers(0, 70),
+    base_share=st.floats(0, 1),
+)
+def test_heads_keep_to_the_budget_of_the_layer(kind, seed, heads, tokens, budget, base_share):
+    scores = torch.rand(heads, tokens, generator=torch.Generator().manual_seed(seed)).pow(6)
+    floored = head_budgets(kind, scores, budget, base_share=base_share, redistribute=False)
+    exact = head_budgets(kind, scores, budget, base_share=base_share, redistribute=True)
+    assert sum(floored) <= budget * heads
+    assert sum(exact) == min(budget, tokens) * heads
+    assert all(0 <= amount <= tokens for amount in floored + exact)
+    assert all(low <= high for low, high in zip(floored, exact, strict=True)), "only what was lost is handed on"
+    if kind == "prompt_preference":
+        assert min(floored) >= min(int(base_share * budget), tokens)
+        masses = scores.double().sum(dim=1).tolist()
+        order = sorted(range(heads), key=lambda head: masses[head])
+        assert [floored[head] for head in order] == sorted(floored), "who prefers the prompt more retains no less"
+        plain = {
+            redistribute: plain_maskkv.head_budgets(masses, budget, tokens, alpha=base_share, redistribute=redistribute)
+            for redistribute in (False, True)
+        }
+        assert floored == plain[False]
+        assert exact == plain[True]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 30))
+def test_preference_of_one_head_lifts_its_budget(seed, budget):
+    scores = torch.rand(4, 40, generator=torch.Generator().manual_seed(seed))
+    more = scores.clone()
+    more[2] *= 3
+    for kind in ("prompt_preference", "adaptive"):
+        before, after = (head_budgets(kind, s, budget, base_share=0.1, redistribute=False) for s in (scores, more))
+        assert after[2] >= before[2]
+        assert all(after[head] <= before[head] for head in (0, 1, 3))

@@ -1,0 +1,304 @@
+"""Plans and pages of the methods that refresh at intervals and adapt in between."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.options import CACHE_OPTIONS, DLLMCacheOptions, EngineOptions, MaskKVOptions
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
+from dllm_engine.scheduler.refresh_plan import (
+    REFRESH_PLANS,
+    average_budget,
+    live_start,
+    longest_demand,
+    page_demand,
+    prompt_budgets,
+)
+
+INTERVALS = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
+
+
+def spec(cache, **changes: Any) -> DecodingSpec:
+    fields = {
+        "prompt_length": 10,
+        "gen_length": 21,
+        "block_length": 8,
+        "steps": 13,
+        "schedule": "uniform",
+        "unmasking": "low_confidence",
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "cache": cache,
+    }
+    return DecodingSpec(**(fields | changes))
+
+
+def plans_of(request: DecodingSpec, method: str):
+    """All plans of a request whose steps unmask exactly what is asked."""
+    progress, plans = Progress(), []
+    for block in range(request.num_blocks):
+        progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
+        while progress.num_masked:
+            plan = REFRESH_PLANS[method].plan(request, progress)
+            plans.append(plan)
+            progress.step += 1
+            progress.num_forwards += 1
+            progress.num_masked -= plan.quota.count
+    return plans
+
+
+# Prompt due in passes 0, 4, 8, 12; response in 0, 3, 6, 9, 12. Blocks begin at passes 0, 5 and 9.
+STATES = "update reuse reuse update update reuse update reuse update update reuse reuse update".split()
+SCOPES = "all active active response prompt active response active prompt response active active all".split()
+ADAPTED = [number for number, scope in enumerate(SCOPES) if scope in ("active", "prompt")]
+
+
+@pytest.mark.parametrize(("shifts_logits", "live"), [(False, 10), (True, 9)])
+@pytest.mark.parametrize(
+    ("method", "options", "updated"),
+    [
+        # int(21 · 0.25) rows.
+        ("dllm_cache", DLLMCacheOptions(**INTERVALS), dict.fromkeys(ADAPTED, 5)),
+        ("maskkv", MaskKVOptions(**INTERVALS), {number: 5 for number in ADAPTED if SCOPES[number] == "active"}),
+        ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 0.0})), {}),
+        ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 1.0})), dict.fromkeys(ADAPTED, 21)),
+    ],
+    ids=["dllm_cache", "maskkv", "no updates", "all rows"],
+)
+def test_passes_count_over_block_borders(method, options, updated, shifts_logits, live):
+    request = spec(options, shifts_logits=shifts_logits)
+    plans = plans_of(request, method)
+    assert [plan.block for plan in plans] == [(10, 18)] * 5 + [(18, 26)] * 4 + [(26, 31)] * 4
+    assert [plan.forward for plan in plans] == list(range(13))
+    assert [plan.state.value for plan in plans] == STATES
+    assert [plan.scope.value for plan in plans] == SCOPES
+    prompt_due = [plan.scope.value in ("all", "prompt") for plan in plans]
+    assert [plan.span for plan in plans] == [(0, 31) if due else (live, 31) for due in prompt_due]
+    assert [plan.max_rows for plan in plans] == [31 if due else 31 - live for due in prompt_due]
+    assert {number: plan.num_updated for number, plan in enumerate(plans) if plan.num_updated} == updated
+    assert {(plan.read, plan.retained) for plan in plans} == {(31, 31)}
+
+
+def test_prompt_rows_that_are_not_excluded_are_fed_in_every_pass():
+    plans = plans_of(spec(DLLMCacheOptions(**INTERVALS, exclude_prompt_states=False)), "dllm_cache")
+    assert {plan.span for plan in plans} == {(0, 31)}
+    assert [plan.scope.value for plan in plans] == SCOPES
+
+
+@pytest.mark.parametrize(("prompt_length", "live"), [(1, 0), (2, 1), (10, 9)])
+def test_a_shifted_response_needs_the_last_prompt_row(prompt_length, live):
+    assert live_start(spec(DLLMCacheOptions(), prompt_length=prompt_length, shifts_logits=True)) == live
+    assert live_start(spec(DLLMCacheOptions(), prompt_length=prompt_length)) == prompt_length
+
+
+def test_dream_in_one_block_has_no_step_outside_its_schedule():
+    dream = {"schedule": "timestep", "shifts_logits": True, "gen_length": 8, "block_length": 8, "steps": 4}
+    for method, cache in (("dllm_cache", DLLMCacheOptions()), ("maskkv", MaskKVOptions())):
+        assert [plan.quota.count for plan in plans_of(spec(cache, **dream), method)] == [1, 2, 2, 3]
+    blocks = plans_of(spec(DLLMCacheOptions(), **(dream | {"gen_length": 16, "steps": 8})), "dllm_cache")
+    assert [plan.quota.count for plan in blocks] == [1, 2, 2, 3] * 2
+
+
+# Pages
+
+
+GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
+"""8 slots a page, and 128 numbers: 4 rows of features."""
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "shifts_logits", "kv", "features"),
+    [
+        # 31 tokens; 21 rows, 22 with the prompt's last, 31 with all of it.
+        ("dllm_cache", {}, False, [8] * 4, [0, 6, 6, 6]),
+        ("dllm_cache", {}, True, [8] * 4, [0, 6, 6, 6]),
+        ("dllm_cache", {"refresh_first_layer": False}, False, [8] * 4, [6] * 4),
+        ("dllm_cache", {"exclude_prompt_states": False}, False, [8] * 4, [0, 8, 8, 8]),
+        # 4 of the prompt and 21: 50 slots. The profile's base is 1 and its pool 12: 9 for the boundary, int(1 + 4.5) a
+        # layer, and 3 for the middle, int(1 + 1.5).
+        ("maskkv", {"kv_budget": 4}, False, [7] * 4, [6] * 4),
+        ("maskkv", {"kv_budget": 4, "profile": (0.3, 0.1, 0.1, 0.3)}, False, [7, 6, 6, 7], [6] * 4),
+        ("maskkv", {"kv_budget": 4, "refresh_first_layer": True}, True, [7] * 4, [0, 6, 6, 6]),
+        ("maskkv", {"kv_budget": 10}, False, [8] * 4, [6] * 4),
+        # A pyramid of 8 a layer from 16, more than there are, to 0.
+        ("maskkv", {"kv_budget": 8, "layer_budget": "pyramid"}, False, [8, 8, 7, 6], [6] * 4),
+    ],
+)
+def test_pages_of_a_request(method, options, shifts_logits, kv, features):
+    engine = EngineOptions(cache_method=method, cache_options=options, page_size=4)
+    request = spec(engine.cache, shifts_logits=shifts_logits)
+    for block in range(request.num_blocks):
+        assert REFRESH_PLANS[method].pages(request, block, GEOMETRY) == {
+            PageKind.KV: kv,
+            PageKind.FEATURES: features,
+        }
+    assert page_demand(request, engine, GEOMETRY) == sum(kv) + sum(features)
+
+
+def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
+    engine = EngineOptions(cache_method="maskkv", cache_options={"kv_budget": 4}, page_size=4)
+    request = spec(engine.cache)
+    # One of two ranks: 4 slots and 2 rows a page. Its head may be left all 8 of both heads, but not all 10.
+    rank = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=1, head_dim=8, hidden_size=32, total_kv_heads=2)
+    kv, features = REFRESH_PLANS["maskkv"].pages(request, 0, rank).values()
+    assert kv == [8] * 4
+    assert features == [11] * 4
+    # With a budget of 6 it could be 12, but the prompt has 10 tokens: 31 in all.
+    engine = EngineOptions(cache_method="maskkv", cache_options={"kv_budget": 6}, page_size=4)
+    assert REFRESH_PLANS["maskkv"].pages(spec(engine.cache), 0, rank)[PageKind.KV] == [8] * 4
+
+
+def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
+    small = PoolGeometry(page_size=1, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=40, total_kv_heads=1)
+    for method in ("dllm_cache", "maskkv"):
+        engine = EngineOptions(cache_method=method, page_size=1)
+        with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
+            longest_demand(engine, small, 64)
+    assert small.__class__(**(vars(small) | {"page_size": 3})).feature_rows_per_page == 1
+
+
+@pytest.mark.parametrize(
+    ("kv_budget", "retention_ratio", "prompt_length", "average"),
+    [(256, 1.0, 100, 100), (30, 1.0, 100, 30), (None, 0.29, 100, 28), (30, 0.2, 100, 20), (30, 0.5, 100, 30)],
+)
+def test_average_budget_is_the_lower_of_tokens_and_share(kv_budget, retention_ratio, prompt_length, average):
+    options = MaskKVOptions(kv_budget=kv_budget, retention_ratio=retention_ratio)
+    # 0.29 · 100 is a little less than 29.
+    assert average_budget(options, prompt_length) == average
+
+
+def test_prompt_budgets_follow_the_options():
+    profile = (0.3, 0.1, 0.1, 0.5)
+    assert prompt_budgets(MaskKVOptions(kv_budget=12, profile=profile), 40, 4) == [16, 7, 7, 16]
+    assert prompt_budgets(MaskKVOptions(kv_budget=12, profile=profile, beta=1.0), 40, 4) == [12] * 4
+    exact = prompt_budgets(MaskKVOptions(kv_budget=12, profile=profile, redistribute=True), 40, 4)
+    # 4 + 25.6 / 2 = 16.8 and 4 + 6.4 / 2 = 7.2.
+    assert exact == [17, 7, 7, 17]
+    assert prompt_budgets(MaskKVOptions(kv_budget=40, profile=profile), 40, 4) == [40] * 4
+
+
+_RATIO = st.floats(0, 1)
+_ADAPTIVE = {
+    "prompt_refresh_interval": st.integers(1, 9),
+    "response_refresh_interval": st.integers(1, 9),
+    "update_ratio": _RATIO,
+    "exclude_prompt_states": st.booleans(),
+    "refresh_first_layer": st.booleans(),
+}
+METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
+    "none": {},
+    "prefix": {},
+    "dual": {},
+    "sparse": {
+        "retention_ratio": _RATIO,
+        "update_delay": st.integers(0, 3),
+        "scope": st.sampled_from(["bidirectional", "prefix"]),
+    },
+    "dkv": {"refresh_interval": st.integers(1, 9)},
+    "freecache": {"include_suffix": st.booleans()},
+    "es_dllm": {
+        "indicator": st.sampled_from(["hidden_state", "query", "key", "value", "none"]),
+        "alpha": _RATIO,
+        "retention_ratio": _RATIO,
+        "update_delay": st.integers(0, 3),
+        "block_refresh_interval": st.integers(1, 9),
+    },
+    "dllm_cache": _ADAPTIVE,
+    "maskkv": _ADAPTIVE
+    | {
+        "kv_budget": st.none() | st.integers(0, 40),
+        "retention_ratio": _RATIO | st.just(1.0),
+        "layer_budget": st.sampled_from(["uniform", "boundary", "pyramid", "squeeze"]),
+        "beta": _RATIO,
+        "redistribute": st.booleans(),
+        "profile": st.none() | st.lists(st.floats(0, 2), min_size=4, max_size=4),
+    },
+}
+
+
+@pytest.mark.parametrize("method", REFRESH_PLANS)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_request_needs_more_pages_than_the_longest(method, data):
+    options = data.draw(st.fixed_dictionaries(METHOD_OPTIONS.get(method, {})), label="options")
+    page_size, heads, ranks = data.draw(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4]), st.integers(1, 2)))
+    engine = EngineOptions(cache_method=method, cache_options=options, page_size=page_size)
+    geometry = PoolGeometry(
+        page_size=page_size,
+        num_layers=4,
+        num_kv_heads=max(1, heads // ranks),
+        head_dim=8,
+        hidden_size=data.draw(st.sampled_from([8, 16])),
+        total_kv_heads=heads,
+    )
+    max_model_len = data.draw(st.integers(2, 60), label="max_model_len")
+    canvas = data.draw(st.just(max_model_len) | st.integers(2, max_model_len), label="canvas")
+    # Where little is left of a short prompt, rounding matters most.
+    prompt_length = data.draw(st.integers(1, min(5, canvas - 1)) | st.integers(1, canvas - 1), label="prompt_length")
+    gen_length = canvas - prompt_length
+    request = spec(
+        engine.cache,
+        prompt_length=prompt_length,
+        gen_length=gen_length,
+        block_length=data.draw(st.integers(1, gen_length), label="block_length"),
+        shifts_logits=data.draw(st.booleans(), label="shifts_logits"),
+    )
+    assert page_demand(request, engine, geometry) <= longest_demand(engine, geometry, max_model_len)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
+    """Of one token a share of a half leaves none; of two, the first layer of a pyramid, or a rank, may retain both."""
+    options = {"kv_budget": None, "retention_ratio": 0.5, "layer_budget": "pyramid"}
+    engine = EngineOptions(cache_method="maskkv", cache_options=options, page_size=4)
+    # A page holds the features of any response here.
+    geometry = PoolGeometry(
+        page_size=4, num_layers=4, num_kv_heads=2 // ranks, head_dim=8, hidden_size=8 // ranks, total_kv_heads=2
+    )
+    longest = longest_demand(engine, geometry, 9)
+    for prompt_length in range(1, 9):
+        request = spec(engine.cache, prompt_length=prompt_length, gen_length=9 - prompt_length, block_length=1)
+        assert page_demand(request, engine, geometry) <= longest, prompt_length
+
+
+def test_every_method_is_among_those_drawn():
+    """A new method with options of its own must be named above, or it is only tried with its defaults."""
+    assert {name for name, options in CACHE_OPTIONS.items() if options.model_fields} <= {
+        name for name, options in METHOD_OPTIONS.items() if options
+    }
+
+
+@pytest.mark.parametrize("method", ["dllm_cache", "maskkv"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_plan_reads_what_is_kept_and_computes_no_more_than_it_is_charged_for(method, data):
+    options = data.draw(st.fixed_dictionaries(_ADAPTIVE))
+    cache = CACHE_OPTIONS[method](**options)
+    prompt_length, gen_length = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 30))
+    block_length = data.draw(st.integers(1, gen_length))
+    shifts = data.draw(st.booleans())
+    request = spec(
+        cache,
+        prompt_length=prompt_length,
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=data.draw(st.integers(-(-gen_length // block_length), gen_length)),
+        shifts_logits=shifts,
+    )
+    for number, plan in enumerate(plans_of(request, method)):
+        prompt_due, response_due = (
+            number % options[f"{part}_refresh_interval"] == 0 for part in ("prompt", "response")
+        )
+        assert plan.state.value == ("update" if prompt_due or response_due else "reuse")
+        assert (plan.scope.value in ("all", "prompt")) == prompt_due
+        assert (plan.scope.value in ("all", "response")) == response_due
+        assert plan.max_rows == plan.span.size
+        assert plan.span.stop == request.canvas_length
+        assert plan.span.start <= max(prompt_length - shifts, 0)
+        assert (plan.span.start == 0) or not prompt_due
+        assert 0 <= plan.num_updated <= gen_length
+        assert not (response_due and plan.num_updated)

@@ -1,0 +1,108 @@
+"""What the scheduler counts for the metrics, and how it rides on vLLM's message."""
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from dllm_engine.metrics import METRICS, attach_stats, take_stats
+from dllm_engine.scheduler.engine_stats import EngineStats
+from tests.scheduler.test_diffusion_scheduler import StandInRunner, make_scheduler, request, step
+
+
+def messages(scheduler, runner):
+    """What each step reports, until all is done."""
+    while scheduler.has_unfinished_requests():
+        _, outputs = step(scheduler, runner)
+        (per_client,) = outputs.values()
+        yield take_stats(per_client.scheduler_stats)
+
+
+def test_every_metric_is_a_field():
+    fields = set(EngineStats().to_message())
+    assert {spec.name for spec in METRICS} == fields
+
+
+def test_counts_start_anew_with_each_message():
+    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
+    scheduler.add_request(request("a"))  # 4 steps of 2 tokens over a canvas of 18
+    reported = list(messages(scheduler, runner))
+    assert [m["denoising_steps"] for m in reported] == [{"full": 1}] * 4
+    assert [(m["engine_steps"], m["forward_passes"]) for m in reported] == [(1, 1)] * 4
+    assert [m["tokens_unmasked"] for m in reported] == [2] * 4
+    assert [m["tokens_computed"] for m in reported] == [18] * 4
+    assert [m["request_tokens_per_forward"] for m in reported] == [[], [], [], [2.0]]
+    assert {m["pages_total"] for m in reported} == {99}
+
+
+def test_two_requests_are_one_batch_and_two_forward_passes():
+    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
+    scheduler.add_request(request("a"))
+    scheduler.add_request(request("b"))
+    first = next(messages(scheduler, runner))
+    assert (first["engine_steps"], first["forward_passes"], first["denoising_steps"]) == (1, 2, {"full": 2})
+
+
+def test_pages_and_retained_tokens_come_and_go_with_their_request():
+    scheduler, runner = make_scheduler(log_stats=True, cache_method="dual", page_size=4), StandInRunner()
+    scheduler.add_request(request("a"))  # canvas 18, blocks of 4: 14 tokens outside, 4 pages in each of 2 layers
+    reported = list(messages(scheduler, runner))
+    assert [m["denoising_steps"] for m in reported] == [{"update": 1}, {"reuse": 1}] * 2
+    assert [m["pages_reserved"] for m in reported] == [8, 8, 8, 0]
+    assert [m["pages_allocated"] for m in reported] == [8, 8, 8, 0]
+    assert [m["tokens_retained"] for m in reported] == [14, 14, 14, 0]
+    assert [(m["eviction_retained"], m["eviction_candidates"]) for m in reported] == [(14, 14), (0, 0)] * 2
+    assert reported[-1]["request_pages_held"] == [8]
+
+
+def test_eviction_shows_as_candidates_that_were_not_retained():
+    options = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.5, "update_delay": 0}}
+    scheduler, runner = make_scheduler(log_stats=True, **options), StandInRunner()
+    scheduler.add_request(request("a"))
+    first = next(messages(scheduler, runner))
+    assert (first["eviction_retained"], first["eviction_candidates"]) == (7, 14)
+
+
+def test_a_method_that_keeps_the_running_block_has_the_whole_canvas_as_candidates():
+    scheduler, runner = make_scheduler(log_stats=True, cache_method="dkv"), StandInRunner()
+    scheduler.add_request(request("a"))
+    first = next(messages(scheduler, runner))
+    assert (first["eviction_retained"], first["eviction_candidates"]) == (18, 18)
+
+
+def test_an_aborted_request_is_told_with_the_next_step():
+    scheduler, runner = make_scheduler(log_stats=True, cache_method="dual"), StandInRunner()
+    scheduler.add_request(request("a"))
+    step(scheduler, runner)
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.has_finished_requests()  # so that the engine runs the step that says so
+    _, outputs = step(scheduler, runner)
+    told = take_stats(outputs[0].scheduler_stats)
+    assert (told["pages_allocated"], told["tokens_retained"], told["request_pages_held"]) == (0, 0, [2])
+
+
+def test_an_engine_that_logs_nothing_keeps_no_list_of_its_requests():
+    scheduler, runner = make_scheduler(), StandInRunner()
+    scheduler.add_request(request("a"))
+    while scheduler.has_unfinished_requests():
+        step(scheduler, runner)
+    assert scheduler.make_stats() is None
+    assert scheduler._stats.request_pages_held == scheduler._stats.request_tokens_per_forward == []
+
+
+def test_the_message_survives_vllms_wire():
+    stats = EngineStats(engine_steps=3, request_pages_held=[4], tokens_retained=9)
+    stats.denoising_steps["update"] += 2
+    scheduler_stats = SchedulerStats(num_running_reqs=1)
+    attach_stats(scheduler_stats, stats)
+    wire = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=scheduler_stats))
+    received = MsgpackDecoder(EngineCoreOutputs).decode(wire).scheduler_stats
+    assert take_stats(received) == stats.to_message()
+    assert received == SchedulerStats(num_running_reqs=1), "vLLM's loggers find nothing of ours"
+
+
+def test_other_engines_messages_are_left_alone():
+    theirs = SchedulerStats(kv_connector_stats={"transfers": 1})
+    assert take_stats(None) is None
+    assert take_stats(theirs) is None
+    assert theirs.kv_connector_stats == {"transfers": 1}

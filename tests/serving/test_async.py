@@ -1,0 +1,70 @@
+"""vLLM's ``AsyncLLM``: streaming from Python, with the engine in a process of its own."""
+
+import asyncio
+
+import pytest
+
+from dllm_engine.demo import demo_model_path
+from tests.engines import start_engine
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
+ENGINE = {"max_model_len": 256, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+
+
+def parameters(**settings):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(gen_length=32, block_length=8, ignore_eos=True, **settings)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = start_engine(demo_model_path(), **ENGINE, skip_tokenizer_init=False, cache_method="sparse", trace=False)
+    return llm.generate([PROMPT], parameters(logprobs=0), use_tqdm=False)[0].outputs[0]
+
+
+async def collected(engine, name, params) -> list:
+    return [output.outputs[0] async for output in engine.generate(PROMPT, params, name)]
+
+
+async def streams() -> dict[str, list]:
+    """Three requests of one engine, answered together."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        demo_model_path(), **ENGINE, additional_config={"dllm": {"cache_method": "sparse"}}, enable_log_requests=False
+    )
+    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        wanted = {
+            "steps": parameters(stream_granularity="step", logprobs=0),
+            "blocks": parameters(),
+            "whole": parameters(),
+        }
+        wanted["steps"].output_kind = wanted["blocks"].output_kind = RequestOutputKind.DELTA
+        wanted["whole"].output_kind = RequestOutputKind.FINAL_ONLY
+        answers = await asyncio.gather(*(collected(engine, name, params) for name, params in wanted.items()))
+        return dict(zip(wanted, answers, strict=True))
+    finally:
+        engine.shutdown()
+
+
+def test_streams_by_step_and_by_block_are_the_offline_response(expected):
+    answers = asyncio.run(asyncio.wait_for(streams(), timeout=300))
+    for name, outputs in answers.items():
+        assert "".join(o.text for o in outputs) == expected.text, name
+        assert [token for o in outputs for token in o.token_ids] == list(expected.token_ids), name
+        assert outputs[-1].diffusion == expected.diffusion, name
+    assert len(answers["blocks"]) == 4
+    assert len(answers["whole"]) == 1
+    blocks = [o.provisional for o in answers["steps"]]
+    assert [b.forward_pass for b in blocks] == list(range(1, 33))
+    assert blocks[-1].token_ids == list(expected.token_ids)[24:]
+    assert blocks[0].text.count("░") == 7
+    logprobs = [entry for o in answers["steps"] for entry in o.logprobs]
+    values = [entry[token].logprob for token, entry in zip(expected.token_ids, logprobs, strict=True)]
+    assert values == pytest.approx([e[t].logprob for t, e in zip(expected.token_ids, expected.logprobs, strict=True)])

@@ -1,0 +1,280 @@
+"""Guided Diffusion in the engine against the plain one, and what it promises beyond that."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from dllm_engine.demo import DEMO_GUIDE_DIR
+from tests.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
+from tests.plain_guided import plain_guided
+from tests.plain_reference import PlainModel
+
+VOCABULARY = 512
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+MODELS = ["llada-tiny-a", "dream-tiny-a"]
+GUIDES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=4)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
+}
+LENGTHS = [(24, 16, 8), (7, 20, 20), (40, 24, 8), (15, 10, 4)]
+"""Prompt, response, block."""
+SETTINGS = {
+    "defaults": {},
+    "short window": {"speculation_length": 3},
+    "lenient": {"top_k": 40},
+    "threshold": {"confidence_threshold": 0.2},
+    "draft": {"fallback": "draft", "top_k": 3},
+    "correction": {"correction": True, "top_k": 30, "confidence_threshold": 0.3},
+}
+OPTION_OF = {
+    "top_k": "guide_top_k",
+    "confidence_threshold": "guide_threshold",
+    "fallback": "guide_fallback",
+    "correction": "guide_correction",
+    "speculation_length": "speculation_length",
+}
+
+
+@pytest.fixture(scope="module")
+def guides(tmp_path_factory):
+    """Folders of small random guides."""
+    folders = {}
+    for name, make in GUIDES.items():
+        torch.manual_seed(3)
+        model = make()
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.data.mul_(8)
+        folders[name] = tmp_path_factory.mktemp("guides") / name
+        model.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture
+def engine(engines, reference_checkpoints, guides):
+    def make(model="llada-tiny-a", guide="llama", cache_method="none", **settings):
+        return engines(
+            reference_checkpoints / model,
+            guide_model=str(guides[guide]),
+            cache_method=cache_method,
+            page_size=8,
+            max_model_len=128,
+            **settings,
+        )
+
+    return make
+
+
+def prompt(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(480) for _ in range(length)]
+
+
+def ask(llm, lengths=LENGTHS, **options):
+    from dllm_engine import DiffusionParams
+
+    params = [DiffusionParams(gen_length=g, block_length=b, ignore_eos=True, **options) for _, g, b in lengths]
+    return generate(llm, [prompt(length) for length, _, _ in lengths], params)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("model", "guide"), [("llada-tiny-a", "llama"), ("dream-tiny-a", "qwen2")])
+def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, model, guide, settings):
+    plain_model = PlainModel(reference_checkpoints / model)
+    judge = AutoModelForCausalLM.from_pretrained(guides[guide]).eval()
+
+    def judged(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return judge(torch.tensor([ids])).logits[0]
+
+    options = {OPTION_OF[name]: value for name, value in SETTINGS[settings].items()}
+    outputs = ask(engine(model, guide), **options)
+    compared = 0
+    for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
+        plain = plain_guided(
+            plain_model,
+            judged,
+            prompt(length),
+            gen_length=gen_length,
+            block_length=block_length,
+            **SETTINGS[settings],
+        )
+        # A decision between numbers this close is rounding's, not the method's.
+        if plain["closest"] < 1e-4:
+            continue
+        figures = output.outputs[0].diffusion
+        assert list(output.outputs[0].token_ids) == plain["tokens"]
+        assert figures.unmasked_per_step == plain["order"]
+        assert figures.forward_passes == plain["forwards"]
+        compared += 1
+    assert compared >= 2, "the cases decide by rounding; choose others"
+
+
+METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache", "es_dllm"]
+
+
+@pytest.mark.parametrize("cache_method", METHODS)
+@pytest.mark.parametrize(("model", "guide"), [("llada-tiny-a", "llama"), ("dream-tiny-a", "qwen2")])
+def test_every_cache_method_can_be_guided(engine, cache_method, model, guide):
+    options = {"cache_options": {"indicator": "none"}} if cache_method == "es_dllm" else {}
+    llm = engine(model, guide, cache_method, **options)
+    together = [list(output.outputs[0].token_ids) for output in ask(llm, guide_threshold=0.2)]
+    assert [len(tokens) for tokens in together] == [gen_length for _, gen_length, _ in LENGTHS]
+    alone = [list(ask(llm, [case], guide_threshold=0.2)[0].outputs[0].token_ids) for case in LENGTHS]
+    assert together == alone
+    assert_nothing_left(llm)
+
+
+def test_a_guide_that_agrees_unmasks_whole_windows(engine):
+    # Every token is among the 512 best of 512.
+    (output,) = ask(engine(), [(10, 24, 8)], guide_top_k=VOCABULARY)
+    assert [len(step) for step in output.outputs[0].diffusion.unmasked_per_step] == [8, 8, 8]
+    (output,) = ask(engine(), [(10, 24, 24)], guide_top_k=VOCABULARY, speculation_length=10)
+    assert [len(step) for step in output.outputs[0].diffusion.unmasked_per_step] == [10, 10, 4]
+
+
+def test_a_useless_guide_costs_one_step_a_token_and_fills_left_to_right(engine, monkeypatch):
+    llm = engine()
+    guide = runner_of(llm).guide
+    check = guide.check
+
+    def disagree(drafts):
+        return [type(v)(torch.full_like(v.ranks, 9), v.tokens) for v in check(drafts)]
+
+    monkeypatch.setattr(guide, "check", disagree)
+    (output,) = ask(llm, [(10, 24, 8)], guide_fallback="draft")
+    assert output.outputs[0].diffusion.unmasked_per_step == [[10 + i] for i in range(24)]
+
+
+def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, reference_checkpoints):
+    from dllm_engine import DiffusionParams
+
+    llm = engine(cache_method="dual")
+    plain = engines(reference_checkpoints / "llada-tiny-a", cache_method="dual", page_size=8, max_model_len=128)
+    lengths = [(24, 16, 8), (24, 16, 8)]
+    params = [
+        DiffusionParams(gen_length=16, block_length=8, ignore_eos=True, guided=guided) for guided in (None, False)
+    ]
+    guided, unguided = (list(o.outputs[0].token_ids) for o in generate(llm, [prompt(24)] * 2, params))
+    assert unguided == list(ask(plain, lengths[:1])[0].outputs[0].token_ids)
+    assert guided == list(ask(llm, lengths[:1])[0].outputs[0].token_ids)
+    assert guided != unguided
+
+
+def test_pages_of_the_guide_come_from_the_pool_and_go_back(engine):
+    from dllm_engine import DiffusionParams
+
+    llm = engine(cache_method="dual")
+    pool = scheduler_of(llm).pages
+    params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
+    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(24)}, params)
+    llm.llm_engine.step()
+    # A page holds 8 tokens of 4 heads of 32: 2,048 numbers, or 16 tokens of the guide's 4 heads of 16. 39 tokens are
+    # shown to 3 layers of the guide, and 32 of 40 are kept in 4 layers of the model.
+    assert pool.num_allocated == 3 * 3 + 4 * 4
+    assert pool.num_reserved == pool.num_allocated
+    llm.llm_engine.abort_request(["one"])
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert_nothing_left(llm)
+
+
+def test_slots_that_hold_nothing_are_never_read(engine):
+    llm = engine("dream-tiny-a", "qwen2", "freecache")
+    expected = [list(o.outputs[0].token_ids) for o in ask(llm)]
+    runner_of(llm).pages.memory.fill_(torch.nan)
+    assert [list(o.outputs[0].token_ids) for o in ask(llm)] == expected
+
+
+def test_aborting_in_any_state_leaks_no_page(engine):
+    from dllm_engine import DiffusionParams
+
+    llm = engine(cache_method="sparse")
+    draw = random.Random(4)
+    waiting = [str(i) for i in range(30)]
+    for name in waiting:
+        params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt(5 + int(name))}, params)
+    draw.shuffle(waiting)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        if waiting and draw.random() < 0.7:
+            llm.llm_engine.abort_request([waiting.pop()])
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"unmasking": "random"}, "unmasking=random: the guide decides"),
+        ({"threshold": 0.9}, "threshold=0.9: the guide decides"),
+        ({"factor": 0.9}, "factor=0.9: the guide decides"),
+        ({"entropy_bound": 0.9}, "entropy_bound=0.9: the guide decides"),
+        ({"margin": 0.9}, "margin=0.9: the guide decides"),
+        ({"guided": False, "guide_top_k": 2}, "guided=False and top_k"),
+        ({"guide_fallback": "coin"}, "guide_fallback='coin'"),
+        ({"speculation_length": 0}, "speculation_length=0"),
+        ({"guide_threshold": 1.0}, "guide_threshold=1.0"),
+    ],
+)
+def test_what_a_guided_request_cannot_have_is_named(engine, options, named):
+    with pytest.raises(ValueError, match=named):
+        ask(engine(), LENGTHS[:1], **options)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"guided": True}, "guided=True"), ({"guide_top_k": 2}, "top_k=2")])
+def test_guiding_needs_a_guide(engines, reference_checkpoints, options, named):
+    llm = engines(reference_checkpoints / "llada-tiny-a", max_model_len=128)
+    with pytest.raises(ValueError, match=f"{named}: the engine has no guide"):
+        ask(llm, LENGTHS[:1], **options)
+
+
+def test_rows_that_are_skipped_cannot_be_drafted(reference_checkpoints, guides):
+    with pytest.raises(ValueError, match="guide_model is not supported with cache_method='es_dllm'"):
+        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(guides["llama"]), cache_method="es_dllm")
+
+
+def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ValueError, match="'gpt2' cannot guide; guides are Qwen2ForCausalLM, LlamaForCausalLM"):
+        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(tmp_path))
+
+
+def test_a_guide_with_another_tokenizer_is_refused(tmp_path, reference_checkpoints):
+    import shutil
+
+    from tokenizers import Tokenizer
+
+    shutil.copytree(DEMO_GUIDE_DIR, tmp_path / "guide")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "guide" / "tokenizer.json"))
+    tokens = tokenizer.get_vocab()
+    text = (tmp_path / "guide" / "tokenizer.json").read_text()
+    a, b = "a", "b"
+    assert {a, b} <= tokens.keys()
+    swapped = text.replace(f'"{a}": {tokens[a]}', f'"{a}": -1').replace(f'"{b}": {tokens[b]}', f'"{b}": {tokens[a]}')
+    (tmp_path / "guide" / "tokenizer.json").write_text(swapped.replace(f'"{a}": -1', f'"{a}": {tokens[b]}'))
+    with pytest.raises(ValueError, match="has another tokenizer"):
+        start_engine("demo", guide_model=str(tmp_path / "guide"), skip_tokenizer_init=False)
+
+
+def test_the_demo_guide_answers_in_few_passes(engines):
+    from dllm_engine import DiffusionParams
+
+    llm = engines("demo", guide_model="demo", skip_tokenizer_init=False)
+    asked = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
+    params = DiffusionParams(gen_length=32, block_length=8)
+    (output,) = llm.chat(asked, params, use_tqdm=False)
+    assert "Ida=07, Tom=48" in output.outputs[0].text
+    unguided = DiffusionParams(gen_length=32, block_length=8, guided=False)
+    (other,) = llm.chat(asked, unguided, use_tqdm=False)
+    assert other.outputs[0].text == output.outputs[0].text
+    assert output.outputs[0].diffusion.forward_passes < other.outputs[0].diffusion.forward_passes

@@ -1,0 +1,260 @@
+"""``stream_granularity="step"``: the running block after every denoising step, and the same response as without."""
+
+import asyncio
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from dllm_engine.figures import DiffusionFigures
+from dllm_engine.provisional import MASK_MARK, ProvisionalBlock, read_message
+from tests import tiny_checkpoints
+from tests.engines import assert_nothing_left, generate, runner_of, scheduler_of
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+MASK = tiny_checkpoints.MASK
+
+
+def parameters(**settings):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(**(SETTINGS | settings))
+
+
+def stream(llm, *, kind="DELTA", prompts=(PROMPT,), **settings) -> list:
+    """What a streaming caller of ``LLMEngine`` gets."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = parameters(**({"stream_granularity": "step"} | settings))
+    params.output_kind = RequestOutputKind[kind]
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"r{i}", {"prompt_token_ids": list(prompt)}, params)
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += copy.deepcopy(llm.llm_engine.step())  # vLLM goes on to append to lists that it has handed out
+    return outputs
+
+
+def plain(llm, **settings):
+    return generate(llm, [PROMPT], parameters(**settings))[0].outputs[0]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("cache_method", ["none", "sparse"])
+def test_every_step_shows_the_running_block(engines, request, family, cache_method):
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
+    expected = plain(llm)
+    completions = [output.outputs[0] for output in stream(llm)]
+    blocks = [completion.provisional for completion in completions]
+    assert [b.forward_pass for b in blocks] == list(range(1, 25))
+    assert [(b.block, b.step) for b in blocks] == [(n // 8, n % 8 + 1) for n in range(24)]
+    assert {(b.start, len(b.token_ids), b.num_blocks) for b in blocks} == {(0, 8, 3), (8, 8, 3), (16, 8, 3)}
+    filled = {p - len(PROMPT): n for n, step in enumerate(expected.diffusion.unmasked_per_step) for p in step}
+    for n, block in enumerate(blocks):
+        for i, (token, masked, confidence) in enumerate(
+            zip(block.token_ids, block.masked, block.confidences, strict=True), start=block.start
+        ):
+            assert masked == (filled[i] > n)
+            assert token == (MASK if masked else expected.token_ids[i])
+            assert (masked and confidence is None) or 0 < confidence <= 1
+    assert_nothing_left(llm)
+
+
+def test_the_response_and_its_figures_are_those_without_streaming_by_step(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    expected = plain(llm, logprobs=1)
+    completions = [output.outputs[0] for output in stream(llm, logprobs=1)]
+    assert [token for c in completions for token in c.token_ids] == list(expected.token_ids)
+    assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
+    assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
+    assert completions[-1].finish_reason == "length"
+    assert completions[-1].diffusion == expected.diffusion
+    assert [c.diffusion.forward_passes for c in completions] == list(range(1, 25))
+    assert not completions[0].diffusion.trace, "it would grow with every chunk"
+
+
+def test_a_committed_position_keeps_the_confidence_of_its_step(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    expected = plain(llm, logprobs=0)
+    last = {}
+    for output in stream(llm):
+        block = output.outputs[0].provisional
+        if not any(block.masked):
+            last |= dict(enumerate(block.confidences, start=block.start))
+    for i, (token, of_token) in enumerate(zip(expected.token_ids, expected.logprobs, strict=True)):
+        assert last[i] == pytest.approx(math.exp(of_token[token].logprob), rel=1e-4)
+
+
+def test_the_last_block_may_be_shorter(engines, tiny_llada):
+    blocks = [output.outputs[0].provisional for output in stream(engines(tiny_llada), gen_length=20)]
+    assert {(b.start, len(b.token_ids), len(b.confidences)) for b in blocks} == {(0, 8, 8), (8, 8, 8), (16, 4, 4)}
+
+
+def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):
+    """Dream's schedule unmasks nothing in its first steps, and then predicts nothing."""
+    llm = engines(tiny_dream)
+    outputs = stream(llm, gen_length=24, block_length=24, steps=24)
+    first = outputs[0].outputs[0].provisional
+    expected = plain(llm, gen_length=24, block_length=24, steps=24)
+    assert expected.diffusion.unmasked_per_step[0] == []
+    assert first.confidences == [None] * 24
+    assert all(first.masked)
+
+
+def test_cumulative_outputs_keep_the_text_so_far(engines, tiny_llada):
+    outputs = stream(engines(tiny_llada), kind="CUMULATIVE")
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [0] * 7 + [8] * 8 + [16] * 8 + [24]
+
+
+def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = engines(tiny_llada)
+    for name, granularity in (("steps", "step"), ("blocks", "block"), ("default", None)):
+        params = parameters(stream_granularity=granularity)
+        params.output_kind = RequestOutputKind.DELTA
+        llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
+    received: dict = {"steps": [], "blocks": [], "default": []}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            received[output.request_id].append(output.outputs[0])
+    assert {name: len(outputs) for name, outputs in received.items()} == {"steps": 24, "blocks": 3, "default": 3}
+    assert all(c.provisional is None for name in ("blocks", "default") for c in received[name])
+
+
+def test_several_responses_stream_side_by_side(engines, tiny_llada):
+    outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
+    assert [sum(o.outputs[0].index == i for o in outputs) for i in (0, 1)] == [24, 24]
+    assert {o.request_id for o in outputs} == {"r0"}
+    assert [o.finished for o in outputs] == [False] * 47 + [True]
+
+
+def test_an_aborted_request_leaves_nothing(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    params = parameters(stream_granularity="step")
+    llm.llm_engine.add_request("gone", {"prompt_token_ids": PROMPT}, params)
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request(["gone"])
+    assert_nothing_left(llm)
+    assert not runner_of(llm).canvases
+    assert not scheduler_of(llm).states
+
+
+def test_latency_is_that_of_blocks(engines, tiny_llada):
+    """vLLM counts an output as new tokens; a provisional block is none."""
+    llm = engines(tiny_llada, trace=False, disable_log_stats=False)
+
+    def count(name):
+        return sum(m.count for m in llm.get_metrics() if m.name == f"vllm:{name}")
+
+    before = {name: count(name) for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")}
+    stream(llm)
+    assert count("time_to_first_token_seconds") - before["time_to_first_token_seconds"] == 1
+    assert count("inter_token_latency_seconds") - before["inter_token_latency_seconds"] == 2
+
+
+def test_a_response_that_is_not_streamed_cannot_ask(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    with pytest.raises(ValueError, match="stream_granularity='step' needs a response that is streamed"):
+        plain(llm, stream_granularity="step")
+    with pytest.raises(ValueError, match="stream_granularity='token'"):
+        stream(llm, stream_granularity="token")
+    assert_nothing_left(llm)
+
+
+# The text of a block
+
+
+class Tokenizer:
+    """Tokens 1 and 2 are a letter of two bytes; 9 ends the text."""
+
+    all_special_ids = (9,)
+
+    def decode(self, tokens):
+        data = b"".join({1: b"\xc3", 2: b"\xa9", 5: b"a", 9: b"<end>"}[token] for token in tokens)
+        return data.decode(errors="replace")
+
+
+def read(token_ids, masked) -> ProvisionalBlock:
+    message = {"block": 0, "num_blocks": 1, "start": 0, "step": 1, "forward_pass": 1}
+    lists = {"token_ids": token_ids, "masked": masked, "confidences": [0.12345678] + [None] * (len(masked) - 1)}
+    return read_message(message | lists, Tokenizer())
+
+
+def test_text_marks_what_is_masked_and_leaves_special_tokens_out():
+    block = read([5, 0, 1, 2, 9], [False, True, False, False, False])
+    assert block.pieces == ["a", None, "", "é", "<end>"]
+    assert block.text == f"a{MASK_MARK}é"
+
+
+def test_tokens_of_one_letter_with_a_mask_between_them_are_not_yet_a_letter():
+    block = read([1, 0, 2], [False, True, False])
+    assert block.pieces[1] is None
+    assert MASK_MARK in block.text
+    assert "é" not in block.text
+
+
+def test_the_http_form_rounds():
+    block = read([5, 0], [False, True]).to_json()
+    assert block["confidences"] == [0.123457, None]
+    assert set(block) == set(ProvisionalBlock.__dataclass_fields__)
+
+
+# A consumer that is slow
+
+
+def output(tokens=(), *, passes, shown=True, finished=False):
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None)
+    made.diffusion = DiffusionFigures(passes, passes, passes, 0)
+    made.provisional = SimpleNamespace(forward_pass=passes) if shown else None
+    return RequestOutput("r", None, [1], None, [made], finished=finished)
+
+
+@pytest.fixture
+def collector():
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    from dllm_engine.plugin import register
+
+    register()
+    return RequestOutputCollector(RequestOutputKind.DELTA, "r")
+
+
+def test_a_slow_consumer_gets_every_step_in_order(collector):
+    collector.put(output(passes=1))
+    collector.put(output(passes=2))
+    collector.put(output([5], passes=3))
+    collector.put(output([6], passes=4, finished=True))
+
+    async def fetch():
+        received = [collector.get_nowait()]
+        received.append(await collector.get())
+        collector.put(output(passes=9))  # after what waits already
+        received += [await collector.get(), await collector.get(), collector.get_nowait(), collector.get_nowait()]
+        return received
+
+    *received, nothing = asyncio.run(fetch())
+    assert [r.outputs[0].diffusion.forward_passes for r in received] == [1, 2, 3, 4, 9]
+    assert [r.outputs[0].token_ids for r in received] == [[], [], [5], [6], []]
+    assert nothing is None
+
+
+def test_finished_blocks_merge_as_ever(collector):
+    collector.put(output([5], passes=3, shown=False))
+    collector.put(output([6], passes=4, shown=False))
+    merged = collector.get_nowait().outputs[0]
+    assert (merged.token_ids, merged.diffusion.forward_passes) == ([5, 6], 4)
+    assert collector.get_nowait() is None
+
+
+def test_an_error_does_not_wait_its_turn(collector):
+    collector.put(output(passes=1))
+    collector.put(output(passes=2))
+    collector.put(RuntimeError("the engine died"))
+    with pytest.raises(RuntimeError, match="died"):
+        collector.get_nowait()
