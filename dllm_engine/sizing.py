@@ -15,7 +15,7 @@ from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.released_configs import RELEASED_CONFIGS
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
-from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand
 from dllm_engine.units import readable_size
 
@@ -117,6 +117,10 @@ def plan(deployment: Deployment) -> Sizing:
     pool = int(d.gpu_memory * d.gpu_memory_utilization) - weights - activations - d.overhead
     if pool <= 0:
         raise SizingError(_does_not_fit(d, config, weights, activations, DTYPE_BYTES[dtype], rows))
+    if d.options.guide_model is not None:
+        raise SizingError(
+            "--guide-model is not counted by a plan; leave it unset, and set its weights and pages aside by --overhead"
+        )
     geometry = PoolGeometry.of_model(config, d.options, d.tensor_parallel_size)
     page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
     num_pages = pages_of_pool(pool, page_bytes)
@@ -125,7 +129,7 @@ def plan(deployment: Deployment) -> Sizing:
         options = options.with_paper_settings(paper_settings(options.cache_method, d.model, family_of(config)))
         spec = request_spec(d, config, options)
         pages = page_demand(spec, options, geometry)
-        retained, rows_per_step = walk(spec, options)
+        retained, rows_per_step = walk(spec, options, geometry)
         requests, limit = _requests(d, options, geometry, pages, num_pages, max_model_len)
         return RequestDemand(
             cache_method=options.cache_method,
@@ -234,18 +238,22 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     )
 
 
-def walk(spec: DecodingSpec, options: EngineOptions) -> tuple[int, float]:
+def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> tuple[int, float]:
     """The most tokens that a layer retains at any time, and the mean rows of a step, as the method's plans say.
 
-    A token is unmasked per step.
+    A token is unmasked per step. Where layers or heads have budgets of their own, the tokens are those that a layer's
+    pages hold on average.
     """
-    make_plan = REFRESH_PLANS[options.cache_method].plan
+    method = REFRESH_PLANS[options.cache_method]
     retained = rows = 0
     for number in range(spec.gen_length):
         block, step = divmod(number, spec.block_length)
         num_masked = spec.block_span(block).size - step
-        step_plan = make_plan(spec, Progress(block, step, num_masked, num_forwards=number, num_unmasked=number))
-        retained, rows = max(retained, step_plan.retained), rows + step_plan.max_rows
+        step_plan = method.plan(spec, Progress(block, step, num_masked, num_forwards=number, num_unmasked=number))
+        rows += step_plan.max_rows
+        if step_plan.retained > retained:
+            pages = method.pages(spec, block, geometry)[PageKind.KV]
+            retained = max(retained, min(step_plan.retained, sum(pages) * geometry.page_size // len(pages)))
     return retained, rows / spec.gen_length
 
 

@@ -141,6 +141,19 @@ def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
     assert (none.requests, none.pages, none.limit) == (10_000, 0, "max_num_seqs")
 
 
+def test_budgets_per_head_count_as_what_a_layers_pages_hold():
+    """MaskKV keeps 256 of 1024 prompt tokens, and the response."""
+    sizing = plan(
+        deployment("GSAI-ML/LLaDA-1.5", "maskkv", prompt=1024, response=256, dtype="auto", gpu_memory=80 * GIB)
+    )
+    assert 512 <= sizing.demand.tokens_retained <= 512 + 2 * PAGE_SIZE
+
+
+def test_a_guide_model_is_not_planned_for(tiny_llada):
+    with pytest.raises(SizingError, match="--guide-model is not counted"):
+        plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo")))
+
+
 def test_memory_adds_up(tiny_llada):
     sizing = plan(deployment(tiny_llada, gpu_memory_utilization=0.5, overhead=1 << 20))
     assert sizing.weight_bytes + sizing.activation_bytes + sizing.overhead + sizing.pool_bytes == GIB // 2

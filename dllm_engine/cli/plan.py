@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cli.engine import add_cache_arguments, engine_options, positive_int
-from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.table import format_table
 from dllm_engine.options import EngineOptions
 from dllm_engine.units import parse_size, readable_size
@@ -89,8 +88,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.guide_model is not None:
-        raise CommandError("--guide-model: a guide's weights and pages are not counted; leave it out")
     options = EngineOptions.parse(engine_options(args))
     from dllm_engine.sizing import Deployment, plan
 

@@ -59,7 +59,10 @@ def test_adaptive():
     # All scores are among the highest 14 or more; 0.2 · 9 + 0.8 · 7 = 7.4.
     assert head_budgets("adaptive", scores, 9, base_share=0.1, redistribute=False) == [7, 7]
     assert head_budgets("adaptive", scores, 0, base_share=0.1, redistribute=False) == [0, 0]
-    # All 8 belong to the first head: 0.8 + 6.4, but it has 7.
+    # All 10 scores are among the highest 10: 0.2 · 5 + 0.8 · 5.
+    few = torch.tensor([[9.0, 8, 7, 6, 5], [4, 3, 2, 1, 0.5]])
+    assert head_budgets("adaptive", few, 5, base_share=0.1, redistribute=False) == [5, 5]
+    # All 7 of the first head and one of the second: 0.8 + 5.6 and 0.8 + 0.8.
     lonely = torch.stack((scores[0] + 10, scores[1]))
     assert head_budgets("adaptive", lonely, 4, base_share=0.1, redistribute=False) == [6, 1]
 

@@ -221,7 +221,7 @@ METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
 
 
 @pytest.mark.parametrize("method", REFRESH_PLANS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_request_needs_more_pages_than_the_longest(method, data):
     options = data.draw(st.fixed_dictionaries(METHOD_OPTIONS.get(method, {})), label="options")
