@@ -94,3 +94,22 @@ def test_engine_decodes_as_the_plain_maskkv_does(engine, plain_models, model, na
         assert figures.trace.get("updated_positions", []) == updated
         compared += 1
     assert compared >= 2, "the cases decide by rounding; choose others"
+
+
+def test_a_request_may_enter_while_others_adapt(engine):
+    from dllm_engine import DiffusionParams
+
+    llm = engine()
+    params = DiffusionParams(gen_length=16, block_length=8, unmasking="maskgit_plus", ignore_eos=True)
+    prompts = [prompt(length) for length in (24, 37, 50)]
+    alone = [list(generate(llm, [ids], params)[0].outputs[0].token_ids) for ids in prompts]
+    found = {}
+    for i, ids in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+        for _ in range(2):  # its first pass meets adaptive ones
+            llm.llm_engine.step()
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            found[int(output.request_id)] = list(output.outputs[0].token_ids)
+    assert [found[i] for i in range(3)] == alone
+    assert_nothing_left(llm)

@@ -81,8 +81,11 @@ class HeadTables(BatchTables):
         slots = (start + self.kept[layer])[requests] + response[:, None]
         slots[response < 0] = -1
         for i, first_row in self.prompts:
-            positions, heads, numbers = self.batch.canvases[i].cache_state.places[layer]
-            slots[first_row + positions, heads] = start[i][heads] + numbers
+            places = self.batch.canvases[i].cache_state.places
+            # Rows of other requests are verified before a request in its first pass has voted on the layer.
+            if layer < len(places):
+                positions, heads, numbers = places[layer]
+                slots[first_row + positions, heads] = start[i][heads] + numbers
         if rows is not None:
             requests, slots = requests[rows], slots[rows]
         per_page = self.pages.keys.shape[1]
