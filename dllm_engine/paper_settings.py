@@ -1,5 +1,6 @@
 """The papers' settings of cache methods for particular checkpoints, where one default does not serve all."""
 
+from pathlib import PurePath
 from typing import Any
 
 from dllm_engine.families import ModelFamily
@@ -16,6 +17,7 @@ def paper_settings(cache_method: str, model: str, family: ModelFamily) -> dict[s
 
 def _dllm_cache(model: str, family: ModelFamily) -> dict[str, Any]:
     """dLLM-Cache, Tables 1 and 2: (prompt, response) refresh intervals."""
+    model = PurePath(model).name
     if family.name == "Dream":
         prompt, response = (100, 2) if "base" in model.lower() else (50, 2)
     else:
