@@ -696,6 +696,11 @@ def _softmax_attention(
     def per_query_head(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(2, (sharing, -1)).flatten(1, 2).transpose(1, 2)
 
+    if return_lse and visible is None and k.shape[1]:
+        # What scaled_dot_product_attention calls on a CPU; only by this name does it tell the denominators. Scores of
+        # all rows and keys are never held at once.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values)
+        return per_query_head(out), per_query_head(lse[..., None].float())[..., 0]
     if return_lse:
         scores = queries.float() @ keys.float().transpose(2, 3) * q.shape[-1] ** -0.5
         if visible is not None:
