@@ -251,6 +251,8 @@ class EngineOptions(BaseModel):
     """Filled in by the engine."""
     trace: bool = False
     """Record per forward pass which positions were unmasked and computed."""
+    playground: bool = True
+    """Whether the HTTP server has the page ``/playground``."""
     request_defaults: dict[str, Any] = {}
     """Request options for requests that name none; see ``params.DEFAULTABLE_OPTIONS``."""
 

@@ -32,6 +32,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_denoising_arguments(requests, "the family's")
     other = parser.add_argument_group("other")
+    other.add_argument("--no-playground", action="store_true", help="leave out the page /playground")
     other.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
     other.add_argument(
         "--additional-config",
@@ -89,5 +90,7 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}
     if args.trace:
         options = options | {"trace": True}
+    if args.no_playground:
+        options = options | {"playground": False}
     EngineOptions.parse(options)
     return additional | {OPTIONS_KEY: options} if options else additional

@@ -1,0 +1,330 @@
+"""The playground in a real browser, against a real server with the demo model.
+
+Needs Chromium with its driver (Debian: ``apt-get install chromium chromium-driver``). Set ``DLLM_SCREENSHOTS`` to a
+folder to keep the screenshots, for example to renew those in ``docs/``.
+"""
+
+import os
+import re
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.server import running
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs the programs chromium and chromedriver"),
+]
+
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage"
+).split()
+KEY = "open-sesame"
+PROMPT = "Tom=48. Ida=07. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
+ANSWER = "Ida=07, Tom=48, Zoe=55, Eva=90"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = ["--cache-method", "sparse", "--trace", "--max-model-len", "512", "--api-key", KEY]
+    with running("dllm", "serve", "demo", *flags, log=log) as server:
+        yield server
+
+
+class Page:
+    """The playground in a browser."""
+
+    def __init__(self, driver, server) -> None:
+        self.driver, self.server = driver, server
+
+    def open(self, width: int = 1240, height: int = 900, scheme: str = "light", key: str | None = KEY) -> "Page":
+        self.resize(width, height)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.driver.get(self.server.url + "/playground")
+        if key is not None:
+            self.element("key").send_keys(key, Keys.ENTER)
+            self.wait(lambda: self.text("model").startswith("demo"))
+        return self
+
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def element(self, name: str):
+        return self.driver.find_element(By.ID, name)
+
+    def text(self, name: str) -> str:
+        return self.element(name).text
+
+    def all(self, selector: str) -> list:
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def js(self, script: str, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def wait(self, condition, seconds: float = 30) -> None:
+        WebDriverWait(self.driver, seconds, poll_frequency=0.05).until(lambda _: condition())
+
+    def move(self, name: str, value: float) -> None:
+        """Set a slider, as dragging it does."""
+        self.js(
+            "const e = document.getElementById(arguments[0]); e.value = arguments[1];"
+            "e.dispatchEvent(new Event('input', {bubbles: true}));",
+            name,
+            str(value),
+        )
+
+    def send(self, prompt: str) -> None:
+        self.element("prompt").send_keys(prompt, Keys.ENTER)
+
+    def ask(self, prompt: str) -> None:
+        """Send, and wait until the answer is complete."""
+        before = len(self.all(".turn small, .turn.error"))
+        self.send(prompt)
+        self.wait(lambda: len(self.all(".turn small, .turn.error")) > before)
+        self.wait(lambda: not self.element("stop").is_enabled())
+
+    def short(self) -> "Page":
+        self.move("max_tokens", 32)
+        self.move("block_length", 8)
+        return self
+
+    @property
+    def answer(self) -> str:
+        return self.all(".turn.model span")[-2 if self.all(".turn.model .running") else -1].text
+
+    @property
+    def masked(self) -> int:
+        return len(self.all(".cell.masked"))
+
+    def figure(self, name: str) -> float:
+        return float(self.all(f"[data-figure={name}]")[0].text.replace(",", ""))
+
+    def errors(self) -> list[str]:
+        """What the console complained of, but for answers that are meant to be errors, and the absent icon."""
+        entries = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        return [e for e in entries if "status of 400" not in e and "status of 401" not in e and "favicon" not in e]
+
+    def keep(self, name: str, folder: Path) -> Path:
+        """A screenshot of the whole page."""
+        height = self.js("return document.documentElement.scrollHeight")
+        width = self.js("return window.innerWidth")
+        self.resize(width, height)
+        self.wait(lambda: self.js("return window.innerHeight") == height)
+        self.js("document.activeElement.blur()")
+        path = folder / f"playground-{name}.png"
+        assert self.driver.save_screenshot(str(path))
+        return path
+
+
+@pytest.fixture(scope="module")
+def browser(server, tmp_path_factory) -> Iterator[Page]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield Page(driver, server)
+    finally:
+        driver.quit()
+
+
+@pytest.fixture
+def page(browser):
+    """The page, freshly loaded; at the end of a test its console must hold no error."""
+    yield browser.open()
+    assert browser.errors() == []
+
+
+def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
+    page.short().ask(PROMPT)
+    assert page.answer == ANSWER
+    assert "20 tokens" in page.all(".turn.model small")[0].text
+    assert len(page.all(".block")) == 4
+    assert len(page.all(".cell")) == 32
+    assert page.figure("forward_passes") == 24, "the end token leaves the last block out"
+    assert page.figure("tokens_unmasked") == 24
+    assert page.figure("tokens_per_forward") == 1.0
+    assert page.figure("rate") > 0
+    assert page.figure("pages_held") > 0
+    assert page.figure("tokens_retained") > 0
+    slider = page.element("step")
+    assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("24", "24")
+    for step in (1, 5, 12, 24):
+        page.move("step", step)
+        page.wait(lambda step=step: page.masked == 32 - step)
+        assert page.figure("forward_passes") == step
+        assert len(page.all(".cell.new")) == 1
+        assert slider.get_attribute("aria-valuetext") == f"step {step} of 24, block {(step - 1) // 8 + 1}"
+    shown = "".join(cell.text for cell in page.all(".cell:not(.masked) span"))
+    assert shown.replace("␣", " ").replace("■", "").strip() == ANSWER
+    # By keyboard.
+    slider.send_keys(Keys.ARROW_LEFT)
+    page.wait(lambda: page.masked == 9)
+    # Played from there to the end.
+    page.element("play").click()
+    assert page.text("play") == "Pause"
+    page.wait(lambda: page.masked == 8)
+    page.wait(lambda: page.text("play") == "Play")
+
+
+def test_the_cache_is_drawn_where_the_engine_traces(page):
+    assert "--trace" in page.text("cache-note")
+    page.short().ask(PROMPT)
+    page.wait(lambda: len(page.all("#maps canvas")) == 3)
+    assert "34 of 68 positions outside the block, in 4 layers" in page.text("maps")
+    assert not page.element("cache-note").is_displayed()
+    used = page.js(
+        "const c = document.querySelector('#maps canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height)"
+        ".data, seen = new Set(); for (let i = 0; i < d.length; i += 4) seen.add(d.slice(i, i + 3).join());"
+        "return [...seen];"
+    )
+    assert {"15,124,140", "238,155,31", "230,233,236"} <= set(used), "retained, the block, the rest"
+
+
+def test_only_what_was_moved_is_sent(page):
+    page.js(
+        "const real = window.fetch; window.asked = [];"
+        "window.fetch = (to, options) => { if (options.body) window.asked.push(JSON.parse(options.body));"
+        " return real(to, options); };"
+    )
+    page.ask("Hello!")
+    page.short()
+    page.move("retention_ratio", 0.25)
+    page.js("const e = document.getElementById('rule'); e.value = 'threshold'; e.dispatchEvent(new Event('change'));")
+    page.ask("Hello!")
+    assert page.figure("tokens_per_forward") > 1.5
+    page.element("reset").click()
+    page.ask("Hello!")
+    first, second, third = page.js("return window.asked")
+    assert first["vllm_xargs"] == third["vllm_xargs"] == {"stream_granularity": "step"}
+    assert "max_tokens" not in first
+    assert second["max_tokens"] == 32
+    assert second["vllm_xargs"] == {
+        "stream_granularity": "step", "block_length": 8, "retention_ratio": 0.25, "threshold": 0.9,
+    }  # fmt: skip
+
+
+def test_a_refusal_is_shown_in_words_and_the_next_request_works(page):
+    page.move("retention_ratio", 0.75)
+    page.ask(PROMPT)
+    (error,) = page.all(".turn.error")
+    assert "retention_ratio=0.75 is out of range" in error.text
+    assert "(400)" in error.text
+    assert error.get_attribute("role") == "alert"
+    assert page.element("prompt").get_attribute("value") == PROMPT, "to be sent again"
+    page.element("reset").click()
+    page.element("prompt").clear()
+    page.short().ask(PROMPT)
+    assert page.answer == ANSWER
+
+
+def test_markup_in_prompts_and_answers_is_text(page):
+    hostile = "<img src=x onerror='window.ran=1'><script>window.ran=1</script><b>bold</b>"
+    # The demo model cannot be made to write markup: its answer is put into the server's stream instead.
+    page.js(
+        "const real = window.fetch; window.fetch = async (to, options) => {"
+        " if (!options.body) return real(to, options);"
+        " const text = await (await real(to, options)).text();"
+        " const changed = text.split('\\n').map((line) => {"
+        "  if (!line.startsWith('data: {')) return line;"
+        "  const chunk = JSON.parse(line.slice(6));"
+        "  for (const choice of chunk.choices) {"
+        "   if (choice.delta && choice.delta.content) choice.delta.content = arguments_[0];"
+        "   if (choice.provisional) { choice.provisional.text = arguments_[0];"
+        "    choice.provisional.pieces = choice.provisional.pieces.map((p) => p === null ? null : arguments_[0]); } }"
+        "  return 'data: ' + JSON.stringify(chunk); }).join('\\n');"
+        " return new Response(changed, {status: 200}); };".replace("arguments_[0]", repr(hostile).replace("\\'", "'")),
+    )
+    page.short().ask(hostile)
+    assert page.all(".turn.user span")[-1].text == hostile
+    assert page.answer.startswith(hostile)
+    assert page.all(".cell span")[0].get_attribute("textContent") == hostile.replace(" ", "␣")
+    assert page.all("main img, main script, .turn b b") == []
+    assert page.js("return window.ran ?? null") is None
+
+
+def test_stop_ends_the_request_and_keeps_its_steps(page):
+    page.move("max_tokens", 384)
+    page.move("block_length", 128)  # no end before 128 steps
+    page.send(PROMPT)
+    page.wait(lambda: page.figure("forward_passes") if page.masked else 0)
+    page.element("stop").click()
+    page.wait(lambda: page.all(".turn.model small"))
+    assert page.all(".turn.model small")[0].text == "stopped"
+    assert not page.element("stop").is_enabled()
+    assert page.element("send").is_enabled()
+    assert page.js("return document.activeElement.id") == "prompt"
+    steps = int(page.element("step").get_attribute("max"))
+    assert steps < 128
+    page.move("step", 1)
+    page.wait(lambda: page.masked == 383)
+
+    def running_now() -> float:
+        metrics = urllib.request.urlopen(page.server.url + "/metrics", timeout=30).read().decode()
+        return float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", metrics, re.MULTILINE)[1])
+
+    page.wait(lambda: running_now() == 0)
+    page.short().ask(PROMPT)
+    assert page.answer == ANSWER
+
+
+def test_without_the_key_the_page_says_what_is_missing(browser):
+    page = browser.open(key=None)
+    page.wait(lambda: "API key" in page.text("model"))
+    page.ask("Hello!")
+    assert "API key" in page.all(".turn.error")[0].text
+    page.element("key").send_keys(KEY, Keys.ENTER)
+    page.wait(lambda: page.text("model").startswith("demo"))
+    assert KEY not in page.js("return document.documentElement.outerHTML")
+    assert page.js("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+
+
+def test_everything_is_reached_by_tab(page):
+    page.short().ask(PROMPT)
+    page.js("document.activeElement.blur(); window.scrollTo(0, 0); document.querySelector('.skip').focus()")
+    reached = []
+    for _ in range(25):
+        reached.append(page.js("return document.activeElement.id"))
+        webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
+    wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
+              "remember", "reset", "play", "step", "canvas", "maps"]  # fmt: skip
+    assert [name for name in reached if name in wanted][: len(wanted)] == wanted
+
+
+SHOTS = [("wide", 1240, "light", 12), ("narrow", 390, "light", 5), ("dark", 1240, "dark", 12)]
+
+
+@pytest.mark.parametrize(("name", "width", "scheme", "step"), SHOTS)
+def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
+    page = browser.open(width=width, scheme=scheme)
+    assert page.js("return document.documentElement.scrollWidth") <= width
+    page.short().ask(PROMPT)
+    page.wait(lambda: page.all("#maps canvas"))
+    page.move("step", step)
+    page.wait(lambda: page.masked == 32 - step)
+    assert page.js("return document.documentElement.scrollWidth") <= width
+    wider = page.js(
+        "return [...document.querySelectorAll('main *')].filter((e) => !e.closest('.unseen, .skip, .cell') && "
+        "e.getBoundingClientRect().right > arguments[0] + 1).map((e) => e.tagName + '.' + e.className)",
+        width,
+    )
+    assert wider == []
+    folder = Path(os.environ.get("DLLM_SCREENSHOTS") or tmp_path)
+    size = page.keep(name, folder).stat().st_size
+    assert 10_000 < size < 200_000
