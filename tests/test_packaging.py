@@ -107,6 +107,7 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
         expected = {f"{folder}/{file.relative_to(root).as_posix()}" for file in root.rglob("*.py")}
         assert expected <= names
     assert "dllm_engine/py.typed" in names
+    assert "dllm_engine/playground/page.html" in names
     for shipped in ("model", "guide"):
         folder = CHECKOUT / "dllm_engine" / "demo" / shipped
         assert {f"dllm_engine/demo/{shipped}/{file.name}" for file in folder.iterdir()} <= names
