@@ -38,10 +38,10 @@ class TokenStatistics:
     """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None where no policy of the batch asks."""
     noise: torch.Tensor | None
     """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no policy of the batch asks."""
-    held_back: torch.Tensor | None = None
-    """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where the request allows them."""
     logprobs: TokenLogprobs | None = None
     """None where no request of the batch asks."""
+    held_back: torch.Tensor | None = None
+    """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where the request allows them."""
 
 
 @dataclass(frozen=True)
