@@ -45,11 +45,12 @@ def test_what_a_request_names_itself_is_not_fitted():
         resolved({"block_length": 4}, gen_length=16, steps=2)
 
 
-def test_a_threshold_is_for_requests_that_name_no_steps():
-    assert resolved({"threshold": 0.9}).threshold == 0.9
-    assert resolved({"threshold": 0.9}, threshold=0.5).threshold == 0.5
-    assert resolved({"threshold": 0.9}, steps=16).threshold is None
-    assert resolved({"threshold": 0.9}, steps=16, threshold=0.5).threshold == 0.5
+def test_a_rule_is_for_requests_that_name_neither_steps_nor_another():
+    assert resolved({"threshold": 0.9}).parallel == ("threshold", 0.9)
+    assert resolved({"threshold": 0.9}, threshold=0.5).parallel == ("threshold", 0.5)
+    assert resolved({"threshold": 0.9}, factor=1.5).parallel == ("factor", 1.5)
+    assert resolved({"threshold": 0.9}, steps=16).parallel is None
+    assert resolved({"threshold": 0.9}, steps=16, threshold=0.5).parallel == ("threshold", 0.5)
 
 
 def test_a_lower_retention_ratio():
