@@ -92,8 +92,7 @@ def test_parallel_unmasking_can_be_asked_for_per_request(client, model, rule):
     # A line that the model was trained on: it is sure of every word.
     answer = ask(client, model, "Hello!", extra_body={"vllm_xargs": rule | BLOCK["vllm_xargs"]})
     assert answer.choices[0].message.content.strip() == "Hello! How can I help?"
-    (figures,) = answer.kv_transfer_params["diffusion"]
-    assert figures["tokens_per_forward"] > 1.5
+    assert figures_of(answer.choices[0])["tokens_per_forward"] > 1.5
 
 
 def test_completions_take_plain_prompts(client, model, examples, offline):
