@@ -1,6 +1,8 @@
 """Pages that requests hold, and how many requests one pool admits, by cache method.
 
-The pool is sized for eight requests of `dual`; a hundred requests are then queued with each method.
+The pool is sized for eight requests of `dual`; a hundred requests are then queued with each method. Then the peak
+memory of eight requests at once by retention ratio: their pages, and what the process takes beyond what it held before
+they came, in a pool of just that many pages.
 
     python benchmarks/cache_memory.py [--canvas 1024] [--output FILE.json]
 """
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from random_engine import machine, random_llada, runner_of
+from step_memory import MIB, memory_of, restart_peak
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.page_layout import pages_for
@@ -21,12 +24,14 @@ GEN_LENGTH = 64
 LAYERS = 2
 HEADS, HEAD_DIM = 2, 32
 NUM_REQUESTS = 100
+RATIOS = (1.0, 0.75, 0.5, 0.25)
 METHODS: list[tuple[str, dict[str, float]]] = [
     ("dual", {}),
     ("prefix", {}),
-    ("sparse", {"retention_ratio": 0.5}),
-    ("sparse", {"retention_ratio": 0.25}),
+    *(("sparse", {"retention_ratio": ratio}) for ratio in RATIOS),
 ]
+PEAK_LAYERS, PEAK_REQUESTS = 16, 8
+"""Activations do not grow with the layers, pages do; many layers, as real models have."""
 
 
 def measure(canvas: int, pool_bytes: int, cache_method: str, cache_options: dict[str, float]) -> dict[str, Any]:
@@ -68,6 +73,41 @@ def measure(canvas: int, pool_bytes: int, cache_method: str, cache_options: dict
     }
 
 
+def measure_peak(canvas: int, ratio: float) -> dict[str, Any]:
+    """Pages and memory of the process at the worst moment of ``PEAK_REQUESTS`` requests at once."""
+    page_bytes = 2 * PAGE_SIZE * HEADS * HEAD_DIM * 4
+    pages_of_request = PEAK_LAYERS * pages_for(int((canvas - BLOCK_LENGTH) * ratio), PAGE_SIZE)
+    llm = random_llada(
+        hidden_size=HEADS * HEAD_DIM,
+        num_layers=PEAK_LAYERS,
+        num_heads=HEADS,
+        vocab_size=512,
+        max_model_len=canvas,
+        dtype="float32",
+        max_num_seqs=PEAK_REQUESTS,
+        cache_method="sparse",
+        cache_options={"retention_ratio": ratio},
+        page_size=PAGE_SIZE,
+        kv_cache_memory_bytes=(PEAK_REQUESTS * pages_of_request + 1) * page_bytes,
+    )
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    params = DiffusionParams(gen_length=GEN_LENGTH, block_length=BLOCK_LENGTH, steps=8, ignore_eos=True)
+    for i in range(PEAK_REQUESTS):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": [1 + i] * (canvas - GEN_LENGTH)}, params)
+    before = restart_peak()
+    most_running = most_allocated = 0
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        most_running = max(most_running, len(scheduler.running))
+        most_allocated = max(most_allocated, scheduler.pages.num_allocated)
+    return {
+        "retention_ratio": ratio,
+        "running": most_running,
+        "peak_page_bytes": most_allocated * page_bytes,
+        "peak_process_bytes": memory_of("VmHWM") - before,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--canvas", type=int, default=1024)
@@ -90,9 +130,18 @@ def main() -> None:
             f"{share:>8.2f} {row['most_running']:>8} {row['finished']:>9}"
         )
     print(f"one page per layer: {per_layer / 1024:.0f} KiB")
+    peaks = [measure_peak(options.canvas, ratio) for ratio in RATIOS]
+    print(f"\npeak of sparse, {PEAK_REQUESTS} requests at once, {PEAK_LAYERS} layers")
+    print(f"{'ratio':>8} {'pages MiB':>10} {'process MiB':>12} {'running':>8}")
+    for row in peaks:
+        print(
+            f"{row['retention_ratio']:>8} {row['peak_page_bytes'] / MIB:>10.1f} "
+            f"{row['peak_process_bytes'] / MIB:>12.1f} {row['running']:>8}"
+        )
     if options.output:
         options.output.write_text(
-            json.dumps({"machine": machine(), "canvas": options.canvas, "figures": figures}, indent=1) + "\n"
+            json.dumps({"machine": machine(), "canvas": options.canvas, "figures": figures, "peaks": peaks}, indent=1)
+            + "\n"
         )
 
 

@@ -17,10 +17,19 @@ from dllm_engine import LLM, DiffusionParams
 MIB = 1 << 20
 
 
-def _status(field: str) -> int:
-    """A memory field of this process, in bytes."""
+def memory_of(field: str) -> int:
+    """A memory field of this process (``VmRSS``, ``VmHWM``), in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+def restart_peak() -> int:
+    """Forget the peak (``VmHWM``) so far; returns the memory held now, in bytes."""
+    # Freed memory that the allocator keeps would hide what comes next.
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_of("VmRSS")
 
 
 def peak_of_step(llm: LLM, canvas: int) -> int:
@@ -30,13 +39,9 @@ def peak_of_step(llm: LLM, canvas: int) -> int:
     params = DiffusionParams(gen_length=gen_length, block_length=32, ignore_eos=True)
     engine.add_request(str(canvas), {"prompt_token_ids": [1] * (canvas - gen_length)}, params)
     engine.step()
-    # Freed memory that the allocator keeps would hide what the step takes.
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = restart_peak()
     engine.step()
-    peak = _status("VmHWM")
+    peak = memory_of("VmHWM")
     engine.abort_request([str(canvas)])
     while engine.has_unfinished_requests():
         engine.step()
