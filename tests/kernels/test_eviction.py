@@ -12,7 +12,7 @@ from dllm_engine.kernels.eviction import (
     write_retained,
     write_retained_reference,
 )
-from tests.kernels.paged_cases import TOLERANCE, error
+from tests.kernels.paged_cases import TOLERANCE
 
 
 @given(
@@ -30,8 +30,10 @@ def test_scores_equal_the_formula(block_rows, candidates, heads, dim, dtype, see
     k = torch.randn(candidates, heads[1], dim, generator=generator).to(dtype)
     scores = mean_query_scores(q, k)
     assert scores.dtype == torch.float32
-    # The products are exact in float32 whatever the type of the inputs.
-    assert error(scores, mean_query_scores_reference(q, k)) < 1e-5
+    # The products are exact in float32 whatever the type of the inputs. Against what a score's terms add up to without
+    # their signs: a few candidates' scores may cancel to almost nothing.
+    expected, unsigned = mean_query_scores_reference(q, k), mean_query_scores_reference(q.abs(), k.abs())
+    assert ((scores.double() - expected).abs() <= 1e-6 * unsigned).all()
 
 
 def test_scores_worked_by_hand():
