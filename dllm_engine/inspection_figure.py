@@ -205,7 +205,7 @@ def _tokens(sheet: Sheet, tokens: Iterable[Shaded], color: str) -> None:
     height, gap = (0.36, 0.06) if apart else (0.21, 0.02)
     axes = sheet.axes(num_lines * height)
     axes.set(xlim=(0, widest), ylim=(num_lines * height, 0), xticks=[], yticks=[])
-    style = {"ha": "center", "va": "center", "color": INK, "parse_math": False, "clip_on": True}
+    style: dict[str, Any] = {"ha": "center", "va": "center", "color": INK, "parse_math": False, "clip_on": True}
     for x, row, length, token in placed:
         top, middle = row * height, x + length / 2
         edge = LINE if apart else "white"
