@@ -4,7 +4,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from io import BytesIO
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
