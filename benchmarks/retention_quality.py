@@ -395,15 +395,16 @@ def draw_depth(report: dict[str, Any], path: Path) -> None:
 
     shades = LinearSegmentedColormap.from_list("found", ["#f3f4f6", "#9ad3da", "#0f7c8c"])
     maps = report["maps"]
-    figure = Figure(figsize=(4.1 * len(maps), 3.5), dpi=150, facecolor="white", layout="constrained")
+    rows = -(-len(maps) // 2)
+    figure = Figure(figsize=(9.5, 3.0 * rows + 0.4), dpi=150, facecolor="white", layout="constrained")
     figure.suptitle(
         f"Needle in a haystack: one asked item in filler, found (%) · {report['prompts_per_cell']} prompts a cell",
         size=12,
         weight="bold",
         color=INK,
     )
-    panels = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
-    for axes, (name, cells) in zip(panels, maps.items(), strict=True):
+    panels = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False)
+    for axes, (name, cells) in zip(panels.flat, maps.items(), strict=False):
         found = {(cell["tokens"], cell["depth"]): 100 * cell["found"] for cell in cells}
         grid = [[found[length, depth] for length in NEEDLE_TOKENS] for depth in NEEDLE_DEPTHS]
         axes.imshow(grid, cmap=shades, vmin=0, vmax=100, aspect="auto")
@@ -417,9 +418,11 @@ def draw_depth(report: dict[str, Any], path: Path) -> None:
         axes.set_title(name, size=10, color=INK)
         axes.set_xticks(range(len(NEEDLE_TOKENS)), [str(length) for length in NEEDLE_TOKENS])
         axes.set_yticks(range(len(NEEDLE_DEPTHS)), [f"{depth:.0%}" for depth in NEEDLE_DEPTHS])
-        axes.set_xlabel("prompt tokens")
         _plain(axes, grid=False)
-    panels[0].set_ylabel("depth of the asked item", color=INK, size=9)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("depth of the asked item", color=INK, size=9)
+    for axes in panels[-1]:
+        axes.set_xlabel("prompt tokens", color=INK, size=9)
     figure.savefig(path)
 
 
