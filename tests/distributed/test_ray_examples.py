@@ -167,7 +167,7 @@ def test_ray_serve_answers_as_one_process_and_replaces_a_killed_replica(environm
         assert "".join(deltas) == expected[0]
         assert json.loads(server.post("/v1/completions", {"prompt": "x", "max_tokens": 8}))["usage"]
         with pytest.raises(urllib.error.HTTPError) as refused:
-            server.chat("x", logprobs=True)
+            server.chat("x", presence_penalty=0.5)
         assert refused.value.code == 400
 
         killed = server.replicas()[0]
