@@ -188,7 +188,7 @@ class AdaptivePass(LayerPass):
         if rows.numel():
             # Where everything is refreshed there is nothing to gather.
             x = hidden[rows] if self.any_kept else hidden
-            of_rows = RotaryPhases(phases.cos[rows], phases.sin[rows]) if self.any_kept else phases
+            of_rows = phases[rows] if self.any_kept else phases
             q, k, v = self._project(layer, x, fresh_values)
             q, k = layer.rope(q, of_rows), layer.rope(k, of_rows)
             attended = layer.o_proj(self._attend(index, self.some_rows, rows, q, k, v))
@@ -221,7 +221,7 @@ class AdaptivePass(LayerPass):
         if self.similarity == "value":
             fresh, kept = layer.v(normed), self.pages.values
         else:
-            of_verified = RotaryPhases(phases.cos[self.verified], phases.sin[self.verified])
+            of_verified = phases[self.verified]
             fresh, kept = layer.rope(layer.k(normed), of_verified), self.pages.keys
         verified_slots = self.tables.row_slots(index, self.verified)
         sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
