@@ -22,6 +22,8 @@ class LLM(vllm.LLM):
         cache_options: options of the cache method; ``"paper"`` for those of its paper.
         page_size: tokens per page of one layer.
         dense_attention: library for attention without pages, ``"sdpa"`` (PyTorch) or ``"xformers"`` (CUDA).
+        refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
+            smaller ratio evens the gaps between their blocks, None bounds nothing.
         guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
             ``"demo"`` for the demo model's.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
@@ -40,6 +42,7 @@ class LLM(vllm.LLM):
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
         page_size: int = 32,
         dense_attention: Literal["sdpa", "xformers"] = "sdpa",
+        refresh_ratio: float | None = 1.0,
         guide_model: str | None = None,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
@@ -50,6 +53,7 @@ class LLM(vllm.LLM):
             "cache_options": cache_options or {},
             "page_size": page_size,
             "dense_attention": dense_attention,
+            "refresh_ratio": refresh_ratio,
             "guide_model": guide_model,
             "request_defaults": request_defaults or {},
             "trace": trace,

@@ -244,6 +244,8 @@ class EngineOptions(BaseModel):
     """Tokens per page of one layer."""
     dense_attention: Literal["sdpa", "xformers"] = "sdpa"
     """Library that computes attention without pages: PyTorch's, or xformers where it is installed (CUDA)."""
+    refresh_ratio: float | None = Field(default=1.0, gt=0)
+    """Rows of a request's FULL and UPDATE steps per row that smaller requests run meanwhile; None: no bound."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) with the same tokenizer, which checks
     drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""

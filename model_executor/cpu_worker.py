@@ -12,7 +12,6 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.worker import DiffusionWorker
 
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEPT_BYTES = 512 << 20
 

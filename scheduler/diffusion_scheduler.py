@@ -31,8 +31,9 @@ from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.page_pool import PagePool
+from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_demand
-from dllm_engine.scheduler.step_plan import RefreshState
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 logger = init_logger(__name__)
 
@@ -60,7 +61,8 @@ class DiffusionScheduler(SchedulerInterface):
     """Continuous batching of requests at different denoising steps.
 
     A running request costs its plan's rows in every step. Requests are admitted, first come first served or by
-    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room.
+    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room. Refreshes
+    of long requests beside short ones are bounded (``RefreshBudget``).
     """
 
     # Read by EngineCore.
@@ -89,6 +91,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.geometry = PoolGeometry.of_model(
             self.hf_config, self.options, vllm_config.parallel_config.tensor_parallel_size
         )
+        self.refreshes = RefreshBudget(self.options.refresh_ratio)
         self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
         self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
         self.running: list[Request] = []
@@ -159,6 +162,7 @@ class DiffusionScheduler(SchedulerInterface):
         if self.log_stats:  # else nobody empties its lists
             self._stats.add_ended(state.progress)
         self.pages.free(request.request_id)
+        self.refreshes.forget(request.request_id)
         self.finished_req_ids.add(request.request_id)
         if self.finished_req_ids_dict is not None:
             self.finished_req_ids_dict[request.client_index].add(request.request_id)
@@ -172,12 +176,17 @@ class DiffusionScheduler(SchedulerInterface):
         if self._pause_state == PauseState.PAUSED_ALL:
             return output
         self._num_steps += 1
+        self.refreshes.begin_step(self._canvases())
         budget = self.max_rows
         # Those left out of the last steps first: a row budget too small for all must not starve anyone.
         for request in sorted(self.running, key=lambda r: self.states[r.request_id].last_scheduled):
-            budget -= self._schedule_one(request, output, budget)
+            plan = self._next_plan(request)
+            if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
+                self._schedule_one(request, plan, output)
+                budget -= plan.max_rows
         if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
             self._admit(output, budget)
+        self.refreshes.end_step(output.plans, self._canvases())
         self._describe_to_vllm(output)
         return output
 
@@ -185,8 +194,8 @@ class DiffusionScheduler(SchedulerInterface):
         while self.waiting and len(self.running) < self.max_num_running:
             request = self.waiting.peek_request()
             state = self.states[request.request_id]
-            demand = self.page_demand(state.spec)
-            if not self.pages.can_reserve(demand) or self.plan(state.spec, state.progress).max_rows > budget:
+            demand, plan = self.page_demand(state.spec), self._next_plan(request)
+            if not self.pages.can_reserve(demand) or plan.max_rows > budget:
                 break
             self.waiting.pop_request()
             self.pages.reserve(request.request_id, demand)
@@ -202,14 +211,20 @@ class DiffusionScheduler(SchedulerInterface):
                 )
             assert request.prompt_token_ids is not None
             output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
-            budget -= self._schedule_one(request, output, budget)
+            self._schedule_one(request, plan, output)
+            budget -= plan.max_rows
 
-    def _schedule_one(self, request: Request, output: DiffusionSchedulerOutput, budget: int) -> int:
-        """Put the request's next step into ``output`` if its rows fit ``budget``; returns the rows used."""
+    def _canvases(self) -> dict[str, int]:
+        """Canvas lengths of the running requests."""
+        return {r.request_id: self.states[r.request_id].spec.canvas_length for r in self.running}
+
+    def _next_plan(self, request: Request) -> StepPlan:
         state = self.states[request.request_id]
-        plan = self.plan(state.spec, state.progress)
-        if plan.max_rows > budget:
-            return 0
+        return self.plan(state.spec, state.progress)
+
+    def _schedule_one(self, request: Request, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:
+        """Put the request's next step into ``output``."""
+        state = self.states[request.request_id]
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
         counts = state.page_counts | guide_pages(state.spec, self.geometry)
@@ -224,7 +239,6 @@ class DiffusionScheduler(SchedulerInterface):
             state.tokens_retained = plan.retained
             progress.tokens_retained = max(progress.tokens_retained, plan.retained)
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
-        return plan.max_rows
 
     def _resize_tables(self, request_id: str, counts: PageCounts) -> dict[PageKind, list[list[int]]]:
         tables = iter(self.pages.resize(request_id, [n for per_layer in counts.values() for n in per_layer]))

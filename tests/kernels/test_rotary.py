@@ -68,7 +68,7 @@ def test_errors_name_what_does_not_fit():
         rotate(x, torch.zeros(2, 8))
     with pytest.raises(ValueError, match=r"x \[3, 2, 7\]"):
         rotate(x[..., :7], torch.zeros(3, 7))
-    with pytest.raises(ValueError, match="cos_sin torch.float64"):
+    with pytest.raises(ValueError, match=r"cos_sin torch\.float64"):
         rotate(x, torch.zeros(3, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match="a head of x is not contiguous"):
         rotate(torch.zeros(3, 8, 2).transpose(1, 2), torch.zeros(3, 8))
