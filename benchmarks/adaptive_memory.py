@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from adaptive_speed import PageWatch
-from random_engine import machine, random_llada, runner_of
+from random_engine import random_llada
 from step_memory import MIB, memory_of, restart_peak
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.passes import runner_of
 
 BLOCK_LENGTH = 32
 

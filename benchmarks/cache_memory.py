@@ -12,10 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from random_engine import machine, random_llada, runner_of
+from random_engine import random_llada
 from step_memory import MIB, memory_of, restart_peak
 
 from dllm_engine import DiffusionParams
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.passes import runner_of
 from dllm_engine.scheduler.page_layout import pages_for
 
 PAGE_SIZE = 32

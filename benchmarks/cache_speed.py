@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from random_engine import machine, random_llada, runner_of
+from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.passes import runner_of
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS

@@ -10,9 +10,10 @@ import ctypes
 import gc
 from pathlib import Path
 
-from random_engine import machine, random_llada
+from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import machine
 
 MIB = 1 << 20
 
