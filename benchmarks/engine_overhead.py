@@ -1,9 +1,9 @@
 """What the engine adds to each dispatch: the time of ``LLMEngine.step`` less that inside the model.
 
 The model is embedding, layers (with attention over pages), final norm and head. What is left is scheduling, building
-the batch, token statistics (which grow with rows and vocabulary; shown on their own as well), unmasking, reports and vLLM's
-front end. Medians over the dispatches of a response, without
-the first; outputs come with the blocks, so a median is of a dispatch within a block.
+the batch, token statistics (which grow with rows and vocabulary, and are shown on their own as well), unmasking,
+reports and vLLM's front end. Medians over the dispatches of a response, without the first; outputs come with the
+blocks, so a median is of a dispatch within a block.
 
     python benchmarks/engine_overhead.py [--methods none sparse --batch 1 32] [--output FILE.json]
 """

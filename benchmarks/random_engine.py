@@ -10,22 +10,11 @@ from dllm_engine import LLM
 from dllm_engine.bench.random_model import random_engine
 
 
-def random_llada(
-    *,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    vocab_size: int,
-    max_model_len: int,
-    dtype: str,
-    max_num_seqs: int,
-    **settings: Any,
-) -> LLM:
-    """A LLaDA of the given shape (MLP three times as wide, as in LLaDA-8B) without tokenizer.
-
-    ``settings`` are further arguments of ``LLM``.
-    """
-    config = {
+def llada_config(
+    hidden_size: int, num_layers: int, num_heads: int, vocab_size: int, max_model_len: int, dtype: str
+) -> dict[str, Any]:
+    """A LLaDA's ``config.json``, with an MLP three times as wide, as in LLaDA-8B."""
+    return {
         "model_type": "llada",
         "d_model": hidden_size,
         "n_heads": num_heads,
@@ -38,6 +27,24 @@ def random_llada(
         "eos_token_id": vocab_size - 2,
         "torch_dtype": dtype,
     }
+
+
+def random_llada(
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    vocab_size: int,
+    max_model_len: int,
+    dtype: str,
+    max_num_seqs: int,
+    **settings: Any,
+) -> LLM:
+    """A LLaDA of the given shape without tokenizer.
+
+    ``settings`` are further arguments of ``LLM``.
+    """
+    config = llada_config(hidden_size, num_layers, num_heads, vocab_size, max_model_len, dtype)
     return random_engine(
         config,
         dtype=dtype,
