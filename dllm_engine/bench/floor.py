@@ -80,6 +80,7 @@ class Floor:
     @torch.inference_mode()
     def _run(self) -> None:
         for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
             layer.qkv_proj(self._x)
             for q, kv in self._heads:
                 F.scaled_dot_product_attention(q, kv, kv, enable_gqa=self._grouped)
