@@ -25,8 +25,6 @@ from dllm_engine.cli.task_score import score_task
 from dllm_engine.demo.tasks import Example
 
 if TYPE_CHECKING:
-    import torch
-
     from dllm_engine.bench.plain import PlainDecoder
     from dllm_engine.llm import LLM
 
@@ -65,6 +63,8 @@ class Benchmark:
 
     def __init__(self, settings: BenchSettings) -> None:
         self.settings = s = settings
+        self._running: dict[str, LLM] = {}
+        """Engines that have not been stopped: one that is dropped takes vLLM's process groups from all others."""
         needed = s.lengths.longest
         if s.tasks and s.max_model_len is None:
             needed = max(needed, TASK_PROMPT + s.lengths.response)
@@ -101,17 +101,16 @@ class Benchmark:
         accuracy: list[dict[str, Any]] = []
         with tqdm(total=len(groups) * (s.repeats + 1), desc=s.model, unit="round", leave=False) as bar:
             for number, methods in enumerate(groups):
-                engines = {method: self._start(method) for method in methods}
-                device: torch.device = runner_of(engines[methods[0]]).device
+                self._stop()
+                for method in methods:
+                    self._running[method] = self._start(method)
+                runner = runner_of(self._running[methods[0]])
                 if rates is None:
-                    rates = MachineRates(device, runner_of(engines[methods[0]]).model.final_norm.weight.dtype)
+                    rates = MachineRates(runner.device, runner.model.final_norm.weight.dtype)
                 if plain is None and s.baseline:
-                    plain = subject.plain(device)
-                cells += self._measure(number, engines, plain, rates, bar)
-                accuracy += self._score(engines)
-                if number + 1 < len(groups):
-                    _stop(engines)
-                # The last group's engines live on: what ends them takes vLLM's process groups from other models'.
+                    plain = subject.plain(runner.device)
+                cells += self._measure(number, plain, rates, bar)
+                accuracy += self._score()
         assert rates is not None
         return {
             "model": s.model,
@@ -150,13 +149,12 @@ class Benchmark:
     def _measure(
         self,
         group: int,
-        engines: "dict[str, LLM]",
         plain: "PlainDecoder | None",
         rates: MachineRates,
         bar: Any,
     ) -> list[CellFigures]:
         """Round 0 warms up."""
-        s, subject = self.settings, self.subject
+        s, subject, engines = self.settings, self.subject, self._running
         tokenizer = None if subject.has_random_weights else next(iter(engines.values())).get_tokenizer()
         prompts = {length: subject.prompts(length, max(s.batches), s.seed, tokenizer) for length in s.lengths.prompts}
         samples: dict[Cell, list[Sample]] = {cell: [] for cell in self._cells(list(engines))}
@@ -188,10 +186,10 @@ class Benchmark:
             for cell, made in samples.items()
         ]
 
-    def _score(self, engines: "dict[str, LLM]") -> list[dict[str, Any]]:
+    def _score(self) -> list[dict[str, Any]]:
         """Accuracy of each method and way of unmasking; the tokens are the same at any batch."""
         scores = []
-        for method, llm in engines.items():
+        for method, llm in self._running.items():
             for unmasking in self.settings.unmaskings:
                 tasks = [
                     score_task(llm, examples, self.subject.params(unmasking))
@@ -212,10 +210,9 @@ class Benchmark:
                     )
         return scores
 
-
-def _stop(engines: "dict[str, LLM]") -> None:
-    """So that a device holds one at a time."""
-    for llm in engines.values():
-        llm.llm_engine.engine_core.shutdown()
-    engines.clear()
-    gc.collect()
+    def _stop(self) -> None:
+        """Before the next group starts: a device holds one at a time."""
+        for llm in self._running.values():
+            llm.llm_engine.engine_core.shutdown()
+        self._running.clear()
+        gc.collect()

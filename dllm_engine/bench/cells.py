@@ -96,6 +96,10 @@ def run_engine(
     llm: "LLM", prompts: Sequence[list[int]], params: "DiffusionParams", end_tokens: frozenset[int]
 ) -> Sample:
     """Hand in all requests at once and run the engine until they are answered."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = params.clone()
+    params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
     engine, scheduler, watch = llm.llm_engine, scheduler_of(llm), PassWatch(llm)
     memory = None if (pages := runner_of(llm).pages) is None else pages.memory
     page_bytes = 0 if memory is None else memory[0].numel() * memory.element_size()
@@ -256,7 +260,7 @@ class CellFigures:
     weight_bytes: int
     page_bytes: int
     working_bytes: int
-    """Beyond weights and pages; the most over the samples."""
+    """The most at once beyond weights and pages; median over the samples."""
     process_bytes: int
     """The whole process, with every engine in it; the most over the samples."""
     repetition: float | None
@@ -298,7 +302,7 @@ class CellFigures:
             rows_per_token=rows / max(visible, 1),
             weight_bytes=weight_bytes,
             page_bytes=max(sample.page_bytes for sample in samples),
-            working_bytes=max(sample.working_bytes for sample in samples),
+            working_bytes=int(statistics.median(sample.working_bytes for sample in samples)),
             process_bytes=max(sample.process_bytes for sample in samples),
             repetition=None if has_random_weights or not repetitions else statistics.mean(repetitions),
             whole=StepFigures.of(samples, "whole"),

@@ -15,7 +15,7 @@ SHADES = ("#9ad3da", "#4fb9c8", "#0f7c8c", "#0a4f5a")
 WHOLE, REUSE = "#8b95a1", "#ee9b1f"
 WEIGHTS, PAGES, WORKING = "#8b95a1", "#0f7c8c", "#f0c27a"
 BAR = 0.8
-"""Of the room that a method has."""
+"""Of the room that a cell has."""
 
 
 class Bars(NamedTuple):
@@ -23,7 +23,7 @@ class Bars(NamedTuple):
 
     title: str
     parts: Sequence[tuple[str, str, Callable[[dict[str, Any]], float | None]]]
-    """(label, colour, value) of each; no colour: the batch's shade."""
+    """(label, colour, value) of each; without a colour it has the batch's shade."""
     stacked: bool = False
     best: float | None = None
     """Where a line marks the best there can be."""
@@ -75,56 +75,58 @@ def _figure(report: Report, run: dict[str, Any]) -> Figure:
     methods = list(dict.fromkeys(cell["method"] for cell in run["cells"]))
     batches = sorted({cell["batch"] for cell in run["cells"]})
     panels = _panels(run)
-    height = len(rows) * (0.9 + 0.2 * len(methods) * len(batches)) + 1.2
-    figure = Figure(figsize=(3.6 * len(panels), height), dpi=150, facecolor="white", layout="constrained")
+    most = max(sum((cell["prompt"], cell["unmasking"]) == row for cell in run["cells"]) for row in rows)
+    figure = Figure(
+        figsize=(3.8 * len(panels), len(rows) * (0.7 + 0.19 * most) + 1.3),
+        dpi=150,
+        facecolor="white",
+        layout="constrained",
+    )
     figure.suptitle(f"{run_line(run)}\n{machine_line(report)}", size=8, color=MUTED, wrap=True)
-    grid = figure.subplots(len(rows), len(panels), squeeze=False)
+    grid = figure.subplots(len(rows), len(panels), squeeze=False, sharey="row")
     for (prompt, unmasking), row in zip(rows, grid, strict=True):
         cells = [cell for cell in run["cells"] if (cell["prompt"], cell["unmasking"]) == (prompt, unmasking)]
+        cells.sort(key=lambda cell: (methods.index(cell["method"]), cell["batch"]))
         for bars, axes in zip(panels, row, strict=True):
-            _bars(axes, bars, cells, methods, batches)
+            _bars(axes, bars, cells, batches)
+        row[0].set_yticks(range(len(cells)), [f"{cell['method']}, batch {cell['batch']}" for cell in cells])
+        row[0].set_ylim(len(cells) - 0.5, -0.5)
         row[0].set_ylabel(f"prompt {prompt}, {unmasking}", color=INK, size=9)
     for bars, axes in zip(panels, grid[0], strict=True):
-        axes.set_title(bars.title, size=10, color=INK)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(frameon=False, fontsize=7, labelcolor=INK, loc="lower right")
+        handles, labels = axes.get_legend_handles_labels()
+        axes.set_title(bars.title, size=10, color=INK, pad=20 if labels else 6)
+        if labels:
+            place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": len(labels)}
+            axes.legend(handles, labels, frameon=False, fontsize=7, labelcolor=INK, borderpad=0.2, **place)
     return figure
 
 
-def _bars(axes: Axes, bars: Bars, cells: list[dict[str, Any]], methods: list[str], batches: list[int]) -> None:
-    thickness = BAR / len(batches)
+def _bars(axes: Axes, bars: Bars, cells: list[dict[str, Any]], batches: list[int]) -> None:
+    slots = 1 if bars.stacked else len(bars.parts)
     labelled: set[str] = set()
-    for cell in cells:
-        number = batches.index(cell["batch"])
-        middle = methods.index(cell["method"]) + (number - (len(batches) - 1) / 2) * thickness
-        slots = 1 if bars.stacked else len(bars.parts)
+    for row, cell in enumerate(cells):
+        shade = SHADES[batches.index(cell["batch"]) * len(SHADES) // len(batches)]
         left = 0.0
-        for place, (label, colour, value_of) in enumerate(bars.parts):
+        for slot, (label, colour, value_of) in enumerate(bars.parts):
             value = value_of(cell)
             if value is None:
                 continue
-            label = label or f"batch {cell['batch']}"
-            colour = colour or SHADES[min(number * len(SHADES) // len(batches), len(SHADES) - 1)]
-            offset = 0.0 if bars.stacked else (place - (slots - 1) / 2) * thickness / slots
-            axes.barh(
-                middle + offset,
-                value,
-                left=left,
-                height=0.9 * thickness / slots,
-                color=colour,
-                label=None if label in labelled else label,
-            )
+            middle = row if bars.stacked else row + BAR * ((slot + 0.5) / slots - 0.5)
+            new = label if label and label not in labelled else None
+            axes.barh(middle, value, left=left, height=BAR / slots, color=colour or shade, label=new)
             labelled.add(label)
             if bars.stacked:
                 left += value
             else:
-                axes.annotate(f"{value:.3g}", (value, middle + offset), size=5.5, color=MUTED, va="center")
+                axes.annotate(f" {_short(value)}", (value, middle), size=5.5, color=MUTED, va="center")
     if bars.best is not None:
         axes.axvline(bars.best, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(methods)), methods)
-    axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=8, labelcolor=MUTED)
+    axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED)
     axes.grid(axis="x", color=LINE, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

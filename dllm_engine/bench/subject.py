@@ -24,6 +24,7 @@ from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, load_config, weight_b
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
+GPU_MEMORY_SHARE = 0.5
 ASKED = 2
 """Items that each prompt of a model with a tokenizer asks for, so that answers are equally long."""
 
@@ -149,8 +150,11 @@ class Subject:
             "max_num_batched_tokens": self.max_batch * self.max_model_len,
             "kv_cache_memory_bytes": self.pool_bytes(method, unmaskings),
             "use_tqdm_on_load": False,
-            **self.engine_args,
         }
+        if torch.cuda.is_available():
+            # The pool's size is given; this only says how much must be free, beside the baseline.
+            settings["gpu_memory_utilization"] = GPU_MEMORY_SHARE
+        settings |= self.engine_args
         if self.has_random_weights:
             return random_engine(named_shape(self.model), **settings)
         return LLM(self.model, **settings)

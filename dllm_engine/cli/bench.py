@@ -19,18 +19,22 @@ if TYPE_CHECKING:
     from dllm_engine.bench.benchmark import BenchSettings
 
 QUICK_OUTPUT, QUICK_PLOTS = Path("bench.json"), Path("bench-plots")
+DEFAULTS: dict[str, Any] = {
+    "model": DEMO_MODEL,
+    "methods": "all",
+    "unmasking": ONE,
+    "batch": [1, 8],
+    "prompt": [128, 512],
+    "response": 64,
+    "repeats": 3,
+    "dtype": "auto",
+    "tasks": None,
+    "count": 50,
+}
+_QUICK = {"batch": [1, 4], "response": 32, "repeats": 2, "dtype": "float32"}
 QUICK: tuple[dict[str, Any], ...] = (
-    {
-        "model": DEMO_MODEL,
-        "batch": [1, 4],
-        "prompt": [64],
-        "unmasking": f"{ONE},threshold=0.9",
-        "response": 32,
-        "repeats": 2,
-        "tasks": "names,keys,facts",
-        "count": 20,
-    },
-    {"model": "llada-8b/16", "batch": [1, 4], "prompt": [256], "unmasking": ONE, "response": 32, "repeats": 2},
+    _QUICK | {"prompt": [64], "unmasking": f"{ONE},threshold=0.9", "tasks": "names,keys,facts", "count": 20},
+    _QUICK | {"model": "llada-8b/16", "prompt": [256]},
 )
 """What ``--quick`` measures: a trained model, whose answers can be right or wrong, and a larger one for its times."""
 
@@ -43,43 +47,40 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "all of them, beside the same model in plain PyTorch. Tokens count up to the end token of a response, prompts "
         "never. Times are compared with a floor: the step's matrix products alone, on this machine.",
     )
-    parser.add_argument("--quick", action="store_true", help="a first look: two small models, some minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a first look: two small models, some minutes; other arguments narrow or widen it",
+    )
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar="FILE", help="measure nothing; print ratios of two result files"
     )
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--model",
-        default=DEMO_MODEL,
         help="`demo`, folder or Hugging Face name of a checkpoint, or random weights of a shape: `llada-8b`, "
-        "`dream-7b`, or `llada-8b/4` with a quarter of width, heads, layers and vocabulary (default: %(default)s)",
+        "`dream-7b`, or `llada-8b/4` with a quarter of width, heads, layers and vocabulary (default: demo)",
     )
-    what.add_argument("--methods", default="all", metavar="NAME,…", help="cache methods (default: all)")
+    what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all)")
     what.add_argument(
         "--unmasking",
-        default=ONE,
         metavar="RULE,…",
-        help=f"`{ONE}` for one token per step, a policy such as `margin`'s `topk_margin`, or NAME=VALUE with one of "
-        f"{', '.join(RULES)} (default: %(default)s)",
+        help=f"`{ONE}` for one token per step, a policy such as `low_confidence`, or NAME=VALUE with one of "
+        f"{', '.join(RULES)} (default: {ONE})",
     )
-    what.add_argument(
-        "--batch", type=_positive_ints, default=[1, 8], metavar="N,…", help="requests at once (default: 1,8)"
-    )
-    what.add_argument(
-        "--prompt", type=_positive_ints, default=[128, 512], metavar="N,…", help="prompt tokens (default: 128,512)"
-    )
-    what.add_argument("--response", type=positive_int, default=64, metavar="N", help="response tokens (default: 64)")
+    what.add_argument("--batch", type=_positive_ints, metavar="N,…", help="requests at once (default: 1,8)")
+    what.add_argument("--prompt", type=_positive_ints, metavar="N,…", help="prompt tokens (default: 128,512)")
+    what.add_argument("--response", type=positive_int, metavar="N", help="response tokens (default: 64)")
     what.add_argument(
         "--block-length", type=positive_int, metavar="N", help="default: the family's, demo model 8; at most --response"
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     how = parser.add_argument_group("how")
-    how.add_argument("--repeats", type=positive_int, default=3, metavar="N", help="measured rounds (default: 3)")
+    how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
     how.add_argument("--seed", type=int, default=0, help="of prompts and tasks (default: 0)")
     how.add_argument(
         "--dtype",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        default="auto",
         help="type of weights and activations (default: the checkpoint's)",
     )
     how.add_argument("--max-model-len", type=positive_int, metavar="N", help="default: what is measured needs")
@@ -98,7 +99,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help=f"score these too: {', '.join(TASKS)}, or .jsonl files with lines "
         '{"prompt": "…", "answer": "…"} (default: none)',
     )
-    quality.add_argument("--count", type=positive_int, default=50, metavar="N", help="examples per task (default: 50)")
+    quality.add_argument("--count", type=positive_int, metavar="N", help="examples per task (default: 50)")
     written = parser.add_argument_group("results")
     written.add_argument(
         "--output", type=Path, metavar="FILE", help=f"write everything as JSON (--quick: {QUICK_OUTPUT})"
@@ -116,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     note = None
     if args.quick:
+        if args.model is not None:
+            raise CommandError(f"--quick chooses its models; leave it out, or --model {args.model}")
         args.output = args.output or QUICK_OUTPUT
         if args.plots is None:
             args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
@@ -123,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--plots {args.plots}: {_PLOTS_NEED}")
     if args.output is not None and not args.output.parent.is_dir():
         raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
-    wanted = [argparse.Namespace(**vars(args) | preset) for preset in QUICK] if args.quick else [args]
+    wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
     report = _measure(wanted, shlex.join(["dllm", *_command_line(args)]))
     print(tables(report))
     if args.output is not None:
@@ -136,6 +139,12 @@ def run(args: argparse.Namespace) -> int:
     if note:
         print(f"no plots: {note}")
     return 0
+
+
+def filled(args: argparse.Namespace, preset: dict[str, Any]) -> argparse.Namespace:
+    """What was not given taken from ``preset``, else from the defaults."""
+    given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
+    return argparse.Namespace(**vars(args) | DEFAULTS | preset | given)
 
 
 _PLOTS_NEED = "matplotlib is not installed; run pip install 'dllm-engine[bench]'"
