@@ -19,9 +19,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from random_engine import machine, random_llada, runner_of
+from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.passes import runner_of
 from dllm_engine.model_executor.models.decoder import DecoderShape
 from dllm_engine.options import CacheOptions, DLLMCacheOptions, MaskKVOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
