@@ -2,7 +2,7 @@
 
 That is the linear layers, one call of attention per layer and group of equal requests, and the head on the masked rows,
 at the pass's shapes: on the model's own weights, with the same threads, in the same process, from inputs that lie
-ready. Norms, RoPE, page tables, choosing what is retained, and everything around the model are not in it.
+ready. Keys and values are different tensors, and each layer reads its own, as it must in any implementation. Norms, RoPE, page tables, choosing what is retained, and everything around the model are not in it.
 """
 
 import statistics
@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from dllm_engine.bench.machine import seconds_of
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder
 from dllm_engine.scheduler.step_plan import RetainedCopy, StepPlan
+
+_KV_BYTES = 256 << 20
+"""Keys and values that a floor makes at most, well beyond a cache; beyond it layers take turns with the same ones."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +72,23 @@ class Floor:
         # A CPU's attention has no grouped-query form: there every query head is given keys of its own.
         kv_heads = layer.num_kv_heads if weight.is_cuda else layer.num_heads
         self._grouped = kv_heads != layer.num_heads
-        self._heads = [
-            (
-                numbers(count, layer.num_heads, rows, layer.head_dim),
-                numbers(count, kv_heads, keys, layer.head_dim),
-            )
-            for (rows, keys), count in Counter(shape.requests).items()
+        groups = Counter(shape.requests).items()
+        num_keys = sum(keys * count for (_, keys), count in groups)
+        kv_bytes = 2 * num_keys * kv_heads * layer.head_dim * weight.element_size()
+        different = min(size.num_layers, max(1, _KV_BYTES // max(kv_bytes, 1)))
+        queries = [numbers(count, layer.num_heads, rows, layer.head_dim) for (rows, _), count in groups]
+        keys_and_values = [
+            [numbers(2, count, kv_heads, keys, layer.head_dim) for (_, keys), count in groups] for _ in range(different)
         ]
+        self._heads = [list(zip(queries, keys_and_values[i % different], strict=True)) for i in range(size.num_layers)]
 
     @torch.inference_mode()
     def _run(self) -> None:
-        for layer in self.model.layers:
+        for layer, heads in zip(self.model.layers, self._heads, strict=True):
             assert isinstance(layer, DecoderLayer)
             layer.qkv_proj(self._x)
-            for q, kv in self._heads:
-                F.scaled_dot_product_attention(q, kv, kv, enable_gqa=self._grouped)
+            for q, (k, v) in heads:
+                F.scaled_dot_product_attention(q, k, v, enable_gqa=self._grouped)
             layer.out_proj(self._attended)
             layer.gate_up_proj(self._x)
             layer.down_proj(self._gated)
