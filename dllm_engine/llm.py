@@ -24,6 +24,7 @@ class LLM(vllm.LLM):
         dense_attention: library for attention without pages, ``"sdpa"`` (PyTorch) or ``"xformers"`` (CUDA).
         refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
             smaller ratio evens the gaps between their blocks, None bounds nothing.
+        steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete.
         guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
             ``"demo"`` for the demo model's.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
@@ -43,6 +44,7 @@ class LLM(vllm.LLM):
         page_size: int = 32,
         dense_attention: Literal["sdpa", "xformers"] = "sdpa",
         refresh_ratio: float | None = 1.0,
+        steps_per_dispatch: int = 1,
         guide_model: str | None = None,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
@@ -54,6 +56,7 @@ class LLM(vllm.LLM):
             "page_size": page_size,
             "dense_attention": dense_attention,
             "refresh_ratio": refresh_ratio,
+            "steps_per_dispatch": steps_per_dispatch,
             "guide_model": guide_model,
             "request_defaults": request_defaults or {},
             "trace": trace,

@@ -246,6 +246,8 @@ class EngineOptions(BaseModel):
     """Library that computes attention without pages: PyTorch's, or xformers where it is installed (CUDA)."""
     refresh_ratio: float | None = Field(default=1.0, gt=0)
     """Rows of a request's FULL and UPDATE steps per row that smaller requests run meanwhile; None: no bound."""
+    steps_per_dispatch: int = Field(default=1, ge=1)
+    """Denoising steps that workers run on their own while nobody waits and no block is complete."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) with the same tokenizer, which checks
     drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""

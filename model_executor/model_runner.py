@@ -43,7 +43,7 @@ from dllm_engine.scheduler.messages import (
     StepReport,
 )
 from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.refresh_plan import longest_demand
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
 
 logger = init_logger(__name__)
@@ -80,6 +80,7 @@ class DiffusionModelRunner:
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.end_tokens = torch.tensor(model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=device)
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
+        self.plan = REFRESH_PLANS[self.options.cache_method].plan
         self.canvases: dict[str, Canvas] = {}
         self.pages: PageMemory | None = None
         self.model_memory_usage = 0
@@ -194,11 +195,25 @@ class DiffusionModelRunner:
             self.canvases[request_id].page_tables = {kind: self._page_table(ids) for kind, ids in tables.items()}
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch = self._build_batch(scheduler_output.plans)
+        reports = [self._run_step(scheduler_output.plans)]
+        progress = scheduler_output.progress
+        while len(reports) < scheduler_output.num_steps and not any(r.block_tokens for r in reports[-1].values()):
+            for request_id, report in reports[-1].items():
+                progress[request_id].advance(self.canvases[request_id].spec, report.num_unmasked, block_done=False)
+            reports.append(self._run_step({i: self.plan(self.canvases[i].spec, p) for i, p in progress.items()}))
+        request_ids = list(reports[-1])
+        return DiffusionRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+            sampled_token_ids=[report.block_tokens or [] for report in reports[-1].values()],
+            reports=reports,
+        )
+
+    def _run_step(self, plans: dict[str, StepPlan]) -> dict[str, StepReport]:
+        batch = self._build_batch(plans)
         layer_pass = self.make_layer_pass(batch, self.pages)
         hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-        unmasked = self._unmask(batch, hidden, layer_pass)
-        return self._report(batch, unmasked, layer_pass)
+        return self._report(batch, self._unmask(batch, hidden, layer_pass), layer_pass)
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec
@@ -376,7 +391,7 @@ class DiffusionModelRunner:
             filled.append(sorted(positions.tolist()))
         return filled
 
-    def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> DiffusionRunnerOutput:
+    def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> dict[str, StepReport]:
         reports = {}
         for index, (request_id, plan, canvas) in enumerate(
             zip(batch.request_ids, batch.plans, batch.canvases, strict=True)
@@ -392,12 +407,7 @@ class DiffusionModelRunner:
                 logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
                 block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
             )
-        return DiffusionRunnerOutput(
-            req_ids=batch.request_ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(batch.request_ids)},
-            sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
-            reports=reports,
-        )
+        return reports
 
 
 def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:

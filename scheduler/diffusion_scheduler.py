@@ -1,9 +1,10 @@
 """The diffusion step scheduler: which requests run in a step, in which refresh state, with which pages."""
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -186,7 +187,10 @@ class DiffusionScheduler(SchedulerInterface):
                 budget -= plan.max_rows
         if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
             self._admit(output, budget)
-        self.refreshes.end_step(output.plans, self._canvases())
+        canvases = self._canvases()
+        self.refreshes.end_step(output.plans, canvases)
+        if output.plans and self._can_run_on(output, canvases):
+            self._run_on(output)
         self._describe_to_vllm(output)
         return output
 
@@ -214,6 +218,25 @@ class DiffusionScheduler(SchedulerInterface):
             self._schedule_one(request, plan, output)
             budget -= plan.max_rows
 
+    def _can_run_on(self, output: DiffusionSchedulerOutput, canvases: dict[str, int]) -> bool:
+        """Whether the runner may go on by itself: nobody waits, and every step of every request has room."""
+        return (
+            self.options.steps_per_dispatch > 1
+            and not self.waiting
+            and output.plans.keys() == canvases.keys()
+            and sum(canvases.values()) <= self.max_rows
+            and not self.refreshes.binds(canvases)
+            and not any(self.states[request_id].spec.streams_steps for request_id in canvases)
+        )
+
+    def _run_on(self, output: DiffusionSchedulerOutput) -> None:
+        output.num_steps = self.options.steps_per_dispatch
+        for request_id in output.plans:
+            state = self.states[request_id]
+            # Whichever of its steps writes them.
+            self._hold_pages(state, output, of_block=True)
+            output.progress[request_id] = replace(state.progress, trace={})
+
     def _canvases(self) -> dict[str, int]:
         """Canvas lengths of the running requests."""
         return {r.request_id: self.states[r.request_id].spec.canvas_length for r in self.running}
@@ -227,18 +250,19 @@ class DiffusionScheduler(SchedulerInterface):
         state = self.states[request.request_id]
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
+        self._hold_pages(state, output, of_block=plan.state is RefreshState.UPDATE)
+        output.num_scheduled_tokens[request.request_id] = plan.max_rows
+
+    def _hold_pages(self, state: RequestState, output: DiffusionSchedulerOutput, *, of_block: bool) -> None:
+        """``of_block``: also what a step of the running block writes."""
+        request_id, progress = state.request.request_id, state.progress
         counts = state.page_counts | guide_pages(state.spec, self.geometry)
-        if plan.state is RefreshState.UPDATE and not state.pages_settled:
-            counts |= self.page_counts(state.spec, state.progress.block, self.geometry)
+        if of_block and not state.pages_settled:
+            counts |= self.page_counts(state.spec, progress.block, self.geometry)
         if counts != state.page_counts:
             state.page_counts = counts
-            output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
-        progress = state.progress
+            output.page_tables[request_id] = self._resize_tables(request_id, counts)
         progress.pages_held = max(progress.pages_held, sum(map(sum, counts.values())))
-        if plan.state is RefreshState.UPDATE:
-            state.tokens_retained = plan.retained
-            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
-        output.num_scheduled_tokens[request.request_id] = plan.max_rows
 
     def _resize_tables(self, request_id: str, counts: PageCounts) -> dict[PageKind, list[list[int]]]:
         tables = iter(self.pages.resize(request_id, [n for per_layer in counts.values() for n in per_layer]))
@@ -273,29 +297,14 @@ class DiffusionScheduler(SchedulerInterface):
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         finished: set[Request] = set()
         if isinstance(model_runner_output, DiffusionRunnerOutput):
-            assert isinstance(scheduler_output, DiffusionSchedulerOutput)
-            self._stats.engine_steps += 1
-            for request_id, report in model_runner_output.reports.items():
+            self._stats.engine_steps += len(model_runner_output.reports)
+            for request_id, report in itertools.chain.from_iterable(r.items() for r in model_runner_output.reports):
                 state = self.states.get(request_id)
                 if state is None:  # aborted while the step ran
                     continue
-                if report.kv_slots is not None:
-                    self._settle_pages(state, report.kv_slots)
-                plan = scheduler_output.plans[request_id]
-                self._stats.add_step(plan, state.spec, report.num_unmasked, report.rows_computed)
-                shown = {}
-                if report.block_state is not None:
-                    shown = provisional_message(state.spec, state.progress, report.block_state)
-                self._advance(state.progress, state.spec, report)
-                if report.block_tokens is None:
-                    if shown:
-                        message = figures_message(state.progress, with_trace=False) | shown
-                        output = EngineCoreOutput(request_id, new_token_ids=[], kv_transfer_params=message)
-                        outputs[state.request.client_index].append(output)
-                    continue
-                tokens = self._accept(state, report.block_tokens)
-                output = self._engine_output(state, tokens, report.logprobs, shown)
-                outputs[state.request.client_index].append(output)
+                output = self._account(state, report)
+                if output is not None:
+                    outputs[state.request.client_index].append(output)
                 if state.request.is_finished():
                     finished.add(state.request)
         self.running = remove_all(self.running, finished)
@@ -314,20 +323,27 @@ class DiffusionScheduler(SchedulerInterface):
         self._rejected.clear()
         return self._per_client(outputs)
 
-    @staticmethod
-    def _advance(progress: Progress, spec: DecodingSpec, report: StepReport) -> None:
-        progress.num_forwards += 1
+    def _account(self, state: RequestState, report: StepReport) -> EngineCoreOutput | None:
+        """Take in what a step did to a request; returns what its client gets to see."""
+        if report.kv_slots is not None:
+            self._settle_pages(state, report.kv_slots)
+        progress, spec = state.progress, state.spec
+        plan = self.plan(spec, progress)
+        self._stats.add_step(plan, spec, report.num_unmasked, report.rows_computed)
+        shown = provisional_message(spec, progress, report.block_state) if report.block_state is not None else {}
+        if plan.state is RefreshState.UPDATE:
+            state.tokens_retained = plan.retained
+            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
         progress.num_rows_computed += report.rows_computed
-        progress.num_unmasked += report.num_unmasked
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
-        if report.block_tokens is None:
-            progress.step += 1
-            progress.num_masked -= report.num_unmasked
-        elif progress.block + 1 < spec.num_blocks:
-            progress.block += 1
-            progress.step = 0
-            progress.num_masked = spec.block_span(progress.block).size
+        progress.advance(spec, report.num_unmasked, report.block_tokens is not None)
+        if report.block_tokens is not None:
+            return self._engine_output(state, self._accept(state, report.block_tokens), report.logprobs, shown)
+        if not shown:
+            return None
+        message = figures_message(progress, with_trace=False) | shown
+        return EngineCoreOutput(state.request.request_id, new_token_ids=[], kv_transfer_params=message)
 
     @staticmethod
     def _accept(state: RequestState, block_tokens: list[int]) -> list[int]:

@@ -31,6 +31,10 @@ class RefreshBudget:
             if canvases[request_id] < 2 * smallest:
                 del self._owed[request_id]
 
+    def binds(self, canvases: Mapping[str, int]) -> bool:
+        """Whether any of these requests might have to wait."""
+        return self.ratio is not None and max(canvases.values()) >= 2 * min(canvases.values())
+
     def allows(self, request_id: str, plan: StepPlan) -> bool:
         """Whether a request's next step may be part of this step."""
         return plan.state is RefreshState.REUSE or request_id not in self._owed

@@ -2,7 +2,8 @@
 
 That is the linear layers, one call of attention per layer and group of equal requests, and the head on the masked rows,
 at the pass's shapes: on the model's own weights, with the same threads, in the same process, from inputs that lie
-ready. Keys and values are different tensors, and each layer reads its own, as it must in any implementation. Norms, RoPE, page tables, choosing what is retained, and everything around the model are not in it.
+ready. Keys and values are different tensors, and each layer reads its own, as it must in any implementation. Norms,
+RoPE, page tables, choosing what is retained, and everything around the model are not in it.
 """
 
 import statistics

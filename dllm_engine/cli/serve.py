@@ -5,7 +5,13 @@ import json
 import sys
 from typing import Any
 
-from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, check_vllm, engine_options
+from dllm_engine.cli.engine import (
+    add_cache_arguments,
+    add_denoising_arguments,
+    check_vllm,
+    engine_options,
+    positive_int,
+)
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
@@ -38,6 +44,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="R",
         help="rows that a long request refreshes per row of short ones beside it: a smaller ratio evens the gaps "
         "between their blocks, a large one (1e9) bounds nothing (default: 1)",
+    )
+    other.add_argument(
+        "--steps-per-dispatch",
+        type=positive_int,
+        metavar="N",
+        help="denoising steps that workers run on their own while nobody waits and no block is complete; new requests "
+        "and disconnects wait for them (default: 1)",
     )
     other.add_argument("--no-playground", action="store_true", help="leave out the page /playground")
     other.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
@@ -94,6 +107,8 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         options = options | {"guide_model": args.guide_model}
     if args.refresh_ratio is not None:
         options = options | {"refresh_ratio": args.refresh_ratio}
+    if args.steps_per_dispatch is not None:
+        options = options | {"steps_per_dispatch": args.steps_per_dispatch}
     if defaults := {name: getattr(args, name) for name in _REQUEST_DEFAULTS if getattr(args, name) is not None}:
         check_vllm()  # what checks them needs it
         options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}

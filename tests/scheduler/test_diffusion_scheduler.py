@@ -49,7 +49,7 @@ class StandInRunner:
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
-            reports=reports,
+            reports=[reports],
         )
 
 
