@@ -89,7 +89,7 @@ def test_a_request_that_streams_by_step_is_reported_by_step(pair, monkeypatch):
     params.output_kind = RequestOutputKind.DELTA
     run = run_in_steps(several, PROMPTS[:1], [params])
     assert run.figures[0].forward_passes == 8
-    assert ran == [1] * 8
+    assert [n for n in ran if n] == [1] * 8
 
 
 def test_requests_may_join_and_leave_between_dispatches(pair):
