@@ -5,7 +5,7 @@ parameters; ``install`` puts our checks there. What fails is answered with 400 a
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -165,6 +165,30 @@ def serve_diffusion(response_limit: int | None) -> None:
     if not _serves_diffusion:
         _serves_diffusion = True
         _refuse_beam_search()
+        _refuse_before_streaming()
+
+
+def _refuse_before_streaming() -> None:
+    """vLLM's server gives a streamed response the status 200, and ``AsyncLLM.generate`` checks the request when it is
+    asked for the first result. Check when it is called, so that a refusal has its own status, streamed or not.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    generate = AsyncLLM.generate
+
+    def generate_if_valid(
+        self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        # The server renders prompts beforehand. Others wait for the generator, which renders off the event loop.
+        if getattr(self.model_config, "is_dllm_engine", False) and isinstance(prompt, dict) and "type" in prompt:
+            rank = kwargs.get("data_parallel_rank")
+            self.input_processor.process_inputs(
+                request_id, prompt, sampling_params, ("generate",), data_parallel_rank=rank
+            )
+        results: AsyncGenerator[Any, None] = generate(self, prompt, sampling_params, request_id, **kwargs)
+        return results
+
+    AsyncLLM.generate = generate_if_valid
 
 
 def _refuse_beam_search() -> None:
