@@ -171,20 +171,30 @@ def serve_diffusion(response_limit: int | None) -> None:
 def _refuse_before_streaming() -> None:
     """vLLM's server gives a streamed response the status 200, and ``AsyncLLM.generate`` checks the request when it is
     asked for the first result. Check when it is called, so that a refusal has its own status, streamed or not.
+
+    What vLLM cannot send to its engine process (half a surrogate pair, integers beyond 64 bits) is refused too: vLLM
+    finds out when it has noted the request already, answers 500, and keeps it for ever.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.serial_utils import MsgpackEncoder
 
     generate = AsyncLLM.generate
+    encode = MsgpackEncoder().encode
 
     def generate_if_valid(
         self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         # The server renders prompts beforehand. Others wait for the generator, which renders off the event loop.
         if getattr(self.model_config, "is_dllm_engine", False) and isinstance(prompt, dict) and "type" in prompt:
-            rank = kwargs.get("data_parallel_rank")
-            self.input_processor.process_inputs(
-                request_id, prompt, sampling_params, ("generate",), data_parallel_rank=rank
-            )
+            to_send = {name: kwargs.get(name) for name in ("data_parallel_rank", "session_id")}
+            request = self.input_processor.process_inputs(request_id, prompt, sampling_params, ("generate",), **to_send)
+            try:
+                encode(request)
+            except (ValueError, OverflowError) as error:
+                raise InvalidRequestError(
+                    f"the request cannot be sent to the engine: {error}; text must be valid Unicode, an integer have "
+                    f"at most 64 bits"
+                ) from None
         results: AsyncGenerator[Any, None] = generate(self, prompt, sampling_params, request_id, **kwargs)
         return results
 
