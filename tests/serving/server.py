@@ -25,10 +25,10 @@ def free_port() -> int:
 class Server:
     """``command`` (of ``dllm`` or ``vllm``, installed beside this Python) until ``stop``."""
 
-    def __init__(self, program: str, *arguments: str, log: Path) -> None:
+    def __init__(self, program: str, *arguments: str, log: Path, logging_level: str = "WARNING") -> None:
         self.port = free_port()
         self.log = log
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
+        environment = os.environ | {"VLLM_LOGGING_LEVEL": logging_level}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         executable = str(Path(sys.executable).parent / program)
         self.process = subprocess.Popen(

@@ -11,6 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from dllm_engine import playground
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
 from tests.engines import start_engine
@@ -287,7 +288,7 @@ def test_what_cannot_be_served_is_answered_with_400_and_loses_nothing(client, mo
     "options",
     [
         {"presence_penalty": 1.0},
-        {"max_tokens": 505},
+        {"max_tokens": MAX_MODEL_LEN},
         {"extra_body": {"vllm_xargs": {"block_length": 33}}},
         {"extra_body": {"vllm_xargs": {"stepz": 3}}},
         {"extra_body": {"vllm_xargs": {"steps": "many"}}},
@@ -342,6 +343,13 @@ def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, exam
     assert after["dllm:pages_reserved"] == after["dllm:pages_allocated"] == after["dllm:tokens_retained"] == 0
     labels = 'engine="0",model_name="' + model
     assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+
+
+def test_the_playground_is_there_without_further_arguments(server):
+    with urllib.request.urlopen(server.url + "/playground", timeout=30) as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Security-Policy"]
+        assert answer.read().decode() == playground.page()
 
 
 def test_every_metric_of_the_dashboard_exists(server):
@@ -399,9 +407,10 @@ def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
 
 def test_dllm_serve_decodes_by_its_arguments_and_ends_with_status_0_at_sigterm(tmp_path):
     flags = ["--cache-method", "sparse", "--retention-ratio", "0.5", "--page-size", "8", "--block-length", "8"]
-    server = Server("dllm", "serve", "demo", *flags, "--steps", "16", "--max-model-len", "256", log=tmp_path / "log")
+    flags += ["--steps", "16", "--max-model-len", "256", "--api-key", "open-sesame"]
+    server = Server("dllm", "serve", "demo", *flags, log=tmp_path / "log", logging_level="INFO")
     server.wait_until_ready()
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="open-sesame")
     messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
 
     def figures(**options) -> dict:
@@ -417,4 +426,9 @@ def test_dllm_serve_decodes_by_its_arguments_and_ends_with_status_0_at_sigterm(t
     assert figures(vllm_xargs={"retention_ratio": 0.25})["tokens_retained"] == (10 + 24) // 4
     with pytest.raises(openai.BadRequestError, match=r"retention_ratio=0\.75 is out of range"):
         figures(vllm_xargs={"retention_ratio": 0.75})
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="swordfish").models.list()
     assert server.stop() == 0, server.tail()
+    log = server.log.read_text()
+    assert "POST /v1/chat/completions" in log
+    assert not [word for word in ("Reverse", "Oslo", "sesame", "swordfish") if word in log], "neither prompts nor keys"
