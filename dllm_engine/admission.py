@@ -175,10 +175,11 @@ def _refuse_before_streaming() -> None:
     What vLLM cannot send to its engine process (half a surrogate pair, integers beyond 64 bits) is refused too: vLLM
     finds out when it has noted the request already, answers 500, and keeps it for ever.
     """
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    generate = AsyncLLM.generate
+    generate, respond = AsyncLLM.generate, OpenAIServingResponses._generate_with_builtin_tools
     encode = MsgpackEncoder().encode
 
     def generate_if_valid(
@@ -198,7 +199,16 @@ def _refuse_before_streaming() -> None:
         results: AsyncGenerator[Any, None] = generate(self, prompt, sampling_params, request_id, **kwargs)
         return results
 
+    def respond_if_valid(
+        self: Any, request_id: str, engine_input: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        # `/v1/responses` calls `generate` in a generator of its own. To be checked it is enough to be called.
+        self.engine_client.generate(engine_input, sampling_params, request_id, session_id=kwargs.get("session_id"))
+        results: AsyncGenerator[Any, None] = respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
+        return results
+
     AsyncLLM.generate = generate_if_valid
+    OpenAIServingResponses._generate_with_builtin_tools = respond_if_valid
 
 
 def _refuse_beam_search() -> None:

@@ -310,6 +310,14 @@ def test_a_refused_stream_is_answered_like_a_refused_whole(client, model, endpoi
     assert errors[0]["code"] == 400
 
 
+def test_a_refused_stream_of_the_responses_api_is_answered_with_400(client, model):
+    with pytest.raises(openai.BadRequestError, match="steps=0"):
+        client.responses.create(model=model, input="Hello!", stream=True, extra_body={"vllm_xargs": {"steps": 0}})
+    events = list(client.responses.create(model=model, input="Hello!", stream=True, max_output_tokens=GEN_LENGTH))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text.strip() == "Hello! How can I help?"
+
+
 def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, model, server):
     prompts = ["Hello!", "say <|mdm_mask|>"]
     with pytest.raises(openai.BadRequestError, match="mask token"):
