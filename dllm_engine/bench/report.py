@@ -31,7 +31,8 @@ HOW = {
 }
 """How each figure of a result file was made; written into it."""
 LEGEND = """\
-TOKENS/S       visible response tokens per second, of the whole batch (before the end token; never the prompt)
+TOKENS/S       visible response tokens per second, of the whole batch (before the end token; never the prompt): median,
+               and the lowest and highest round
 × PLAIN        that over plain PyTorch's: no cache, no engine, one request after the other (row `plain`)
 1ST BLOCK      time to the first finished block, median over requests
 LATENCY        time to the end of a request: median, and what 90 of 100 stay below
@@ -78,13 +79,15 @@ def run_line(run: dict[str, Any]) -> str:
 
 
 def _row(run: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
+    lowest, highest = cell["tokens_per_second_lowest"], cell["tokens_per_second_highest"]
+    tokens_per_second = f"{cell['tokens_per_second']:.1f} ({lowest:.0f}–{highest:.0f})"
     latency, memory = cell["latency"], cell["weight_bytes"] + cell["page_bytes"] + cell["working_bytes"]
     return (
         cell["method"],
         cell["unmasking"],
         str(cell["batch"]),
         str(cell["prompt"]),
-        f"{cell['tokens_per_second']:.1f}",
+        tokens_per_second,
         _or_nothing(over_plain(run, cell), ".2f"),
         seconds_text(cell["first_block"]["median"]),
         f"{seconds_text(latency['median'])}, {seconds_text(latency['p90'])}",

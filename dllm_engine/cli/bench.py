@@ -26,15 +26,16 @@ DEFAULTS: dict[str, Any] = {
     "batch": [1, 8],
     "prompt": [128, 512],
     "response": 64,
+    "block_length": None,
     "repeats": 3,
     "dtype": "auto",
     "tasks": None,
     "count": 50,
 }
-_QUICK = {"batch": [1, 4], "response": 32, "repeats": 2, "dtype": "float32"}
+_QUICK = {"batch": [1, 4], "response": 32, "repeats": 3, "dtype": "float32"}
 QUICK: tuple[dict[str, Any], ...] = (
     _QUICK | {"prompt": [64], "unmasking": f"{ONE},threshold=0.9", "tasks": "names,keys,facts", "count": 20},
-    _QUICK | {"model": "llada-8b/16", "prompt": [256]},
+    _QUICK | {"model": "llada-8b/16", "prompt": [256], "block_length": 16},
 )
 """What ``--quick`` measures: a trained model, whose answers can be right or wrong, and a larger one for its times."""
 
