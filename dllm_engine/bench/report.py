@@ -65,7 +65,8 @@ def tables(report: Report) -> str:
 
 def machine_line(report: Report) -> str:
     m = report["machine"]
-    return f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, vLLM {m['vllm']}, {m['date']}"
+    versions = f"torch {m['torch']}, vLLM {m['vllm']}"
+    return f"{m['processor']}, {m['threads']} threads, {versions}, {m['clock']} clock, {m['date']}"
 
 
 def run_line(run: dict[str, Any]) -> str:
@@ -187,7 +188,7 @@ def _ratio(
 
 
 def _differences(first: Report, second: Report) -> Iterator[str]:
-    for key in ("processor", "threads", "torch", "vllm"):
+    for key in ("processor", "threads", "torch", "vllm", "clock"):
         if first["machine"][key] != second["machine"][key]:
             yield f"{key} was {first['machine'][key]}, then {second['machine'][key]}: times do not compare."
     runs = {run["model"]: run for run in second["runs"]}

@@ -78,6 +78,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     how = parser.add_argument_group("how")
     how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
+    how.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="which seconds count; processor seconds hardly see what else runs on a shared machine, and nothing of a "
+        "GPU (default: %(default)s)",
+    )
     how.add_argument("--seed", type=int, default=0, help="of prompts and tasks (default: 0)")
     how.add_argument(
         "--dtype",
@@ -128,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and not args.output.parent.is_dir():
         raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
-    report = _measure(wanted, shlex.join(["dllm", *_command_line(args)]))
+    report = _measure(wanted, args.clock, shlex.join(["dllm", *_command_line(args)]))
     print(tables(report))
     if args.output is not None:
         _write(args.output, report)
@@ -157,13 +164,14 @@ def _can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _measure(wanted: list[argparse.Namespace], command: str) -> Report:
+def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Report:
     be_quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the instrument looks inside the engine
     check_vllm()
     from dllm_engine.bench.benchmark import Benchmark
-    from dllm_engine.bench.machine import provenance
+    from dllm_engine.bench.machine import provenance, use_clock
 
+    use_clock(clock)
     benchmarks = [Benchmark(settings(each)) for each in wanted]
     runs = [benchmark.run() for benchmark in benchmarks]
     return {"schema": SCHEMA, "command": command, "machine": provenance(), "how": HOW, "runs": runs}

@@ -36,7 +36,14 @@ def cell(method, batch=1, tokens_per_second=10.0, group=0, **changed):
 @pytest.fixture
 def report():
     return {
-        "machine": {"processor": "A CPU", "threads": 1, "torch": "2.13", "vllm": "0.32.0", "date": "2026-01-01"},
+        "machine": {
+            "processor": "A CPU",
+            "threads": 1,
+            "torch": "2.13",
+            "vllm": "0.32.0",
+            "clock": "wall",
+            "date": "2026-01-01",
+        },
         "runs": [
             {
                 "model": "llada-8b/4",
@@ -58,7 +65,7 @@ def report():
 
 def test_a_table_has_a_row_per_cell_and_explains_its_columns(report):
     machine, about, table, *_, legend = tables(report).split("\n\n")
-    assert machine == "A CPU, 1 threads, torch 2.13, vLLM 0.32.0, 2026-01-01"
+    assert machine == "A CPU, 1 threads, torch 2.13, vLLM 0.32.0, wall clock, 2026-01-01"
     assert about.startswith("llada-8b/4 (random weights, d=1024, 8 layers, float32): response 32, blocks of 32")
     assert "150 GFLOP/s, copies 12.0 GB/s" in about
     header, *rows = table.splitlines()
