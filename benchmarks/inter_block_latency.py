@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.bench.machine import machine
+from dllm_engine.bench.machine import CLOCKS, machine, now, use_clock
 from dllm_engine.bench.passes import PassWatch
 
 NEWCOMER = "newcomer"
@@ -47,17 +46,17 @@ def gaps_of_running(llm: LLM, options: argparse.Namespace, *, with_newcomer: boo
     arrived = left = None
     while engine.has_unfinished_requests():
         if arrived is None and all(blocks.values()):
-            arrived = time.perf_counter()
+            arrived = now()
             if with_newcomer:
                 prompt = {"prompt_token_ids": [9] * options.newcomer_prompt}
                 engine.add_request(NEWCOMER, prompt, params(options.newcomer_response, options.block_length))
         outputs = engine.step()
-        now = time.perf_counter()
+        moment = now()
         for output in outputs:
             if output.request_id != NEWCOMER:
-                blocks[output.request_id].append(now)
+                blocks[output.request_id].append(moment)
             elif output.finished:
-                left = now
+                left = moment
     assert arrived is not None
     if with_newcomer and (left is None or left > min(times[-1] for times in blocks.values())):
         raise SystemExit("the newcomer outlived those it runs beside; raise --gen-length")
@@ -76,9 +75,9 @@ def steps_alone(llm: LLM, options: argparse.Namespace) -> dict[str, list[float]]
     with watch.watching():
         while engine.has_unfinished_requests():
             watch.before_dispatch()
-            start = time.perf_counter()
+            start = now()
             engine.step()
-            taken, passes = time.perf_counter() - start, watch.take()
+            taken, passes = now() - start, watch.take()
             kinds = {forward.kind for forward in passes}
             if len(kinds) == 1 and (kind := kinds.pop()) is not None:
                 seconds[kind].append(taken / len(passes))
@@ -101,8 +100,10 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, help="row budget of a step (default: all requests' rows)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: hardly sees what else runs here")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
+    use_clock(options.clock)
     budget = (
         {} if options.max_num_batched_tokens is None else {"max_num_batched_tokens": options.max_num_batched_tokens}
     )
@@ -155,7 +156,7 @@ def main() -> None:
         f"newcomer {options.newcomer_prompt} and {options.newcomer_response}, block {options.block_length}, "
         f"d={options.hidden_size}, {options.layers} layers, {options.dtype}"
     )
-    print(f"{machine()}; {options.rounds} rounds")
+    print(f"{machine()}, {options.clock} clock; {options.rounds} rounds")
     for name in ("gap_without_ms", "gap_beside_ms"):
         gap = figures[name]
         print(f"{name:>20}: p50 {gap['p50']:.0f}, p99 {gap['p99']:.0f} (of {gap['of']})")

@@ -12,7 +12,6 @@ layers and the head on the masked rows of the block, on the same weights, in the
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
-from dllm_engine.bench.machine import machine
+from dllm_engine.bench.machine import CLOCKS, machine, now, use_clock
 from dllm_engine.bench.passes import PassWatch, runner_of
 
 BLOCK_LENGTH = 32
@@ -46,9 +45,9 @@ def measure(llm: LLM, method: str, batch: int, canvas: int, pairs: int) -> list[
         watch.take()
         while any(len(times.get(kind, ())) < pairs for kind in wanted) and engine.has_unfinished_requests():
             watch.before_dispatch()
-            start = time.perf_counter()
+            start = now()
             engine.step()
-            seconds = time.perf_counter() - start
+            seconds = now() - start
             passes = watch.take()
             kinds = {forward.kind for forward in passes}
             if len(kinds) != 1 or (kind := kinds.pop()) is None or len(times.setdefault(kind, [])) >= pairs:
@@ -88,8 +87,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: hardly sees what else runs here")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args()
+    use_clock(options.clock)
     print(f"canvas {options.canvas}, d={options.hidden_size}, {options.layers} layers, {options.dtype}")
     print(f"{'method':>8} {'kind':>6} {'batch':>6} {'pairs':>6} {'step ms':>10} {'floor ms':>10} {'floor/step':>11}")
     # All at once: an engine that ends takes vLLM's process groups along.
@@ -117,7 +118,7 @@ def main() -> None:
                     f"{row['floor_ms']:>10.1f} {row['floor_over_step']:>11.2f}",
                     flush=True,
                 )
-    print(f"{machine()}; medians of interleaved pairs")
+    print(f"{machine()}, {options.clock} clock; medians of interleaved pairs")
     if options.output:
         settings = {k: v for k, v in vars(options).items() if k != "output"}
         options.output.write_text(json.dumps({"machine": machine(), **settings, "figures": figures}, indent=1) + "\n")

@@ -6,14 +6,13 @@ while the instrument looks, so records cost no measured time.
 
 import itertools
 import statistics
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.floor import Floor, PassShape
-from dllm_engine.bench.machine import synchronize
+from dllm_engine.bench.machine import now, synchronize
 from dllm_engine.bench.memory import peak, restart_peak
 from dllm_engine.bench.passes import PassWatch, runner_of, scheduler_of
 from dllm_engine.bench.percentiles import Distribution
@@ -108,16 +107,16 @@ def run_engine(
     before = restart_peak()
     sample = Sample(0.0, [], 0, 0)
     with watch.watching():
-        start = time.perf_counter()
+        start = now()
         for i, prompt in enumerate(prompts):
             engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-        clock = time.perf_counter() - start
+        clock = now() - start
         while engine.has_unfinished_requests():
             watch.before_dispatch()
-            start = time.perf_counter()
+            start = now()
             made = engine.step()
             synchronize()
-            seconds = time.perf_counter() - start
+            seconds = now() - start
             clock += seconds
             for output in made:
                 blocks[output.request_id].append(clock)
@@ -163,11 +162,11 @@ def run_plain(
     sample = Sample(0.0, [], 0, 0)
     for prompt in prompts:
         synchronize()
-        start = time.perf_counter()
+        start = now()
         times, response = [], None
         for response in decode(model, prompt, spec, end_tokens):  # noqa: B007 - the last one counts
             synchronize()
-            times.append(time.perf_counter() - start)
+            times.append(now() - start)
         assert response is not None
         sample.seconds += times[-1]
         sample.requests.append(

@@ -1,6 +1,5 @@
 """A look inside an engine of this process: which forward passes each dispatch ran, and how long the model took."""
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.floor import PassShape
-from dllm_engine.bench.machine import synchronize
+from dllm_engine.bench.machine import now, synchronize
 from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 if TYPE_CHECKING:
@@ -145,10 +144,10 @@ class InnerTime:
     def _timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             synchronize()
-            start = time.perf_counter()
+            start = now()
             out = work(*args, **kwargs)
             synchronize()
-            self._seconds[part] += time.perf_counter() - start
+            self._seconds[part] += now() - start
             return out
 
         return timed

@@ -31,7 +31,8 @@ HOW = {
 }
 """How each figure of a result file was made; written into it."""
 LEGEND = """\
-TOKENS/S       visible response tokens per second, of the whole batch (before the end token; never the prompt)
+TOKENS/S       visible response tokens per second, of the whole batch (before the end token; never the prompt): median,
+               and the lowest and highest round
 × PLAIN        that over plain PyTorch's: no cache, no engine, one request after the other (row `plain`)
 1ST BLOCK      time to the first finished block, median over requests
 LATENCY        time to the end of a request: median, and what 90 of 100 stay below
@@ -64,7 +65,8 @@ def tables(report: Report) -> str:
 
 def machine_line(report: Report) -> str:
     m = report["machine"]
-    return f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, vLLM {m['vllm']}, {m['date']}"
+    versions = f"torch {m['torch']}, vLLM {m['vllm']}"
+    return f"{m['processor']}, {m['threads']} threads, {versions}, {m['clock']} clock, {m['date']}"
 
 
 def run_line(run: dict[str, Any]) -> str:
@@ -78,13 +80,15 @@ def run_line(run: dict[str, Any]) -> str:
 
 
 def _row(run: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
+    lowest, highest = cell["tokens_per_second_lowest"], cell["tokens_per_second_highest"]
+    tokens_per_second = f"{cell['tokens_per_second']:.1f} ({lowest:.0f}–{highest:.0f})"
     latency, memory = cell["latency"], cell["weight_bytes"] + cell["page_bytes"] + cell["working_bytes"]
     return (
         cell["method"],
         cell["unmasking"],
         str(cell["batch"]),
         str(cell["prompt"]),
-        f"{cell['tokens_per_second']:.1f}",
+        tokens_per_second,
         _or_nothing(over_plain(run, cell), ".2f"),
         seconds_text(cell["first_block"]["median"]),
         f"{seconds_text(latency['median'])}, {seconds_text(latency['p90'])}",
@@ -184,7 +188,7 @@ def _ratio(
 
 
 def _differences(first: Report, second: Report) -> Iterator[str]:
-    for key in ("processor", "threads", "torch", "vllm"):
+    for key in ("processor", "threads", "torch", "vllm", "clock"):
         if first["machine"][key] != second["machine"][key]:
             yield f"{key} was {first['machine'][key]}, then {second['machine'][key]}: times do not compare."
     runs = {run["model"]: run for run in second["runs"]}

@@ -93,7 +93,7 @@ def test_what_is_given_goes_before_the_preset_and_the_defaults():
     assert [each.prompt for each in filled] == [[64], [256]]
     assert bench.filled(parsed(), {}).batch == [1, 8]
     settings = bench.settings(filled[0])
-    assert (settings.methods, settings.repeats, set(settings.tasks)) == (("none",), 2, {"names", "keys", "facts"})
+    assert (settings.methods, settings.repeats, set(settings.tasks)) == (("none",), 3, {"names", "keys", "facts"})
     assert [unmasking.options for unmasking in settings.unmaskings] == [{}, {"threshold": 0.9}]
 
 
