@@ -6,6 +6,7 @@ this module loaded first.
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,12 @@ class DiffusionLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Responses, without the stop string that ended them; all requests go to the engine at once."""
-        params = [self._params(options) for _, options in (request.args for request in requests)]
+        params = [self._params(request.args[1]) for request in requests]
+        asked: Counter[int] = Counter()
+        for request, wanted in zip(requests, params, strict=True):
+            if wanted.seed is not None:
+                wanted.seed += asked[id(request)]  # a task that repeats its requests wants different responses
+                asked[id(request)] += 1
         prompts = [
             self._fit(self.tok_encode(context), wanted.gen_length or 1)
             for (context, _), wanted in zip((request.args for request in requests), params, strict=True)
@@ -172,7 +178,9 @@ class DiffusionLM(TemplateLM):
         params |= self.decoding | {name: options.pop(name) for name in DIFFUSION_OPTIONS if name in options}
         if options:
             name, value = next(iter(options.items()))
-            raise ValueError(f"generation_kwargs: {name}={value!r} is not supported; known: {', '.join(DECODING_OPTIONS)}")
+            raise ValueError(
+                f"generation_kwargs: {name}={value!r} is not supported; known: {', '.join(DECODING_OPTIONS)}"
+            )
         return DiffusionParams(stop=stop, **params)
 
     def _answer(self, prompts: list[list[int]], params: list[DiffusionParams], *, use_tqdm: bool) -> list[str]:
@@ -231,7 +239,10 @@ class DiffusionLM(TemplateLM):
         totals = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
-                self.tok_encode(text, add_special_tokens=False), self.prefix_token_id, self.max_length - 1, context_len=1
+                self.tok_encode(text, add_special_tokens=False),
+                self.prefix_token_id,
+                self.max_length - 1,
+                context_len=1,
             )
             pairs = [make_disjoint_window(window) for window in windows]
             totals.append(sum(log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)))

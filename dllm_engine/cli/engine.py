@@ -224,33 +224,37 @@ def _be_quiet() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
-    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams, request_options
+def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
+    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
 
     lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
     if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
         lengths = DEMO_LENGTHS
-    params = DiffusionParams(
-        **lengths,
-        steps=args.steps,
-        unmasking=args.unmasking,
-        **{name: getattr(args, name) for name in PARALLEL_OPTIONS},
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
+    names = ("steps", "unmasking", *PARALLEL_OPTIONS, "temperature", "top_p", "top_k", "seed", "ignore_eos")
+    options = lengths | {name: getattr(args, name) for name in names}
+    defaults = DiffusionParams()
+    return {name: value for name, value in options.items() if value != getattr(defaults, name)}
+
+
+def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
+    from dllm_engine.params import DiffusionParams, request_options
+
+    params = DiffusionParams(**decoding_options(args))
     request_options(params)  # vLLM would check these with the first request only
     return params
 
 
 def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
     """Raise ``ValueError`` for parameters that would fail every request alike."""
+    from dllm_engine.admission import default_gen_length
     from dllm_engine.families import family_of
     from dllm_engine.params import resolve_decoding
 
+    if params.max_tokens is None:
+        params = params.clone()
+        params.max_tokens = default_gen_length(1, llm.model_config.max_model_len)
     engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
     resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
