@@ -67,5 +67,5 @@ def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> I
     offset = rng.random()
     for sample in range(num_samples):
         count = min(1 + int(length * (sample + offset) / num_samples), length)
-        masked = np.sort(rng.choice(length, count, replace=False))
-        yield length / count / num_samples, masked.tolist()
+        drawn = rng.choice(length, count, replace=False)
+        yield length / count / num_samples, np.sort(drawn).tolist()

@@ -35,7 +35,7 @@ def check_plot(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         raise CommandError(
-            "--plot needs matplotlib, which is not installed; run pip install 'dllm-engine[bench]'"
+            "--plot needs matplotlib, which is not installed; run pip install 'dllm-engine[eval]'"
         ) from error
 
 
