@@ -95,10 +95,9 @@ class DiffusionLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "DiffusionLM":
-        """Starts the engine. Of lm_eval's own settings ``batch_size`` has no say, the engine batches what fits."""
+        """Starts the engine. ``additional_config`` is lm_eval's batch size and device, which it names even where its
+        user does not, and which have no say: the engine batches what fits, on the device that vLLM finds."""
         arguments = dict(arg_dict)
-        if (device := (additional_config or {}).get("device")) is not None:
-            raise ValueError(f"device={device!r}: vLLM chooses the device itself; leave it unset")
         own = ("mc_num", "mc_seed", "check_greedy", "max_prompt_tokens")
         settings = {name: arguments.pop(name) for name in own if name in arguments}
         # A ratio lowers the engine's for every request; the engine's own is cache_options'.
