@@ -114,11 +114,18 @@ def parse_rule(text: str) -> dict[str, Any]:
 
 
 def engines(wanted: list[Combination]) -> "Iterator[tuple[LLM, list[Combination]]]":
-    """An engine per cache method, with the combinations to try on it before the next one is asked for."""
+    """An engine per cache method, with the combinations to try on it before the next one is asked for.
+
+    Raises ``ValueError`` at once for decoding parameters out of range.
+    """
     by_method: dict[str, list[Combination]] = {}
     for combination in wanted:
         by_method.setdefault(combination.cache_method, []).append(combination)
         decoding_params(combination.settings)
+    return _engines(by_method)
+
+
+def _engines(by_method: dict[str, list[Combination]]) -> "Iterator[tuple[LLM, list[Combination]]]":
     for of_method in by_method.values():
         llm, _ = start_engine(of_method[0].settings)
         yield llm, of_method
@@ -129,8 +136,9 @@ def engines(wanted: list[Combination]) -> "Iterator[tuple[LLM, list[Combination]
 
 def compare(wanted: list[Combination], examples: dict[str, list[Example]]) -> Iterator[ComparedScore]:
     """Score each combination on the examples of each task."""
+    running = engines(wanted)
     with tqdm(total=len(wanted), desc="Combinations", unit="", leave=False) as bar:
-        for llm, of_method in engines(wanted):
+        for llm, of_method in running:
             for combination in of_method:
                 check_for_all(llm, decoding_params(combination.settings))
             for of_task in examples.values():
