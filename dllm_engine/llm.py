@@ -25,6 +25,8 @@ class LLM(vllm.LLM):
         dense_attention: library for attention without pages, ``"sdpa"`` (PyTorch) or ``"xformers"`` (CUDA).
         guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
             ``"demo"`` for the demo model's.
+        batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
+            slower with several requests.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
             that name none.
         trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
@@ -42,6 +44,7 @@ class LLM(vllm.LLM):
         page_size: int = 32,
         dense_attention: Literal["sdpa", "xformers"] = "sdpa",
         guide_model: str | None = None,
+        batch_invariant: bool = False,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
@@ -52,6 +55,7 @@ class LLM(vllm.LLM):
             "page_size": page_size,
             "dense_attention": dense_attention,
             "guide_model": guide_model,
+            "batch_invariant": batch_invariant,
             "request_defaults": request_defaults or {},
             "trace": trace,
         }

@@ -213,11 +213,23 @@ class DiffusionModelRunner:
             self.canvases[request_id].page_tables = {kind: self._page_table(ids) for kind, ids in tables.items()}
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch = self._build_batch(scheduler_output.plans)
-        layer_pass = self.make_layer_pass(batch, self.pages)
-        hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-        unmasked = self._unmask(batch, hidden, layer_pass)
-        return self._report(batch, unmasked, layer_pass)
+        together = [scheduler_output.plans]
+        if self.options.batch_invariant:
+            # How a library sums depends on the shapes it is given, so a request is given its own alone.
+            together = [{request_id: plan} for request_id, plan in scheduler_output.plans.items()]
+        reports: dict[str, StepReport] = {}
+        for plans in together:
+            batch = self._build_batch(plans)
+            layer_pass = self.make_layer_pass(batch, self.pages)
+            hidden = self.model(batch.input_ids, batch.positions, layer_pass)
+            unmasked = self._unmask(batch, hidden, layer_pass)
+            reports |= self._report(batch, unmasked, layer_pass)
+        return DiffusionRunnerOutput(
+            req_ids=list(reports),
+            req_id_to_index={request_id: i for i, request_id in enumerate(reports)},
+            sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
+            reports=reports,
+        )
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec
@@ -395,7 +407,7 @@ class DiffusionModelRunner:
             filled.append(sorted(positions.tolist()))
         return filled
 
-    def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> DiffusionRunnerOutput:
+    def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> dict[str, StepReport]:
         reports = {}
         for index, (request_id, plan, canvas) in enumerate(
             zip(batch.request_ids, batch.plans, batch.canvases, strict=True)
@@ -411,12 +423,7 @@ class DiffusionModelRunner:
                 logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
                 block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
             )
-        return DiffusionRunnerOutput(
-            req_ids=batch.request_ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(batch.request_ids)},
-            sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
-            reports=reports,
-        )
+        return reports
 
 
 def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
