@@ -1,5 +1,6 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ class LLM(vllm.LLM):
         steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete.
         guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
             ``"demo"`` for the demo model's.
+        batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
+            slower with several requests.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
             that name none.
         trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
@@ -46,6 +49,7 @@ class LLM(vllm.LLM):
         refresh_ratio: float | None = 1.0,
         steps_per_dispatch: int = 1,
         guide_model: str | None = None,
+        batch_invariant: bool = False,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
@@ -58,6 +62,7 @@ class LLM(vllm.LLM):
             "refresh_ratio": refresh_ratio,
             "steps_per_dispatch": steps_per_dispatch,
             "guide_model": guide_model,
+            "batch_invariant": batch_invariant,
             "request_defaults": request_defaults or {},
             "trace": trace,
         }
@@ -117,6 +122,42 @@ class LLM(vllm.LLM):
         # Every rank measures the same.
         importance: list[float] = self.collective_rpc("profile_layers", args=(prompt_token_ids, gen_length))[0]
         return importance
+
+    def masked_logprobs(self, canvases: Iterable[tuple[list[int], list[int]]]) -> Iterator[list[float]]:
+        """Log-probabilities of masked tokens given all others, from forward passes without a cache.
+
+        Args:
+            canvases: per canvas its tokens, none masked, and which positions of it to mask. Taken as needed, as many
+                as fit into one forward pass (``max_num_batched_tokens``).
+
+        Yields:
+            Per canvas the log-probability of each masked position's token.
+
+        Raises:
+            ValueError: a canvas that is empty or beyond ``max_model_len``, or a position outside of it.
+        """
+        limit = self.model_config.max_model_len
+        max_rows = self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+        batch: list[tuple[list[int], list[int]]] = []
+        num_rows = 0
+        for tokens, masked in canvases:
+            if not 1 <= len(tokens) <= limit:
+                raise ValueError(f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, here {limit}")
+            if not all(0 <= position < len(tokens) for position in masked):
+                raise ValueError(f"masked positions {masked} are not all in a canvas of {len(tokens)} tokens")
+            if num_rows + len(tokens) > max_rows:
+                yield from self._masked_logprobs(batch)
+                batch, num_rows = [], 0
+            batch.append((tokens, masked))
+            num_rows += len(tokens)
+        if batch:
+            yield from self._masked_logprobs(batch)
+
+    def _masked_logprobs(self, batch: list[tuple[list[int], list[int]]]) -> list[list[float]]:
+        sequences, masked = zip(*batch, strict=True)
+        # Every rank finds the same.
+        found: list[list[float]] = self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))[0]
+        return found
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A length that is only our default stays open, so that admission takes 256 or what fits."""

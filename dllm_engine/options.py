@@ -253,6 +253,8 @@ class EngineOptions(BaseModel):
     drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
+    batch_invariant: bool = False
+    """Compute every request on its own, so that not a bit of its response depends on what else is running."""
     trace: bool = False
     """Record per forward pass which positions were unmasked and computed."""
     playground: bool = True

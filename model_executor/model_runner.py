@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
+from dllm_engine.families import family_of
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
@@ -171,6 +172,24 @@ class DiffusionModelRunner:
         self.model(torch.tensor(tokens, device=self.device), torch.arange(len(tokens), device=self.device), layer_pass)
         return layer_pass.importance
 
+    @torch.inference_mode()
+    def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
+        """Log-probability of each token that is masked, given the rest of its sequence; one forward pass for all."""
+        shift = int(family_of(self.model_config.hf_config).shifts_logits)
+        cu_seqlens = list(itertools.accumulate(map(len, sequences), initial=0))
+        starts = torch.tensor(cu_seqlens[:-1], device=self.device)
+        sizes = torch.tensor([len(positions) for positions in masked], device=self.device)
+        tokens = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=self.device)
+        places = torch.tensor(list(itertools.chain.from_iterable(masked)), dtype=torch.int64, device=self.device)
+        rows = starts.repeat_interleave(sizes) + places
+        ids = tokens.index_fill(0, rows, self.mask_token_id)
+        positions = torch.cat([torch.arange(len(sequence), device=self.device) for sequence in sequences])
+        hidden = self.model(ids, positions, DensePass(cu_seqlens))
+        # As in a response, the first position of a sequence has no row before it.
+        predicting = rows - (places > 0).long() * shift
+        logprobs = self.predictor.logprobs_of(hidden[predicting], tokens[rows])
+        return [part.tolist() for part in logprobs.split(sizes.tolist())]
+
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""
 
@@ -210,10 +229,17 @@ class DiffusionModelRunner:
         )
 
     def _run_step(self, plans: dict[str, StepPlan]) -> dict[str, StepReport]:
-        batch = self._build_batch(plans)
-        layer_pass = self.make_layer_pass(batch, self.pages)
-        hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-        return self._report(batch, self._unmask(batch, hidden, layer_pass), layer_pass)
+        together = [plans]
+        if self.options.batch_invariant:
+            # How a library sums depends on the shapes it is given, so a request is given its own alone.
+            together = [{request_id: plan} for request_id, plan in plans.items()]
+        reports: dict[str, StepReport] = {}
+        for of_batch in together:
+            batch = self._build_batch(of_batch)
+            layer_pass = self.make_layer_pass(batch, self.pages)
+            hidden = self.model(batch.input_ids, batch.positions, layer_pass)
+            reports |= self._report(batch, self._unmask(batch, hidden, layer_pass), layer_pass)
+        return reports
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec

@@ -92,6 +92,26 @@ class TokenPredictor:
             logprobs=_concatenated([c.logprobs for c in chunks if c.logprobs is not None]),
         )
 
+    def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probability of a given token per row, ``[num_rows]`` float32, under the plain softmax of its logits.
+
+        ``hidden`` as for ``predict``; ``tokens`` ``[num_rows]`` int64.
+        """
+        chunks = []
+        for start in range(0, hidden.shape[0], self.max_rows):
+            rows = slice(start, start + self.max_rows)
+            logits, first_token = self.compute_logits(hidden[rows])
+            log_total = token_statistics(logits, -1, False, False)[2]
+            column = tokens[rows] - first_token
+            held = (column >= 0) & (column < logits.shape[-1])
+            logit = logits.gather(-1, column.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0].float()
+            if self.tp_group.world_size > 1:
+                # The token is in one rank's shard.
+                logit = torch.stack(self._gather(logit.masked_fill(~held, -torch.inf))).amax(dim=0)
+                log_total = torch.logsumexp(torch.stack(self._gather(log_total)), dim=0)
+            chunks.append(logit - log_total)
+        return torch.cat(chunks)
+
     def _reduce(
         self,
         shard: VocabularyShard,

@@ -86,7 +86,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     """
     slow = options.slow or options.all
     # The slow stage also starts engines and replicas under Ray.
-    environment.install(["ray", "test"] if slow else ["test"])
+    environment.install(["eval", "ray", "test"] if slow else ["eval", "test"])
     failures = []
     if options.lint or options.all:
         failures.append(environment.run("ruff", "check"))

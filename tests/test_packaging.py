@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import distribution, entry_points
+from importlib.metadata import EntryPoint, distribution, entry_points
 from pathlib import Path
 
 import pytest
@@ -70,6 +70,14 @@ def test_distribution_registers_the_plugin_and_the_command():
     (command,) = entry_points(group="console_scripts", name="dllm")
     assert callable(plugin.load())
     assert callable(command.load())
+
+
+def test_lm_evals_entry_point_is_the_model_that_it_registers():
+    """Of the settings: lm_eval reads it from a release on that is not out yet."""
+    from lm_eval.api.registry import get_model
+
+    named = SETTINGS["project"]["entry-points"]["lm_eval.models"]["dllm"]
+    assert EntryPoint("dllm", named, "lm_eval.models").load() is get_model("dllm")
 
 
 def test_distribution_needs_neither_torch_nor_vllm():

@@ -113,27 +113,40 @@ def parse_rule(text: str) -> dict[str, Any]:
     return {name: value}
 
 
-def compare(wanted: list[Combination], examples: dict[str, list[Example]]) -> Iterator[ComparedScore]:
-    """Score each combination on the examples of each task."""
+def engines(wanted: list[Combination]) -> "Iterator[tuple[LLM, list[Combination]]]":
+    """An engine per cache method, with the combinations to try on it before the next one is asked for.
+
+    Raises ``ValueError`` at once for decoding parameters out of range.
+    """
     by_method: dict[str, list[Combination]] = {}
     for combination in wanted:
         by_method.setdefault(combination.cache_method, []).append(combination)
         decoding_params(combination.settings)
+    return _engines(by_method)
+
+
+def _engines(by_method: dict[str, list[Combination]]) -> "Iterator[tuple[LLM, list[Combination]]]":
+    for of_method in by_method.values():
+        llm, _ = start_engine(of_method[0].settings)
+        yield llm, of_method
+        _stop(llm)
+        del llm
+        gc.collect()
+
+
+def compare(wanted: list[Combination], examples: dict[str, list[Example]]) -> Iterator[ComparedScore]:
+    """Score each combination on the examples of each task."""
+    running = engines(wanted)
     with tqdm(total=len(wanted), desc="Combinations", unit="", leave=False) as bar:
-        for of_method in by_method.values():
-            llm, _ = start_engine(of_method[0].settings)
-            params = [decoding_params(combination.settings) for combination in of_method]
-            for each in params:
-                check_for_all(llm, each)
+        for llm, of_method in running:
+            for combination in of_method:
+                check_for_all(llm, decoding_params(combination.settings))
             for of_task in examples.values():
-                score_task(llm, of_task[:NUM_WARMUP], params[0])
-            for combination, each in zip(of_method, params, strict=True):
-                scores = [score_task(llm, of_task, each) for of_task in examples.values()]
-                yield ComparedScore.of(combination, scores)
+                score_task(llm, of_task[:NUM_WARMUP], decoding_params(of_method[0].settings))
+            for combination in of_method:
+                params = decoding_params(combination.settings)
+                yield ComparedScore.of(combination, [score_task(llm, of_task, params) for of_task in examples.values()])
                 bar.update()
-            _stop(llm)
-            del llm
-            gc.collect()
 
 
 def _stop(llm: "LLM") -> None:

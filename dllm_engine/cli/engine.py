@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
 """What the demo model was trained with; a real checkpoint uses its family's defaults."""
 VLLM_RELEASE = "0.32."
+BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -87,6 +88,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     group.add_argument(
         "--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="devices to split the model over"
     )
+    group.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
     group.add_argument(
         "--engine-arg",
         metavar="KEY=VALUE",
@@ -194,7 +196,7 @@ def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
         **dict(args.engine_arg),
     }
     try:
-        return LLM(args.model, trace=trace, **engine_options(args), **arguments)
+        return LLM(args.model, batch_invariant=args.batch_invariant, trace=trace, **engine_options(args), **arguments)
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
 
@@ -224,33 +226,37 @@ def be_quiet() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
-    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams, request_options
+def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
+    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
 
     lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
     if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
         lengths = DEMO_LENGTHS
-    params = DiffusionParams(
-        **lengths,
-        steps=args.steps,
-        unmasking=args.unmasking,
-        **{name: getattr(args, name) for name in PARALLEL_OPTIONS},
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
+    names = ("steps", "unmasking", *PARALLEL_OPTIONS, "temperature", "top_p", "top_k", "seed", "ignore_eos")
+    options = lengths | {name: getattr(args, name) for name in names}
+    defaults = DiffusionParams()
+    return {name: value for name, value in options.items() if value != getattr(defaults, name)}
+
+
+def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
+    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
+    from dllm_engine.params import DiffusionParams, request_options
+
+    params = DiffusionParams(**decoding_options(args))
     request_options(params)  # vLLM would check these with the first request only
     return params
 
 
 def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
     """Raise ``ValueError`` for parameters that would fail every request alike."""
+    from dllm_engine.admission import default_gen_length
     from dllm_engine.families import family_of
     from dllm_engine.params import resolve_decoding
 
+    if params.max_tokens is None:
+        params = params.clone()
+        params.max_tokens = default_gen_length(1, llm.model_config.max_model_len)
     engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
     resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 

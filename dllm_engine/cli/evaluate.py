@@ -1,4 +1,4 @@
-"""``dllm eval``: how many of the demo tasks a model solves, and what that costs.
+"""``dllm eval``: how many of the demo tasks, or of lm-evaluation-harness's, a model solves, and what that costs.
 
 Not ``eval.py``: the module would hide Python's function from its importers.
 """
@@ -19,23 +19,68 @@ from dllm_engine.cli.engine import (
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.harness import COLUMNS as HARNESS_COLUMNS
+from dllm_engine.cli.harness import HarnessScore, run_harness
 from dllm_engine.cli.table import format_table
 from dllm_engine.cli.task_score import COLUMNS, score_task
+from dllm_engine.cli.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
+from dllm_engine.likelihood import NUM_SAMPLES
+from dllm_engine.paper_tasks import PAPERS
+
+DEMO_COUNT = 50
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "eval",
-        help="score a model on the demo tasks",
-        description=f"Score a model on the tasks {', '.join(TASKS)}. Responses have 32 tokens in blocks of 8 unless "
-        "asked otherwise; the same seed (default: 0) gives the same examples.",
+        help="score a model on the demo tasks, or on those of lm-evaluation-harness",
+        description=f"Score a model on the tasks {', '.join(TASKS)}, or on tasks of lm-evaluation-harness. Responses "
+        "to the first have 32 tokens in blocks of 8 unless asked otherwise; the same seed (default: 0) gives the same "
+        "examples.",
     )
-    parser.add_argument("--tasks", default=",".join(TASKS), metavar="NAME,…", help="default: %(default)s")
-    parser.add_argument("--count", type=positive_int, default=50, metavar="N", help="examples per task (default: 50)")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--tasks", default=",".join(TASKS), metavar="NAME,…", help="default: %(default)s")
+    asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
+    asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
+    parser.add_argument(
+        "--count",
+        type=positive_int,
+        metavar="N",
+        help=f"examples per task (default: {DEMO_COUNT}; of lm_eval's tasks all)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores and settings to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw accuracy against speed into a .png")
+    harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
+    harness.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks, as YAML files")
+    harness.add_argument("--paper", metavar="NAME", help=f"whose settings: {', '.join(PAPERS)} (default: the first)")
+    harness.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's)")
+    harness.add_argument(
+        "--metric", metavar="METRIC,FILTER", help="of several the one to show (default: the first; --json has all)"
+    )
+    harness.add_argument(
+        "--no-chat-template",
+        dest="chat_template",
+        action="store_false",
+        help="give prompts as plain text, even where the tokenizer has a chat template",
+    )
+    harness.add_argument(
+        "--max-prompt-tokens", type=positive_int, metavar="N", help="cut longer prompts in their middle"
+    )
+    harness.add_argument(
+        "--mc-num",
+        type=positive_int,
+        default=NUM_SAMPLES,
+        metavar="N",
+        help="masks per continuation in likelihoods (default: %(default)s)",
+    )
+    harness.add_argument(
+        "--confirm-run-unsafe-code",
+        action="store_true",
+        help="run the programs that the model writes, which tasks such as humaneval score",
+    )
     compared = parser.add_argument_group(
-        "comparison", "A row per combination, over all tasks, instead of one per task."
+        "comparison", "A row per combination, over all demo tasks, instead of one per task."
     )
     compared.add_argument("--methods", metavar="NAME,…", help="cache methods, with their papers' settings; or `all`")
     compared.add_argument(
@@ -45,15 +90,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
-    # The answers of these tasks fit; the seed also draws the examples.
-    parser.set_defaults(run=run, seed=0, **DEMO_LENGTHS)
+    # It also draws the examples.
+    parser.set_defaults(run=run, seed=0)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        check_plot(args.plot)
+    if args.lm_eval is not None or args.paper_task is not None:
+        return _run_harness(args)
+    # The answers of these tasks fit.
+    for name, value in (DEMO_LENGTHS | {"count": DEMO_COUNT}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     tasks = args.tasks.split(",")
     examples = {task: make_examples(task, args.count, args.seed) for task in tasks}
     if args.methods is not None or args.unmasking_rules is not None:
         return _compare(args, examples)
+    if args.plot is not None:
+        raise CommandError("--plot shows combinations; name some with --methods or --unmasking-rules")
     llm, params = start_engine(args)
     scores = [score_task(llm, examples[task], params) for task in examples]
     print(format_table([COLUMNS, *(score.row() for score in scores)]))
@@ -74,6 +129,34 @@ def _compare(args: argparse.Namespace, examples: dict[str, list[Example]]) -> in
         # A long run that is interrupted, or fails late, still shows what it found.
         if scores:
             print(comparison_table(scores))
+    if args.plot is not None:
+        name = "exact match: " + ", ".join(examples)
+        draw_tradeoff(
+            [TradeoffPoint(name, s.cache_method, s.unmasking, s.tokens_per_second, s.exact_match) for s in scores],
+            args.plot,
+        )
+    return 0
+
+
+def _run_harness(args: argparse.Namespace) -> int:
+    scores: list[HarnessScore] = []
+    try:
+        for score in run_harness(args):
+            scores.append(score)
+            if args.json:
+                _write_json(args.json, args, scores)
+    finally:
+        if scores:
+            print(format_table([HARNESS_COLUMNS, *(score.row() for score in scores)]))
+    if args.plot is not None:
+        points = [
+            TradeoffPoint(f"{s.task}: {s.metric}", s.cache_method, s.unmasking, s.tokens_per_second, s.score, s.stderr)
+            for s in scores
+            if s.tokens_per_second is not None
+        ]
+        if not points:
+            raise CommandError("nothing to plot: likelihoods are found without a cache, so no method is faster at them")
+        draw_tradeoff(points, args.plot)
     return 0
 
 

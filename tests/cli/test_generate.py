@@ -50,6 +50,17 @@ def test_a_raw_prompt_gets_no_template(run, capsys):
     assert capsys.readouterr().out == "Hello! How can I help?\n"
 
 
+def test_parameters_may_leave_the_length_open(demo):
+    from dllm_engine import DiffusionParams
+    from dllm_engine.cli.engine import check_for_all
+
+    params = DiffusionParams(steps=8)
+    check_for_all(demo, params)
+    assert params.gen_length is None
+    with pytest.raises(ValueError, match="steps=2"):
+        check_for_all(demo, DiffusionParams(steps=2))
+
+
 def test_every_line_gets_one_record(run, tmp_path, demo):
     lines = [{"prompt": prompt, "id": f"p{i}"} for i, prompt in enumerate(PROMPTS)]
     assert run(*write_input(tmp_path, *lines)) == 0

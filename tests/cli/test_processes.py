@@ -156,6 +156,32 @@ def test_example_answers(run, name):
     assert ANSWER in result.stdout
 
 
+def test_lm_eval_command_runs_the_model_by_its_name(run, tmp_path):
+    task = (CHECKOUT / "examples" / "lm_eval" / "names.yaml").read_text(encoding="utf-8")
+    (tmp_path / "names.yaml").write_text(task.replace("examples/", f"{CHECKOUT}/examples/"), encoding="utf-8")
+    model = "pretrained=demo,cache_method=dual,max_num_seqs=4,block_length=8"
+    result = run(
+        *DLLM, "lm-eval", "--model", "dllm", "--model_args", model, "--tasks", str(tmp_path / "names.yaml"),
+        "--apply_chat_template", "--limit", "6", "--output_path", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (report,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(report.read_text(encoding="utf-8"))
+    assert results["results"]["names"]["exact_match,stripped"] == 1.0
+    assert results["config"]["model"] == "dllm"
+    assert "|names|" in result.stdout
+
+
+def test_a_paper_task_without_its_data_says_what_is_missing(run, environment, tmp_path):
+    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    result = run(*DLLM, "eval", "--paper-task", "gsm8k")
+    assert result.returncode == 2
+    (message,) = (line for line in result.stderr.splitlines() if line.startswith("dllm: error: "))
+    assert "task 'gsm8k' cannot be loaded" in message
+    assert "openai/gsm8k" in message
+    assert "HF_HOME" in message
+
+
 def test_serve_answers_under_the_name_demo(environment, tmp_path):
     port = free_port()
     command = [*DLLM, "serve", "demo", "--port", str(port), "--trace"]

@@ -311,3 +311,17 @@ def test_entropy_of_a_certain_token_is_finite():
     assert math.isclose(got.probability.item(), 1)
     assert math.isclose(got.negative_entropy.item(), 0, abs_tol=1e-6)
     assert math.isclose(got.margin.item(), 1)
+
+
+def test_logprobs_of_given_tokens_are_those_of_the_softmax(monkeypatch):
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 4 * VOCAB)
+    logits = random_logits()
+    tokens = torch.tensor([0, 149, MASK, 7, 99, 100, 101, 3, 3])
+    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(predictor_of().logprobs_of(logits, tokens), expected)
+
+    def work(rank: int, group):
+        return predictor_of(group, *((0, 100) if rank == 0 else (100, VOCAB))).logprobs_of(logits, tokens)
+
+    for sharded in on_two_ranks(work):
+        torch.testing.assert_close(sharded, expected)

@@ -1,0 +1,29 @@
+"""``dllm lm-eval``: the command of lm-evaluation-harness with the model ``dllm``."""
+
+import argparse
+import sys
+
+from dllm_engine.cli.harness import check_lm_eval
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "lm-eval",
+        help="the command of lm-evaluation-harness, which then knows `--model dllm`",
+        usage="dllm lm-eval [arguments of `lm_eval`]",
+        description="For example: dllm lm-eval --model dllm --model_args pretrained=demo,cache_method=sparse --tasks "
+        "TASK. Releases of lm_eval that look for plugins know the model under their own command too.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run, passes_on_unknown=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_lm_eval()
+    from lm_eval.__main__ import cli_evaluate
+
+    import dllm_engine.lm_eval_model  # noqa: F401 - registers the model
+
+    sys.argv = ["lm_eval", *args.unknown]
+    cli_evaluate()
+    return 0
