@@ -112,6 +112,8 @@ class Progress:
     """Forward passes so far, over the whole response."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
+    last_unmasked: int = 0
+    """How many of them the last forward pass unmasked."""
     num_rows_computed: int = 0
     """Rows fed to the model so far, summed over forward passes."""
     pages_held: int = 0

@@ -305,6 +305,7 @@ class DiffusionScheduler(SchedulerInterface):
         progress.num_forwards += 1
         progress.num_rows_computed += report.rows_computed
         progress.num_unmasked += report.num_unmasked
+        progress.last_unmasked = report.num_unmasked
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
         if report.block_tokens is None:
