@@ -84,7 +84,8 @@ def plan_dkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """dLLM-Cache, Algorithm 1: prompt and response are recomputed at intervals of their own, counted over the whole
-    response (``_due``); between them ``update_ratio`` of the response rows are, chosen per layer."""
+    response (``_due``); between them ``update_ratio`` of the response rows are, chosen per layer. A ratio of 0 reuses
+    the response as it is; one that comes to less than a row recomputes none, but still replaces all values."""
     options = spec.cache
     assert isinstance(options, DLLMCacheOptions)
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
@@ -97,8 +98,10 @@ def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, False): (RefreshState.REUSE, Scope.ACTIVE),
     }[prompt_due, response_due]
     plan = step_plan(spec, progress, state, scope, span, block_alone=False)
-    num_updated = 0 if response_due else int(spec.gen_length * options.update_ratio)
-    return replace(plan, read=spec.canvas_length, retained=spec.canvas_length, num_updated=num_updated)
+    plan = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    if response_due or options.update_ratio == 0:
+        return plan
+    return replace(plan, num_updated=int(spec.gen_length * options.update_ratio))
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
@@ -167,7 +170,7 @@ def plan_maskkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
     assert isinstance(spec.cache, MaskKVOptions)
     plan = plan_dllm_cache(spec, progress)
     retained = min(average_budget(spec.cache, spec.prompt_length), spec.prompt_length) + spec.gen_length
-    return replace(plan, retained=retained, num_updated=0 if plan.scope is Scope.PROMPT else plan.num_updated)
+    return replace(plan, retained=retained, num_updated=None if plan.scope is Scope.PROMPT else plan.num_updated)
 
 
 def average_budget(options: MaskKVOptions, prompt_length: int) -> int:

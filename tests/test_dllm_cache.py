@@ -22,6 +22,7 @@ SETTINGS: dict[str, tuple[int, int, float]] = {
     "nothing is updated": (5, 3, 0.0),
     "everything is updated": (6, 4, 1.0),
     "few rows are updated": (7, 5, 0.13),
+    "only values are updated": (7, 5, 0.04),
     "due once": (100, 100, 0.3),
 }
 """Intervals of prompt and response, share of rows updated."""

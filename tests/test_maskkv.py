@@ -22,6 +22,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "first layer": {"refresh_first_layer": True, "profile": PROFILE},
     "response alone": {"prompt_refresh_interval": 100, "response_refresh_interval": 1},
     "prompt alone": {"prompt_refresh_interval": 2, "response_refresh_interval": 5, "update_ratio": 0.0},
+    "values alone": {"response_refresh_interval": 5, "update_ratio": 0.04},
 }
 LENGTHS = [(24, 16, 8, 8), (37, 12, 12, 12), (50, 20, 8, 10), (9, 8, 4, 8)]
 """Prompt, response, block, steps."""

@@ -98,13 +98,10 @@ def test_two_ranks_do_what_one_does(engines, reference_checkpoints, model, metho
     ):
         trace = output.outputs[0].diffusion.trace
         assert answer["tokens"] == list(output.outputs[0].token_ids)
-        for name in ("unmasked_per_step", "refresh_states", "computed_positions", "updated_positions"):
-            assert answer["trace"].get(name) == trace.get(name), name
+        assert answer["trace"] == trace
         if method == "maskkv":
-            # A rank traces its own heads; the first rank has the first half.
-            (of_rank,), (of_all,) = answer["trace"]["retained_per_head"], trace["retained_per_head"]
-            heads = MODELS[model]
-            assert of_rank == [layer[: heads // 2] for layer in of_all]
+            (of_all,) = trace["retained_per_head"]
+            assert {len(layer) for layer in of_all} == {MODELS[model]}
             held_by_one_rank += pages_of_a_rank(model, len(prompt), of_all)
             assert any(len({len(positions) for positions in layer}) > 1 for layer in of_all), "heads are alike"
     assert ("updated_positions" in trace) == (method != "dkv")
