@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,11 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [draw.randrange(480) for _ in range(length)]
 
 
-def answer_sharded(checkpoint: Path, requests: list[dict], **engine) -> tuple[list[dict], list[list[int]]]:
-    """Answers of two ranks, and the pages at each step: planned, allocated, reserved."""
+def answer_sharded(
+    checkpoint: Path, requests: list[dict], aborted: Sequence[dict] = (), **engine
+) -> tuple[list[dict], list[list[int]]]:
+    """Answers of two ranks, and the pages at each step: planned, allocated, reserved. Requests to be ``aborted`` run
+    for two steps before the others."""
     environment = os.environ | {
         # The scheduler in the program's process, where it can be watched; the ranks have processes of their own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -44,7 +48,7 @@ def answer_sharded(checkpoint: Path, requests: list[dict], **engine) -> tuple[li
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.distributed.answer_cases", str(checkpoint), "2", "mp"],
-        input=json.dumps({"engine": engine, "requests": requests}),
+        input=json.dumps({"engine": engine, "requests": requests, "aborted": aborted}),
         capture_output=True,
         text=True,
         env=environment,
