@@ -108,8 +108,9 @@ def adaptive_flops(shape: DecoderShape, spec: DecodingSpec, plan: StepPlan, laye
         Scope.ACTIVE: 0,
     }[plan.scope]
     # All values of the response are projected to choose; the chosen rows need no others.
-    verify = 2 * (spec.gen_length - plan.num_updated) * d * d if plan.num_updated else 0
-    return layer_flops(shape, refreshed + plan.num_updated, keys) + verify + vote
+    num_updated = plan.num_updated or 0
+    verify = 2 * (spec.gen_length - num_updated) * d * d if plan.num_updated is not None else 0
+    return layer_flops(shape, refreshed + num_updated, keys) + verify + vote
 
 
 def equation_10(shape: DecoderShape, spec: DecodingSpec) -> float:

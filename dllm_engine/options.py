@@ -89,12 +89,13 @@ class FreeCacheOptions(CacheOptions):
 
 
 class DLLMCacheOptions(CacheOptions):
-    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response."""
+    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response; where
+    the number of tokens that a pass unmasks is open (parallel unmasking, a guide), they count tokens unmasked."""
 
     prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes from one recomputation of the prompt to the next (Kp)."""
+    """Forward passes (tokens) from one recomputation of the prompt to the next (Kp)."""
     response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes from one recomputation of the response to the next (Kr)."""
+    """Forward passes (tokens) from one recomputation of the response to the next (Kr)."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
     """Share of the response rows that the passes between recompute, per layer (ρ)."""
     similarity: Literal["value", "key"] = "value"

@@ -134,10 +134,11 @@ class AdaptivePass(LayerPass):
             place = sum(sizes)
             refreshed.append(torch.arange(start_at, stop_at, device=device))
             refreshed_places.append(torch.arange(place, place + stop_at - start_at, device=device))
-            if plan.num_updated:
-                adaptive[stop - response, plan.num_updated].append((response, place + stop_at - start_at))
+            num_updated = plan.num_updated or 0
+            if plan.num_updated is not None:
+                adaptive[stop - response, num_updated].append((response, place + stop_at - start_at))
                 self.updated[i] = []
-            sizes.append(stop_at - start_at + plan.num_updated)
+            sizes.append(stop_at - start_at + num_updated)
         self.refreshed, self.refreshed_places = torch.cat(refreshed), torch.cat(refreshed_places)
         self.adaptive = [
             (
@@ -238,7 +239,7 @@ class AdaptivePass(LayerPass):
                 values[places] = fresh[group].unflatten(0, members.shape)[torch.arange(len(members))[:, None], chosen]
         for i, updated in self.updated.items():
             stop = self.some_rows.bounds[i + 1]
-            updated.append(self.batch.positions[rows[stop - self.batch.plans[i].num_updated : stop]])
+            updated.append(self.batch.positions[rows[stop - (self.batch.plans[i].num_updated or 0) : stop]])
         return rows, values
 
     def _project(

@@ -113,6 +113,8 @@ class Progress:
     """Forward passes so far, over the whole response."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
+    last_unmasked: int = 0
+    """How many of them the last forward pass unmasked."""
     num_rows_computed: int = 0
     """Rows fed to the model so far, summed over forward passes."""
     pages_held: int = 0
@@ -126,6 +128,7 @@ class Progress:
         """On to the next step, after one that unmasked so many tokens. All that plans read is up to date then."""
         self.num_forwards += 1
         self.num_unmasked += num_unmasked
+        self.last_unmasked = num_unmasked
         if not block_done:
             self.step += 1
             self.num_masked -= num_unmasked
