@@ -24,6 +24,7 @@ from dllm_engine.kernels._triton import jit, tl, triton
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 _ENTROPY_EPS = 1e-10
+_TILE = 128
 _LOGITS_PER_CHUNK = 1 << 18
 """Logits the CPU holds in float32 at once: 1 MiB, about what stays in a cache between the passes."""
 
@@ -147,8 +148,13 @@ def token_statistics(
     for start in range(0, logits.shape[0], rows_per_chunk):
         rows = slice(start, start + rows_per_chunk)
         chunk = logits[rows].float()
-        token[rows], token_logit[rows] = _best_token(chunk, forbidden_token)
-        torch.logsumexp(chunk, dim=-1, out=log_total[rows])
+        token[rows], token_logit[rows] = highest_token, highest = _best_token(chunk)
+        log_total[rows] = (chunk - highest[:, None]).exp_().sum(dim=-1).log_().add_(highest)
+        barred = (highest_token == forbidden_token).nonzero()[:, 0]
+        if barred.numel():
+            others = chunk[barred]
+            others[:, forbidden_token] = -torch.inf
+            token[rows][barred], token_logit[rows][barred] = _best_token(others)
         if with_margin:
             top2[rows] = chunk.topk(2, dim=-1).values
         if with_entropy:
@@ -218,21 +224,20 @@ def token_statistics_reference(
     )
 
 
-def _best_token(logits: torch.Tensor, forbidden_token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(argmax, maximum) over all columns but one, without a copy of the others."""
-    if forbidden_token < 0:
+def _best_token(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(argmax, maximum). The maxima of tiles first: they vectorise, where a maximum with its index does not."""
+    vocab_size = logits.shape[1]
+    if vocab_size < 2 * _TILE:
         best, token = logits.max(dim=-1)
         return token, best
-    first_after = forbidden_token + 1
-    if first_after == logits.shape[1]:
-        return _best_token(logits[:, :forbidden_token], -1)
-    token, best = _best_token(logits[:, first_after:], -1)
-    token = token + first_after
-    if forbidden_token:
-        token_before, best_before = _best_token(logits[:, :forbidden_token], -1)
-        token = torch.where(best_before >= best, token_before, token)
-        best = torch.maximum(best_before, best)
-    return token, best
+    whole = vocab_size // _TILE * _TILE
+    tiles = logits[:, :whole].unflatten(1, (-1, _TILE)).amax(dim=-1)
+    if whole < vocab_size:
+        tiles = torch.cat((tiles, logits[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
+    # The last tile may reach back into the one before, which holds nothing as large where it is not the first itself.
+    start = (tiles.max(dim=-1).indices * _TILE).clamp(max=vocab_size - _TILE)[:, None]
+    best, place = logits.gather(1, start + torch.arange(_TILE)).max(dim=-1)
+    return start[:, 0] + place, best
 
 
 def _empty_results(
