@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from adaptive_speed import PageWatch
-from random_engine import machine, random_llada, runner_of
-from step_memory import MIB, memory_of, restart_peak
+from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.memory import MIB, peak, restart_peak
+from dllm_engine.bench.passes import runner_of
 
 BLOCK_LENGTH = 32
 
@@ -57,11 +59,11 @@ def peak_of_first_step(llm: LLM, canvas: int, gen_length: int) -> int:
     engine.add_request("one", *prompt_and_params(canvas, gen_length))
     before = restart_peak()
     engine.step()
-    peak = memory_of("VmHWM") - before
+    taken = peak() - before
     engine.abort_request(["one"])
     while engine.has_unfinished_requests():
         engine.step()
-    return peak
+    return taken
 
 
 def project_all_rows(llm: LLM) -> None:
@@ -125,9 +127,9 @@ def main() -> None:
         if everything:
             project_all_rows(llm)
         for canvas in options.canvas:
-            peak = peak_of_first_step(llm, canvas, options.gen_length)
-            figures["peaks"].append({"canvas": canvas, "all_rows": everything, "peak_bytes": peak})
-            print(f"{canvas:>7} {'canvas' if everything else 'masked':>15} {peak / MIB:>20.0f}", flush=True)
+            held = peak_of_first_step(llm, canvas, options.gen_length)
+            figures["peaks"].append({"canvas": canvas, "all_rows": everything, "peak_bytes": held})
+            print(f"{canvas:>7} {'canvas' if everything else 'masked':>15} {held / MIB:>20.0f}", flush=True)
     print(machine())
     if options.output:
         settings = {k: v for k, v in vars(options).items() if k != "output"}

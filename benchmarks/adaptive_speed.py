@@ -19,9 +19,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from random_engine import machine, random_llada, runner_of
+from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.passes import runner_of
 from dllm_engine.model_executor.models.decoder import DecoderShape
 from dllm_engine.options import CacheOptions, DLLMCacheOptions, MaskKVOptions
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
@@ -106,8 +108,9 @@ def adaptive_flops(shape: DecoderShape, spec: DecodingSpec, plan: StepPlan, laye
         Scope.ACTIVE: 0,
     }[plan.scope]
     # All values of the response are projected to choose; the chosen rows need no others.
-    verify = 2 * (spec.gen_length - plan.num_updated) * d * d if plan.num_updated else 0
-    return layer_flops(shape, refreshed + plan.num_updated, keys) + verify + vote
+    num_updated = plan.num_updated or 0
+    verify = 2 * (spec.gen_length - num_updated) * d * d if plan.num_updated is not None else 0
+    return layer_flops(shape, refreshed + num_updated, keys) + verify + vote
 
 
 def equation_10(shape: DecoderShape, spec: DecodingSpec) -> float:

@@ -12,10 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from random_engine import machine, random_llada, runner_of
-from step_memory import MIB, memory_of, restart_peak
+from random_engine import random_llada
 
 from dllm_engine import DiffusionParams
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.memory import MIB, peak, restart_peak
+from dllm_engine.bench.passes import runner_of
 from dllm_engine.scheduler.page_layout import pages_for
 
 PAGE_SIZE = 32
@@ -104,7 +106,7 @@ def measure_peak(canvas: int, ratio: float) -> dict[str, Any]:
         "retention_ratio": ratio,
         "running": most_running,
         "peak_page_bytes": most_allocated * page_bytes,
-        "peak_process_bytes": memory_of("VmHWM") - before,
+        "peak_process_bytes": peak() - before,
     }
 
 

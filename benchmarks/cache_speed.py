@@ -12,11 +12,12 @@ import statistics
 import time
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from random_engine import machine, random_llada, runner_of
+from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.floor import Floor, PassShape
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.passes import runner_of
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
@@ -36,40 +37,15 @@ def plans_of(method: str, spec: DecodingSpec) -> list[StepPlan]:
     return plans
 
 
-def shape_seconds(model: DiffusionDecoder, rows: int, keys: int, masked: int) -> float:
-    """Time of one step's matrix products and attention alone."""
-    shape = model.shape
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(rows, shape.hidden_size, dtype=dtype)
-    gated = torch.randn(rows, shape.intermediate_size, dtype=dtype)
-    q = torch.randn(1, shape.num_heads, rows, shape.head_dim, dtype=dtype)
-    kv = torch.randn(1, shape.num_heads, keys, shape.head_dim, dtype=dtype)
-    with torch.inference_mode():
-        start = time.perf_counter()
-        for layer in model.layers:
-            layer.qkv_proj(x)
-            F.scaled_dot_product_attention(q, kv, kv)
-            layer.out_proj(x)
-            layer.gate_up_proj(x)
-            layer.down_proj(gated)
-        model.lm_head.quant_method.apply(model.lm_head, x[:masked])
-        return time.perf_counter() - start
-
-
-def predict(model: DiffusionDecoder, plans: list[StepPlan]) -> float:
-    """Sum of the steps' times, each distinct shape measured as the median of seven."""
-    masked = BLOCK_LENGTH // 2
-    shapes: dict[tuple[int, int], list[float]] = {}
-    for plan in plans:
-        shapes.setdefault((plan.span.size, plan.span.size + plan.read), [])
+def predict(model: DiffusionDecoder, plans: list[StepPlan], canvas: int) -> float:
+    """Sum of the steps' floors, each distinct shape measured as the median of seven, taking turns."""
+    shapes = [PassShape.of_plans([plan], [plan.span.size], [canvas], BLOCK_LENGTH // 2) for plan in plans]
+    floors = {shape: Floor(model, shape) for shape in shapes}
+    times: dict[PassShape, list[float]] = {shape: [] for shape in floors}
     for _ in range(7):
-        for (rows, keys), times in shapes.items():
-            times.append(shape_seconds(model, rows, keys, masked))
-    medians = {shape: statistics.median(times) for shape, times in shapes.items()}
-    total = 0.0
-    for plan in plans:
-        total += medians[(plan.span.size, plan.span.size + plan.read)]
-    return total
+        for shape, floor in floors.items():
+            times[shape].append(floor.seconds())
+    return sum(statistics.median(times[shape]) for shape in shapes)
 
 
 def decode_seconds(llm: LLM, canvas: int, gen_length: int) -> float:
@@ -123,7 +99,7 @@ def main() -> None:
                 top_k=0,
                 cache=runner.options.cache,
             )
-            predictions[method].append(predict(runner.model, plans_of(method, spec)))
+            predictions[method].append(predict(runner.model, plans_of(method, spec), options.canvas))
             seconds[method].append(decode_seconds(llm, options.canvas, options.gen_length))
     print(
         f"canvas {options.canvas}, response {options.gen_length}, block {BLOCK_LENGTH}, one token per step, "

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_engine import machine
 
+from dllm_engine.bench.machine import machine
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.scheduler.page_layout import pages_for
 

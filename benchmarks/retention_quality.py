@@ -26,9 +26,8 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from random_engine import machine
-
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import machine
 from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.table import format_table
 from dllm_engine.demo import DEMO_MODEL

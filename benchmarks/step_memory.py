@@ -6,30 +6,12 @@ The peak is the process's high-water mark over one step (Linux resets it on requ
 """
 
 import argparse
-import ctypes
-import gc
-from pathlib import Path
 
-from random_engine import machine, random_llada
+from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
-
-MIB = 1 << 20
-
-
-def memory_of(field: str) -> int:
-    """A memory field of this process (``VmRSS``, ``VmHWM``), in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def restart_peak() -> int:
-    """Forget the peak (``VmHWM``) so far; returns the memory held now, in bytes."""
-    # Freed memory that the allocator keeps would hide what comes next.
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return memory_of("VmRSS")
+from dllm_engine.bench.machine import machine
+from dllm_engine.bench.memory import MIB, peak, restart_peak
 
 
 def peak_of_step(llm: LLM, canvas: int) -> int:
@@ -41,11 +23,11 @@ def peak_of_step(llm: LLM, canvas: int) -> int:
     engine.step()
     before = restart_peak()
     engine.step()
-    peak = memory_of("VmHWM")
+    taken = peak() - before
     engine.abort_request([str(canvas)])
     while engine.has_unfinished_requests():
         engine.step()
-    return peak - before
+    return taken
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ parameters; ``install`` puts our checks there. What fails is answered with 400 a
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -165,6 +165,50 @@ def serve_diffusion(response_limit: int | None) -> None:
     if not _serves_diffusion:
         _serves_diffusion = True
         _refuse_beam_search()
+        _refuse_before_streaming()
+
+
+def _refuse_before_streaming() -> None:
+    """vLLM's server gives a streamed response the status 200, and ``AsyncLLM.generate`` checks the request when it is
+    asked for the first result. Check when it is called, so that a refusal has its own status, streamed or not.
+
+    What vLLM cannot send to its engine process (half a surrogate pair, integers beyond 64 bits) is refused too: vLLM
+    finds out when it has noted the request already, answers 500, and keeps it for ever.
+    """
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    generate, respond = AsyncLLM.generate, OpenAIServingResponses._generate_with_builtin_tools
+    encode = MsgpackEncoder().encode
+
+    def generate_if_valid(
+        self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        # The server renders prompts beforehand. Others wait for the generator, which renders off the event loop.
+        if getattr(self.model_config, "is_dllm_engine", False) and isinstance(prompt, dict) and "type" in prompt:
+            to_send = {name: kwargs.get(name) for name in ("data_parallel_rank", "session_id")}
+            request = self.input_processor.process_inputs(request_id, prompt, sampling_params, ("generate",), **to_send)
+            try:
+                encode(request)
+            except (ValueError, OverflowError) as error:
+                raise InvalidRequestError(
+                    f"the request cannot be sent to the engine: {error}; text must be valid Unicode, an integer have "
+                    f"at most 64 bits"
+                ) from None
+        results: AsyncGenerator[Any, None] = generate(self, prompt, sampling_params, request_id, **kwargs)
+        return results
+
+    def respond_if_valid(
+        self: Any, request_id: str, engine_input: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        # `/v1/responses` calls `generate` in a generator of its own. To be checked it is enough to be called.
+        self.engine_client.generate(engine_input, sampling_params, request_id, session_id=kwargs.get("session_id"))
+        results: AsyncGenerator[Any, None] = respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
+        return results
+
+    AsyncLLM.generate = generate_if_valid
+    OpenAIServingResponses._generate_with_builtin_tools = respond_if_valid
 
 
 def _refuse_beam_search() -> None:

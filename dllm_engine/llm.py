@@ -23,6 +23,9 @@ class LLM(vllm.LLM):
         cache_options: options of the cache method; ``"paper"`` for those of its paper.
         page_size: tokens per page of one layer.
         dense_attention: library for attention without pages, ``"sdpa"`` (PyTorch) or ``"xformers"`` (CUDA).
+        refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
+            smaller ratio evens the gaps between their blocks, None bounds nothing.
+        steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete.
         guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
             ``"demo"`` for the demo model's.
         batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
@@ -43,6 +46,8 @@ class LLM(vllm.LLM):
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
         page_size: int = 32,
         dense_attention: Literal["sdpa", "xformers"] = "sdpa",
+        refresh_ratio: float | None = 1.0,
+        steps_per_dispatch: int = 1,
         guide_model: str | None = None,
         batch_invariant: bool = False,
         request_defaults: dict[str, Any] | None = None,
@@ -54,6 +59,8 @@ class LLM(vllm.LLM):
             "cache_options": cache_options or {},
             "page_size": page_size,
             "dense_attention": dense_attention,
+            "refresh_ratio": refresh_ratio,
+            "steps_per_dispatch": steps_per_dispatch,
             "guide_model": guide_model,
             "batch_invariant": batch_invariant,
             "request_defaults": request_defaults or {},

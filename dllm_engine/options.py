@@ -89,12 +89,13 @@ class FreeCacheOptions(CacheOptions):
 
 
 class DLLMCacheOptions(CacheOptions):
-    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response."""
+    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response; where
+    the number of tokens that a pass unmasks is open (parallel unmasking, a guide), they count tokens unmasked."""
 
     prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes from one recomputation of the prompt to the next (Kp)."""
+    """Forward passes (tokens) from one recomputation of the prompt to the next (Kp)."""
     response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes from one recomputation of the response to the next (Kr)."""
+    """Forward passes (tokens) from one recomputation of the response to the next (Kr)."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
     """Share of the response rows that the passes between recompute, per layer (ρ)."""
     similarity: Literal["value", "key"] = "value"
@@ -244,6 +245,10 @@ class EngineOptions(BaseModel):
     """Tokens per page of one layer."""
     dense_attention: Literal["sdpa", "xformers"] = "sdpa"
     """Library that computes attention without pages: PyTorch's, or xformers where it is installed (CUDA)."""
+    refresh_ratio: float | None = Field(default=1.0, gt=0)
+    """Rows of a request's FULL and UPDATE steps per row that smaller requests run meanwhile; None: no bound."""
+    steps_per_dispatch: int = Field(default=1, ge=1)
+    """Denoising steps that workers run on their own while nobody waits and no block is complete."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) with the same tokenizer, which checks
     drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""

@@ -22,9 +22,6 @@ PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
 DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
 """Request options that an engine may have a default for."""
 
-# Keys of extra_args that belong to vLLM itself.
-_VLLM_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
-
 
 class InvalidRequestError(VLLMValidationError, ValueError):
     """A request that cannot be served as asked. vLLM's server answers it with 400."""
@@ -152,9 +149,8 @@ class DiffusionParams(SamplingParams):
 
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
-    raw: dict[str, Any] = {k: v for k, v in (params.extra_args or {}).items() if k not in _VLLM_EXTRA_ARGS}
     try:
-        return RequestOptions.model_validate(raw)
+        return RequestOptions.model_validate(params.extra_args or {})
     except ValidationError as error:
         known = ", ".join(RequestOptions.model_fields)
         raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None

@@ -50,9 +50,11 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
         def per_sequence(x: torch.Tensor, rows: slice = rows, count: int = count) -> torch.Tensor:
             return x[rows].unflatten(0, (count, -1)).transpose(1, 2)
 
-        attended = F.scaled_dot_product_attention(
-            per_sequence(q), per_sequence(k), per_sequence(v), enable_gqa=group > 1 and q.is_cuda
-        )
+        keys, values = per_sequence(k), per_sequence(v)
+        if not q.is_cuda:
+            # Read once per few queries: a head's keys side by side are worth the copy.
+            keys, values = keys.contiguous(), values.contiguous()
+        attended = F.scaled_dot_product_attention(per_sequence(q), keys, values, enable_gqa=group > 1 and q.is_cuda)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)
     return out
 

@@ -24,8 +24,8 @@ from dllm_engine.kernels._triton import jit, tl, triton
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 _ENTROPY_EPS = 1e-10
-_LOGITS_PER_CHUNK = 1 << 20
-"""Logits the CPU holds in float32 at once: 4 MiB, about what stays in a cache between the passes."""
+_LOGITS_PER_CHUNK = 1 << 18
+"""Logits the CPU holds in float32 at once: 1 MiB, about what stays in a cache between the passes."""
 
 
 @jit

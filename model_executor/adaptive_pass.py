@@ -134,10 +134,11 @@ class AdaptivePass(LayerPass):
             place = sum(sizes)
             refreshed.append(torch.arange(start_at, stop_at, device=device))
             refreshed_places.append(torch.arange(place, place + stop_at - start_at, device=device))
-            if plan.num_updated:
-                adaptive[stop - response, plan.num_updated].append((response, place + stop_at - start_at))
+            num_updated = plan.num_updated or 0
+            if plan.num_updated is not None:
+                adaptive[stop - response, num_updated].append((response, place + stop_at - start_at))
                 self.updated[i] = []
-            sizes.append(stop_at - start_at + plan.num_updated)
+            sizes.append(stop_at - start_at + num_updated)
         self.refreshed, self.refreshed_places = torch.cat(refreshed), torch.cat(refreshed_places)
         self.adaptive = [
             (
@@ -188,7 +189,7 @@ class AdaptivePass(LayerPass):
         if rows.numel():
             # Where everything is refreshed there is nothing to gather.
             x = hidden[rows] if self.any_kept else hidden
-            of_rows = RotaryPhases(phases.cos[rows], phases.sin[rows]) if self.any_kept else phases
+            of_rows = phases[rows] if self.any_kept else phases
             q, k, v = self._project(layer, x, fresh_values)
             q, k = layer.rope(q, of_rows), layer.rope(k, of_rows)
             attended = layer.o_proj(self._attend(index, self.some_rows, rows, q, k, v))
@@ -221,7 +222,7 @@ class AdaptivePass(LayerPass):
         if self.similarity == "value":
             fresh, kept = layer.v(normed), self.pages.values
         else:
-            of_verified = RotaryPhases(phases.cos[self.verified], phases.sin[self.verified])
+            of_verified = phases[self.verified]
             fresh, kept = layer.rope(layer.k(normed), of_verified), self.pages.keys
         verified_slots = self.tables.row_slots(index, self.verified)
         sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
@@ -238,7 +239,7 @@ class AdaptivePass(LayerPass):
                 values[places] = fresh[group].unflatten(0, members.shape)[torch.arange(len(members))[:, None], chosen]
         for i, updated in self.updated.items():
             stop = self.some_rows.bounds[i + 1]
-            updated.append(self.batch.positions[rows[stop - self.batch.plans[i].num_updated : stop]])
+            updated.append(self.batch.positions[rows[stop - (self.batch.plans[i].num_updated or 0) : stop]])
         return rows, values
 
     def _project(

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
-)
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import (
     download_weights_from_hf,
@@ -33,6 +29,7 @@ from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases, VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.token_prediction import gather_from_ranks
 from dllm_engine.scheduler.page_layout import PageKind
 
 
@@ -166,18 +163,17 @@ class Guide:
         scores = logits.gather(1, local.clamp(0, size - 1)[:, None])[:, 0].masked_fill(~here, 0)
         ids = torch.arange(first, first + size, device=logits.device)
         known = drafted < self.model.shape.vocab_size
-        if get_tensor_model_parallel_world_size() > 1:
+        sharded = get_tensor_model_parallel_world_size() > 1
+        if sharded:
             scores = tensor_model_parallel_all_reduce(scores)
-            of_ranks = tensor_model_parallel_all_gather(best[:, None], dim=1)
-            tokens = tensor_model_parallel_all_gather(tokens[:, None], dim=1).gather(
-                1, of_ranks.argmax(dim=1, keepdim=True)
-            )[:, 0]
+            winner = torch.stack(gather_from_ranks(best, get_tp_group())).argmax(dim=0, keepdim=True)
+            tokens = torch.stack(gather_from_ranks(tokens, get_tp_group())).gather(0, winner)[0]
         ahead = (logits > scores[:, None]) | ((logits == scores[:, None]) & (ids < drafted[:, None]))
-        ranks = ahead.sum(dim=1, dtype=torch.int32)
-        if get_tensor_model_parallel_world_size() > 1:
-            ranks = tensor_model_parallel_all_reduce(ranks)
+        ranks = ahead.sum(dim=1)
+        if sharded:
+            ranks = torch.stack(gather_from_ranks(ranks, get_tp_group())).sum(dim=0)
         # A token that the guide does not have comes after all that it has.
-        return ranks.long().masked_fill(~known, self.model.shape.vocab_size), tokens
+        return ranks.masked_fill(~known, self.model.shape.vocab_size), tokens
 
 
 def _weights(name: str, vllm_config: VllmConfig) -> Iterable[tuple[str, torch.Tensor]]:

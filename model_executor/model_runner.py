@@ -44,7 +44,7 @@ from dllm_engine.scheduler.messages import (
     StepReport,
 )
 from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.refresh_plan import longest_demand
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
 
 logger = init_logger(__name__)
@@ -81,6 +81,7 @@ class DiffusionModelRunner:
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.end_tokens = torch.tensor(model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=device)
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
+        self.plan = REFRESH_PLANS[self.options.cache_method].plan
         self.canvases: dict[str, Canvas] = {}
         self.pages: PageMemory | None = None
         self.model_memory_usage = 0
@@ -213,23 +214,32 @@ class DiffusionModelRunner:
             self.canvases[request_id].page_tables = {kind: self._page_table(ids) for kind, ids in tables.items()}
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        together = [scheduler_output.plans]
-        if self.options.batch_invariant:
-            # How a library sums depends on the shapes it is given, so a request is given its own alone.
-            together = [{request_id: plan} for request_id, plan in scheduler_output.plans.items()]
-        reports: dict[str, StepReport] = {}
-        for plans in together:
-            batch = self._build_batch(plans)
-            layer_pass = self.make_layer_pass(batch, self.pages)
-            hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-            unmasked = self._unmask(batch, hidden, layer_pass)
-            reports |= self._report(batch, unmasked, layer_pass)
+        reports = [self._run_step(scheduler_output.plans)]
+        progress = scheduler_output.progress
+        while len(reports) < scheduler_output.num_steps and not any(r.block_tokens for r in reports[-1].values()):
+            for request_id, report in reports[-1].items():
+                progress[request_id].advance(self.canvases[request_id].spec, report.num_unmasked, block_done=False)
+            reports.append(self._run_step({i: self.plan(self.canvases[i].spec, p) for i, p in progress.items()}))
+        request_ids = list(reports[-1])
         return DiffusionRunnerOutput(
-            req_ids=list(reports),
-            req_id_to_index={request_id: i for i, request_id in enumerate(reports)},
-            sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
+            req_ids=request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+            sampled_token_ids=[report.block_tokens or [] for report in reports[-1].values()],
             reports=reports,
         )
+
+    def _run_step(self, plans: dict[str, StepPlan]) -> dict[str, StepReport]:
+        together = [plans]
+        if self.options.batch_invariant:
+            # How a library sums depends on the shapes it is given, so a request is given its own alone.
+            together = [{request_id: plan} for request_id, plan in plans.items()]
+        reports: dict[str, StepReport] = {}
+        for of_batch in together:
+            batch = self._build_batch(of_batch)
+            layer_pass = self.make_layer_pass(batch, self.pages)
+            hidden = self.model(batch.input_ids, batch.positions, layer_pass)
+            reports |= self._report(batch, self._unmask(batch, hidden, layer_pass), layer_pass)
+        return reports
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec

@@ -200,17 +200,22 @@ class TokenPredictor:
         )
 
     def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """``values`` of every rank, in rank order. Shards of a vocabulary may differ in their last dimension."""
-        group = self.tp_group.device_group
-        sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(self.tp_group.world_size)]
-        torch.distributed.all_gather(
-            sizes, torch.tensor([values.shape[-1]], dtype=torch.int64, device=values.device), group=group
-        )
-        widest = max(int(size) for size in sizes)
-        padded = torch.nn.functional.pad(values, (0, widest - values.shape[-1])).contiguous()
-        received = [torch.empty_like(padded) for _ in sizes]
-        torch.distributed.all_gather(received, padded, group=group)
-        return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]
+        return gather_from_ranks(values, self.tp_group)
+
+
+def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
+    """``values`` of every rank, of any type, in rank order. Shards of a vocabulary may differ in their last
+    dimension."""
+    group = tp_group.device_group
+    sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(tp_group.world_size)]
+    torch.distributed.all_gather(
+        sizes, torch.tensor([values.shape[-1]], dtype=torch.int64, device=values.device), group=group
+    )
+    widest = max(int(size) for size in sizes)
+    padded = torch.nn.functional.pad(values, (0, widest - values.shape[-1])).contiguous()
+    received = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(received, padded, group=group)
+    return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]
 
 
 def _concatenated(chunks: list[TokenLogprobs]) -> TokenLogprobs | None:

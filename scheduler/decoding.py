@@ -101,7 +101,8 @@ class DecodingSpec:
 
 @dataclass
 class Progress:
-    """How far a request has come. Owned by the scheduler, advanced by what the runner reports."""
+    """How far a request has come. Owned by the scheduler, advanced by what the runner reports; the runner gets a copy
+    where it goes on by itself."""
 
     block: int = 0
     step: int = 0
@@ -112,6 +113,8 @@ class Progress:
     """Forward passes so far, over the whole response."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
+    last_unmasked: int = 0
+    """How many of them the last forward pass unmasked."""
     num_rows_computed: int = 0
     """Rows fed to the model so far, summed over forward passes."""
     pages_held: int = 0
@@ -120,3 +123,16 @@ class Progress:
     """The most tokens per layer that pages held so far."""
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""
+
+    def advance(self, spec: DecodingSpec, num_unmasked: int, block_done: bool) -> None:
+        """On to the next step, after one that unmasked so many tokens. All that plans read is up to date then."""
+        self.num_forwards += 1
+        self.num_unmasked += num_unmasked
+        self.last_unmasked = num_unmasked
+        if not block_done:
+            self.step += 1
+            self.num_masked -= num_unmasked
+        elif self.block + 1 < spec.num_blocks:
+            self.block += 1
+            self.step = 0
+            self.num_masked = spec.block_span(self.block).size

@@ -1,9 +1,10 @@
 """The diffusion step scheduler: which requests run in a step, in which refresh state, with which pages."""
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -31,8 +32,9 @@ from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.page_pool import PagePool
+from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_demand
-from dllm_engine.scheduler.step_plan import RefreshState
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 logger = init_logger(__name__)
 
@@ -60,7 +62,8 @@ class DiffusionScheduler(SchedulerInterface):
     """Continuous batching of requests at different denoising steps.
 
     A running request costs its plan's rows in every step. Requests are admitted, first come first served or by
-    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room.
+    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room. Refreshes
+    of long requests beside short ones are bounded (``RefreshBudget``).
     """
 
     # Read by EngineCore.
@@ -89,6 +92,7 @@ class DiffusionScheduler(SchedulerInterface):
         self.geometry = PoolGeometry.of_model(
             self.hf_config, self.options, vllm_config.parallel_config.tensor_parallel_size
         )
+        self.refreshes = RefreshBudget(self.options.refresh_ratio)
         self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
         self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
         self.running: list[Request] = []
@@ -159,6 +163,7 @@ class DiffusionScheduler(SchedulerInterface):
         if self.log_stats:  # else nobody empties its lists
             self._stats.add_ended(state.progress)
         self.pages.free(request.request_id)
+        self.refreshes.forget(request.request_id)
         self.finished_req_ids.add(request.request_id)
         if self.finished_req_ids_dict is not None:
             self.finished_req_ids_dict[request.client_index].add(request.request_id)
@@ -172,12 +177,20 @@ class DiffusionScheduler(SchedulerInterface):
         if self._pause_state == PauseState.PAUSED_ALL:
             return output
         self._num_steps += 1
+        self.refreshes.begin_step(self._canvases())
         budget = self.max_rows
         # Those left out of the last steps first: a row budget too small for all must not starve anyone.
         for request in sorted(self.running, key=lambda r: self.states[r.request_id].last_scheduled):
-            budget -= self._schedule_one(request, output, budget)
+            plan = self._next_plan(request)
+            if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
+                self._schedule_one(request, plan, output)
+                budget -= plan.max_rows
         if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
             self._admit(output, budget)
+        canvases = self._canvases()
+        self.refreshes.end_step(output.plans, canvases)
+        if output.plans and self._can_run_on(output, canvases):
+            self._run_on(output)
         self._describe_to_vllm(output)
         return output
 
@@ -185,8 +198,8 @@ class DiffusionScheduler(SchedulerInterface):
         while self.waiting and len(self.running) < self.max_num_running:
             request = self.waiting.peek_request()
             state = self.states[request.request_id]
-            demand = self.page_demand(state.spec)
-            if not self.pages.can_reserve(demand) or self.plan(state.spec, state.progress).max_rows > budget:
+            demand, plan = self.page_demand(state.spec), self._next_plan(request)
+            if not self.pages.can_reserve(demand) or plan.max_rows > budget:
                 break
             self.waiting.pop_request()
             self.pages.reserve(request.request_id, demand)
@@ -202,29 +215,54 @@ class DiffusionScheduler(SchedulerInterface):
                 )
             assert request.prompt_token_ids is not None
             output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
-            budget -= self._schedule_one(request, output, budget)
+            self._schedule_one(request, plan, output)
+            budget -= plan.max_rows
 
-    def _schedule_one(self, request: Request, output: DiffusionSchedulerOutput, budget: int) -> int:
-        """Put the request's next step into ``output`` if its rows fit ``budget``; returns the rows used."""
+    def _can_run_on(self, output: DiffusionSchedulerOutput, canvases: dict[str, int]) -> bool:
+        """Whether the runner may go on by itself: nobody waits, and every step of every request has room."""
+        return (
+            self.options.steps_per_dispatch > 1
+            and not self.waiting
+            and output.plans.keys() == canvases.keys()
+            and sum(canvases.values()) <= self.max_rows
+            and not self.refreshes.binds(canvases)
+            and not any(self.states[request_id].spec.streams_steps for request_id in canvases)
+        )
+
+    def _run_on(self, output: DiffusionSchedulerOutput) -> None:
+        output.num_steps = self.options.steps_per_dispatch
+        for request_id in output.plans:
+            state = self.states[request_id]
+            # Whichever of its steps writes them.
+            self._hold_pages(state, output, of_block=True)
+            output.progress[request_id] = replace(state.progress, trace={})
+
+    def _canvases(self) -> dict[str, int]:
+        """Canvas lengths of the running requests."""
+        return {r.request_id: self.states[r.request_id].spec.canvas_length for r in self.running}
+
+    def _next_plan(self, request: Request) -> StepPlan:
         state = self.states[request.request_id]
-        plan = self.plan(state.spec, state.progress)
-        if plan.max_rows > budget:
-            return 0
+        return self.plan(state.spec, state.progress)
+
+    def _schedule_one(self, request: Request, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:
+        """Put the request's next step into ``output``."""
+        state = self.states[request.request_id]
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
+        self._hold_pages(state, output, of_block=plan.state is RefreshState.UPDATE)
+        output.num_scheduled_tokens[request.request_id] = plan.max_rows
+
+    def _hold_pages(self, state: RequestState, output: DiffusionSchedulerOutput, *, of_block: bool) -> None:
+        """``of_block``: also what a step of the running block writes."""
+        request_id, progress = state.request.request_id, state.progress
         counts = state.page_counts | guide_pages(state.spec, self.geometry)
-        if plan.state is RefreshState.UPDATE and not state.pages_settled:
-            counts |= self.page_counts(state.spec, state.progress.block, self.geometry)
+        if of_block and not state.pages_settled:
+            counts |= self.page_counts(state.spec, progress.block, self.geometry)
         if counts != state.page_counts:
             state.page_counts = counts
-            output.page_tables[request.request_id] = self._resize_tables(request.request_id, counts)
-        progress = state.progress
+            output.page_tables[request_id] = self._resize_tables(request_id, counts)
         progress.pages_held = max(progress.pages_held, sum(map(sum, counts.values())))
-        if plan.state is RefreshState.UPDATE:
-            state.tokens_retained = plan.retained
-            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
-        output.num_scheduled_tokens[request.request_id] = plan.max_rows
-        return plan.max_rows
 
     def _resize_tables(self, request_id: str, counts: PageCounts) -> dict[PageKind, list[list[int]]]:
         tables = iter(self.pages.resize(request_id, [n for per_layer in counts.values() for n in per_layer]))
@@ -259,29 +297,14 @@ class DiffusionScheduler(SchedulerInterface):
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         finished: set[Request] = set()
         if isinstance(model_runner_output, DiffusionRunnerOutput):
-            assert isinstance(scheduler_output, DiffusionSchedulerOutput)
-            self._stats.engine_steps += 1
-            for request_id, report in model_runner_output.reports.items():
+            self._stats.engine_steps += len(model_runner_output.reports)
+            for request_id, report in itertools.chain.from_iterable(r.items() for r in model_runner_output.reports):
                 state = self.states.get(request_id)
                 if state is None:  # aborted while the step ran
                     continue
-                if report.kv_slots is not None:
-                    self._settle_pages(state, report.kv_slots)
-                plan = scheduler_output.plans[request_id]
-                self._stats.add_step(plan, state.spec, report.num_unmasked, report.rows_computed)
-                shown = {}
-                if report.block_state is not None:
-                    shown = provisional_message(state.spec, state.progress, report.block_state)
-                self._advance(state.progress, state.spec, report)
-                if report.block_tokens is None:
-                    if shown:
-                        message = figures_message(state.progress, with_trace=False) | shown
-                        output = EngineCoreOutput(request_id, new_token_ids=[], kv_transfer_params=message)
-                        outputs[state.request.client_index].append(output)
-                    continue
-                tokens = self._accept(state, report.block_tokens)
-                output = self._engine_output(state, tokens, report.logprobs, shown)
-                outputs[state.request.client_index].append(output)
+                output = self._account(state, report)
+                if output is not None:
+                    outputs[state.request.client_index].append(output)
                 if state.request.is_finished():
                     finished.add(state.request)
         self.running = remove_all(self.running, finished)
@@ -300,20 +323,27 @@ class DiffusionScheduler(SchedulerInterface):
         self._rejected.clear()
         return self._per_client(outputs)
 
-    @staticmethod
-    def _advance(progress: Progress, spec: DecodingSpec, report: StepReport) -> None:
-        progress.num_forwards += 1
+    def _account(self, state: RequestState, report: StepReport) -> EngineCoreOutput | None:
+        """Take in what a step did to a request; returns what its client gets to see."""
+        if report.kv_slots is not None:
+            self._settle_pages(state, report.kv_slots)
+        progress, spec = state.progress, state.spec
+        plan = self.plan(spec, progress)
+        self._stats.add_step(plan, spec, report.num_unmasked, report.rows_computed)
+        shown = provisional_message(spec, progress, report.block_state) if report.block_state is not None else {}
+        if plan.state is RefreshState.UPDATE:
+            state.tokens_retained = plan.retained
+            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
         progress.num_rows_computed += report.rows_computed
-        progress.num_unmasked += report.num_unmasked
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
-        if report.block_tokens is None:
-            progress.step += 1
-            progress.num_masked -= report.num_unmasked
-        elif progress.block + 1 < spec.num_blocks:
-            progress.block += 1
-            progress.step = 0
-            progress.num_masked = spec.block_span(progress.block).size
+        progress.advance(spec, report.num_unmasked, report.block_tokens is not None)
+        if report.block_tokens is not None:
+            return self._engine_output(state, self._accept(state, report.block_tokens), report.logprobs, shown)
+        if not shown:
+            return None
+        message = figures_message(progress, with_trace=False) | shown
+        return EngineCoreOutput(state.request.request_id, new_token_ids=[], kv_transfer_params=message)
 
     @staticmethod
     def _accept(state: RequestState, block_tokens: list[int]) -> list[int]:

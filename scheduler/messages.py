@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import StepPlan
 
@@ -29,6 +29,10 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     plans: dict[str, StepPlan] = field(default_factory=dict)
     page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(default_factory=dict)
     """Page ids per kind and layer of the requests whose tables changed."""
+    num_steps: int = 1
+    """Steps to run before reporting; fewer where one completes a block."""
+    progress: dict[str, Progress] = field(default_factory=dict)
+    """Where each request stands, for the runner to plan the steps after the first."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,6 @@ class StepReport:
 
 @dataclass
 class DiffusionRunnerOutput(ModelRunnerOutput):
-    """vLLM's message with a report per scheduled request."""
+    """vLLM's message with a report per scheduled request of each step that was run."""
 
-    reports: dict[str, StepReport] = field(default_factory=dict)
+    reports: list[dict[str, StepReport]] = field(default_factory=list)

@@ -84,11 +84,12 @@ def plan_dkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """dLLM-Cache, Algorithm 1: prompt and response are recomputed at intervals of their own, counted over the whole
-    response; between them ``update_ratio`` of the response rows are, chosen per layer."""
+    response (``_due``); between them ``update_ratio`` of the response rows are, chosen per layer. A ratio of 0 reuses
+    the response as it is; one that comes to less than a row recomputes none, but still replaces all values."""
     options = spec.cache
     assert isinstance(options, DLLMCacheOptions)
-    prompt_due = progress.num_forwards % options.prompt_refresh_interval == 0
-    response_due = progress.num_forwards % options.response_refresh_interval == 0
+    prompt_due = _due(options.prompt_refresh_interval, spec, progress)
+    response_due = _due(options.response_refresh_interval, spec, progress)
     span = spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
     state, scope = {
         (True, True): (RefreshState.UPDATE, Scope.ALL),
@@ -97,8 +98,23 @@ def plan_dllm_cache(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, False): (RefreshState.REUSE, Scope.ACTIVE),
     }[prompt_due, response_due]
     plan = step_plan(spec, progress, state, scope, span, block_alone=False)
-    num_updated = 0 if response_due else int(spec.gen_length * options.update_ratio)
-    return replace(plan, read=spec.canvas_length, retained=spec.canvas_length, num_updated=num_updated)
+    plan = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    if response_due or options.update_ratio == 0:
+        return plan
+    return replace(plan, num_updated=int(spec.gen_length * options.update_ratio))
+
+
+def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
+    """Whether an interval of dLLM-Cache, counted over the whole response, begins with this forward pass.
+
+    The methods count passes that each unmask a fixed number of tokens, and what goes stale in between is what those
+    tokens change. Where a pass unmasks as many as it may, intervals count the tokens instead; of one token per pass
+    both make the same.
+    """
+    if spec.parallel is None and spec.guidance is None:
+        return progress.num_forwards % interval == 0
+    before = progress.num_unmasked - progress.last_unmasked
+    return progress.num_forwards == 0 or progress.num_unmasked // interval > before // interval
 
 
 def plan_es_dllm(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -154,7 +170,7 @@ def plan_maskkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
     assert isinstance(spec.cache, MaskKVOptions)
     plan = plan_dllm_cache(spec, progress)
     retained = min(average_budget(spec.cache, spec.prompt_length), spec.prompt_length) + spec.gen_length
-    return replace(plan, retained=retained, num_updated=0 if plan.scope is Scope.PROMPT else plan.num_updated)
+    return replace(plan, retained=retained, num_updated=None if plan.scope is Scope.PROMPT else plan.num_updated)
 
 
 def average_budget(options: MaskKVOptions, prompt_length: int) -> int:

@@ -86,8 +86,9 @@ class StepPlan:
     """Tokens per layer that the rows attend to in pages."""
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
-    num_updated: int = 0
-    """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV)."""
+    num_updated: int | None = None
+    """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV). One of no rows still renews what
+    the rows are compared by; None: no adaptive update."""
     skips: bool = False
     """Whether layers drop rows (ES-dLLM)."""
     retained_copy: RetainedCopy = RetainedCopy.NONE

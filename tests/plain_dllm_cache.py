@@ -8,6 +8,8 @@ Readings where the papers leave room:
 
 * Forward passes are counted from n = 1 over the whole generation, never restarted at a block. The prompt is due when
   (n - 1) mod Kp = 0, the response (everything behind the prompt) when (n - 1) mod Kr = 0.
+* With a threshold, intervals count unmasked tokens: the prompt is due in the first pass, and in those between which and
+  the pass before the number of unmasked tokens reached or passed a multiple of Kp; the response likewise.
 * The hidden state of a row that is not recomputed is the live residual plus the row's cached AttnOut and FFNOut.
 * At a response refresh without a prompt refresh no prompt row is computed.
 * Prompt rows keep AttnOut and FFNOut only as long as somebody reads them: never, except Dream's last prompt row, whose
@@ -73,6 +75,7 @@ class DllmCacheModel(PlainModel):
         update_ratio: float,
         first_layer_always: bool,
         adapt_beside_prompt: bool,
+        count_tokens: bool = False,
     ) -> None:
         self.__dict__.update(model.__dict__)  # the same weights
         self.prompt_length = prompt_length
@@ -81,7 +84,9 @@ class DllmCacheModel(PlainModel):
         self.update_ratio = update_ratio
         self.first_layer_always = first_layer_always
         self.adapt_beside_prompt = adapt_beside_prompt
+        self.count_tokens = count_tokens
         self.forwards = 0
+        self.unmasked = 0
         self.caches: list[LayerCache] = []
         self.updated: dict[int, dict[int, list[int]]] = {}
         self.closest_similarity = math.inf
@@ -90,8 +95,13 @@ class DllmCacheModel(PlainModel):
     def logits(self, ids: list[int]) -> torch.Tensor:
         """The next forward pass. Rows of the prompt are NaN where nothing is known of them."""
         before, self.forwards = self.forwards, self.forwards + 1
-        prompt_due = before % self.prompt_refresh_interval == 0
-        response_due = before % self.response_refresh_interval == 0
+        reached = [before]
+        if self.count_tokens:
+            known = sum(token != self.mask for token in ids[self.prompt_length :])
+            # Of the tokens of the last pass, how many were unmasked when each of them was.
+            reached, self.unmasked = list(range(self.unmasked + 1, known + 1)), known
+        prompt_due = before == 0 or any(number % self.prompt_refresh_interval == 0 for number in reached)
+        response_due = before == 0 or any(number % self.response_refresh_interval == 0 for number in reached)
         prompt, response = list(range(self.prompt_length)), list(range(self.prompt_length, len(ids)))
         forgotten = prompt[:-1] if self.is_dream else prompt
         x = self.embedding[torch.tensor(ids)]
@@ -173,6 +183,7 @@ def plain_dllm_cache(
     unmasking: str = "low_confidence",
     first_layer_always: bool = True,
     adapt_beside_prompt: bool = True,
+    threshold: float | None = None,
 ) -> dict[str, Any]:
     """Decode with dLLM-Cache.
 
@@ -193,16 +204,38 @@ def plain_dllm_cache(
         update_ratio=update_ratio,
         first_layer_always=first_layer_always,
         adapt_beside_prompt=adapt_beside_prompt,
+        count_tokens=threshold is not None,
     )
-    return run(cached, prompt_ids, gen_length=gen_length, block_length=block_length, steps=steps, unmasking=unmasking)
+    return run(
+        cached,
+        prompt_ids,
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=steps,
+        unmasking=unmasking,
+        threshold=threshold,
+    )
 
 
 def run(
-    cached: DllmCacheModel, prompt_ids: list[int], *, gen_length: int, block_length: int, steps: int, unmasking: str
+    cached: DllmCacheModel,
+    prompt_ids: list[int],
+    *,
+    gen_length: int,
+    block_length: int,
+    steps: int,
+    unmasking: str,
+    threshold: float | None = None,
 ) -> dict[str, Any]:
     """Decode with a model that keeps caches; the sampler is the one without a cache (for Dream with its block rule)."""
     decoded = decode(
-        cached, prompt_ids, gen_length=gen_length, block_length=block_length, steps=steps, unmasking=unmasking
+        cached,
+        prompt_ids,
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=steps,
+        unmasking=unmasking,
+        threshold=threshold,
     )
     return {
         "tokens": decoded.tokens,

@@ -139,6 +139,7 @@ class MaskKVModel(DllmCacheModel):
         response_refresh_interval: int,
         update_ratio: float,
         first_layer_always: bool,
+        count_tokens: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -148,6 +149,7 @@ class MaskKVModel(DllmCacheModel):
             update_ratio=update_ratio,
             first_layer_always=first_layer_always,
             adapt_beside_prompt=False,
+            count_tokens=count_tokens,
         )
         self.budgets, self.head_budget, self.alpha, self.redistribute = budgets, head_budget, alpha, redistribute
         self.heads_keep: list[list[int]] = []
@@ -210,6 +212,7 @@ def plain_maskkv(
     redistribute: bool = False,
     unmasking: str = "low_confidence",
     first_layer_always: bool = False,
+    threshold: float | None = None,
 ) -> dict[str, Any]:
     """Decode with MaskKV.
 
@@ -245,8 +248,17 @@ def plain_maskkv(
         response_refresh_interval=response_refresh_interval,
         update_ratio=update_ratio,
         first_layer_always=first_layer_always,
+        count_tokens=threshold is not None,
     )
-    out = run(evicting, prompt_ids, gen_length=gen_length, block_length=block_length, steps=steps, unmasking=unmasking)
+    out = run(
+        evicting,
+        prompt_ids,
+        gen_length=gen_length,
+        block_length=block_length,
+        steps=steps,
+        unmasking=unmasking,
+        threshold=threshold,
+    )
     return out | {
         "retained": evicting.retained,
         "layer_budgets": budgets,

@@ -168,8 +168,13 @@ def decode(
     top_k: int = 0,
     temperature: float = 0.0,
     uniform: Uniform | None = None,
+    threshold: float | None = None,
 ) -> Decoded:
-    """Decoding without a cache; above temperature 0, ``uniform`` supplies the random numbers."""
+    """Decoding without a cache; above temperature 0, ``uniform`` supplies the random numbers.
+
+    With a ``threshold`` a step fills every candidate that is at least as confident, or the best one, and steps do not
+    count.
+    """
     canvas = prompt + [model.mask] * gen_length
     blocks = [
         (len(prompt) + offset, len(prompt) + min(offset + block_length, gen_length))
@@ -177,8 +182,10 @@ def decode(
     ]
     result = Decoded([])
     for number, (first, end) in enumerate(blocks):
-        in_block = steps // len(blocks) + (1 if number < steps % len(blocks) else 0)
         block_size = end - first
+        in_block = steps // len(blocks) + (1 if number < steps % len(blocks) else 0)
+        if threshold is not None:
+            in_block = block_size
         for step in range(in_block):
             masked = [p for p in range(first, end) if canvas[p] == model.mask]
             if not masked:
@@ -193,7 +200,7 @@ def decode(
             else:
                 count = _dream_count(len(masked), in_block, step)
             rows = _Rows(model, top_p, top_k, temperature, uniform, result)
-            _fill(canvas, candidates, count, unmasking, rows)
+            _fill(canvas, candidates, count, unmasking, rows, threshold)
     result.tokens = canvas[len(prompt) :]
     return result
 
@@ -233,8 +240,11 @@ class _Rows:
         return int(score.argmax()), _gap(best, second)
 
 
-def _fill(canvas: list[int], candidates: list[int], count: int, unmasking: str, rows: _Rows) -> None:
-    """One forward pass; fills the ``count`` most confident candidates of ``canvas`` in place."""
+def _fill(
+    canvas: list[int], candidates: list[int], count: int, unmasking: str, rows: _Rows, threshold: float | None
+) -> None:
+    """One forward pass; fills the ``count`` most confident candidates of ``canvas`` in place, or those that reach the
+    threshold."""
     logits, result = rows.model.predictions(canvas), rows.result
     scored = []
     for position in candidates:
@@ -249,6 +259,9 @@ def _fill(canvas: list[int], candidates: list[int], count: int, unmasking: str, 
         }[unmasking]
         scored.append((float(confidence), position, token, token_gap))
     scored.sort(reverse=True)
+    if threshold is not None:
+        count = max(sum(confidence >= threshold for confidence, *_ in scored), 1)
+        result.closest = min(result.closest, *(_gap(confidence, threshold) for confidence, *_ in scored))
     if 0 < count < len(scored):
         result.closest = min(result.closest, _gap(scored[count - 1][0], scored[count][0]))
     for _, position, token, token_gap in scored[:count]:

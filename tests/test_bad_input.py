@@ -180,6 +180,7 @@ def test_sampling_setting_out_of_range(llm, healthy, settings, fragments):
         ({"min_tokens": 2}, ("min_tokens=2", "not supported")),
         ({"logit_bias": {5: 1.0}}, ("logit_bias", "not supported")),
         ({"allowed_token_ids": [5, 6]}, ("allowed_token_ids", "not supported")),
+        ({"extra_args": {"kv_transfer_params": {"a": 1}}}, ("unknown request option 'kv_transfer_params'",)),
         ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

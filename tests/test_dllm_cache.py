@@ -22,6 +22,7 @@ SETTINGS: dict[str, tuple[int, int, float]] = {
     "nothing is updated": (5, 3, 0.0),
     "everything is updated": (6, 4, 1.0),
     "few rows are updated": (7, 5, 0.13),
+    "only values are updated": (7, 5, 0.04),
     "due once": (100, 100, 0.3),
 }
 """Intervals of prompt and response, share of rows updated."""
@@ -71,9 +72,10 @@ def request(gen_length: int, block_length: int, steps: int, **fields: Any):
     )
 
 
-def ask(llm, lengths=tuple(LENGTHS), seed=0):
+def ask(llm, lengths=tuple(LENGTHS), seed=0, **fields):
     """Tokens and figures of a request per entry of ``lengths``."""
-    outputs = generate(llm, [prompt(case[0], seed) for case in lengths], [request(*case[1:]) for case in lengths])
+    prompts = [prompt(case[0], seed) for case in lengths]
+    outputs = generate(llm, prompts, [request(*case[1:], **fields) for case in lengths])
     return [(list(output.outputs[0].token_ids), output.outputs[0].diffusion) for output in outputs]
 
 
@@ -122,6 +124,39 @@ def test_engine_decodes_as_the_plain_dllm_cache_does(engine, plain_models, model
         for case in LENGTHS
     ]
     assert_as_plain(ask(engine(model, refresh_first_layer=first_layer, **chosen)), plains)
+
+
+@pytest.mark.parametrize("first_layer", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_with_parallel_unmasking_intervals_count_tokens(engine, plain_models, model, first_layer):
+    chosen = options(7, 5, 0.25)
+    plains = [
+        plain_dllm_cache(
+            plain_models[model],
+            prompt(case[0]),
+            **settings_of(case, plain_models[model]),
+            **chosen,
+            first_layer_always=first_layer,
+            threshold=0.2,
+        )
+        for case in LENGTHS
+    ]
+    answers = ask(engine(model, refresh_first_layer=first_layer, **chosen), threshold=0.2)
+    assert_as_plain(answers, plains)
+    sizes = [len(step) for _, figures in answers for step in figures.unmasked_per_step]
+    assert min(sizes) == 1, "all pass the threshold: choose another"
+    assert max(sizes) > 2, "the threshold lets next to nothing pass: choose another"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_threshold_that_one_token_passes_changes_no_interval(engine, model):
+    llm, shapes = engine(model, **options(5, 3, 0.25)), [(24, 16, 8, 16), (37, 24, 8, 24), (9, 8, 4, 8)]
+    if model == "dream-tiny-a":  # Dream's time grid has no run of one token per step
+        for _, figures in ask(llm, shapes, threshold=1.0):
+            states = figures.refresh_states
+            assert states == ["reuse" if number % 5 and number % 3 else "update" for number in range(len(states))]
+    else:
+        assert ask(llm, shapes, threshold=1.0) == ask(llm, shapes)
 
 
 class KeyVerified(DllmCacheModel):

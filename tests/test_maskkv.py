@@ -22,6 +22,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "first layer": {"refresh_first_layer": True, "profile": PROFILE},
     "response alone": {"prompt_refresh_interval": 100, "response_refresh_interval": 1},
     "prompt alone": {"prompt_refresh_interval": 2, "response_refresh_interval": 5, "update_ratio": 0.0},
+    "values alone": {"response_refresh_interval": 5, "update_ratio": 0.04},
 }
 LENGTHS = [(24, 16, 8, 8), (37, 12, 12, 12), (50, 20, 8, 10), (9, 8, 4, 8)]
 """Prompt, response, block, steps."""
@@ -59,7 +60,9 @@ def ask(llm, prompts, lengths, **fields):
     return generate(llm, prompts, params)
 
 
-def expected(model: PlainModel, case: tuple[int, int, int, int], options: dict[str, Any], kv_budget: int = 12):
+def expected(
+    model: PlainModel, case: tuple[int, int, int, int], options: dict[str, Any], threshold: float | None = None
+):
     """What the plain MaskKV decodes; its names of the options are the engine's but one."""
     options = dict(REFRESHES | options)
     first = options.pop("refresh_first_layer", False)
@@ -70,21 +73,24 @@ def expected(model: PlainModel, case: tuple[int, int, int, int], options: dict[s
         gen_length=gen_length,
         block_length=block_length,
         steps=steps,
-        kv_budget=kv_budget,
+        kv_budget=12,
         unmasking="maskgit_plus" if model.is_dream else "low_confidence",
         first_layer_always=first,
+        threshold=threshold,
         **options,
     )
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(
+    ("name", "threshold"), [(name, None) for name in BUDGETS] + [("even", 0.2), ("first layer", 0.2)]
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_engine_decodes_as_the_plain_maskkv_does(engine, plain_models, model, name):
+def test_engine_decodes_as_the_plain_maskkv_does(engine, plain_models, model, name, threshold):
     options = BUDGETS[name]
-    outputs = ask(engine(model, **options), [prompt(case[0]) for case in LENGTHS], LENGTHS)
+    outputs = ask(engine(model, **options), [prompt(case[0]) for case in LENGTHS], LENGTHS, threshold=threshold)
     compared = 0
     for case, output in zip(LENGTHS, outputs, strict=True):
-        plain = expected(plain_models[model], case, options)
+        plain = expected(plain_models[model], case, options, threshold)
         # A decision between numbers this close is rounding's, not the method's.
         if plain["closest"] < 1e-4 or plain["closest_vote"] < 1e-5 or plain["closest_share"] < 1e-4:
             continue

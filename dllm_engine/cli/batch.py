@@ -172,7 +172,8 @@ class ResultFile:
             self._file.close()
             raise
         self.num_errors = finished.num_errors
-        self.num_resumed = len(finished.indices)
+        self.num_resumed = self._num_written = len(finished.indices)
+        self._num_lines = len(lines)
         self.pending = [line for line in lines if line.index not in finished.indices]
 
     def _open(self) -> BinaryIO:
@@ -206,14 +207,18 @@ class ResultFile:
 
     def append(self, records: Sequence[dict[str, Any]]) -> None:
         """Write the records of finished requests; when this returns, they outlive a crash of the machine."""
-        data = memoryview(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        num_bytes = 0
         try:
-            while data:
-                data = data[self._file.write(data) :]
+            while num_bytes < len(data):
+                num_bytes += self._file.write(data[num_bytes:])
             if self._is_regular:
                 os.fsync(self._file.fileno())
         except OSError as error:
+            num_written = self._num_written + data[:num_bytes].count(b"\n")
             raise CommandError(
-                f"cannot write {self.path}: {error.strerror}; the same command goes on where this one stopped"
+                f"cannot write {self.path}: {error.strerror}; {num_written} of {self._num_lines} requests are in it"
+                + ("; the same command goes on where this one stopped" if self._is_regular else "")
             ) from error
+        self._num_written += len(records)
         self.num_errors += sum("error" in record for record in records)

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-COLUMNS = ("METHOD", "UNMASKING", "EXACT", "ITEMS", "FORWARDS/TOKEN", "COMPUTED/TOKEN", "TOKENS/S")
+COLUMNS = ("METHOD", "UNMASKING", "EXACT", "±", "ITEMS", "FORWARDS/TOKEN", "COMPUTED/TOKEN", "TOKENS/S")
 ONE = "one"
 """The unmasking rule of one token per step."""
 RULES = ("steps", "threshold", "factor", "entropy_bound", "margin")
@@ -44,6 +45,8 @@ class ComparedScore:
     cache_method: str
     unmasking: str
     exact_match: float
+    exact_match_error: float
+    """Standard error of the exact match, the examples of each task being a random sample of it."""
     item_match: float
     forwards_per_token: float
     computed_per_token: float
@@ -58,6 +61,10 @@ class ComparedScore:
             cache_method=combination.cache_method,
             unmasking=combination.rule,
             exact_match=sum(task.exact_match * task.examples for task in tasks) / examples,
+            exact_match_error=math.sqrt(
+                sum(task.exact_match * (1 - task.exact_match) * task.examples for task in tasks)
+            )
+            / examples,
             item_match=sum(task.item_match * task.examples for task in tasks) / examples,
             forwards_per_token=sum(task.forwards_per_token * task.tokens for task in tasks) / tokens,
             computed_per_token=sum(task.computed_per_token * task.tokens for task in tasks) / tokens,
@@ -70,6 +77,7 @@ class ComparedScore:
             self.cache_method,
             self.unmasking,
             f"{self.exact_match:.1%}",
+            f"{self.exact_match_error:.1%}",
             f"{self.item_match:.1%}",
             f"{self.forwards_per_token:.2f}",
             f"{self.computed_per_token:.1f}",

@@ -206,13 +206,13 @@ def _prepare(args: argparse.Namespace) -> None:
     engine_options(args)
     if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
         raise CommandError(f"model folder {args.model} does not exist")
-    _be_quiet()
+    be_quiet()
     if args.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     check_vllm()
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
     """Keep the answer from drowning in vLLM's start-up messages; ``VLLM_LOGGING_LEVEL`` brings them back, on stderr."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if "VLLM_LOGGING_LEVEL" in os.environ:

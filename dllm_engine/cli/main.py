@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from dllm_engine import __version__
 from dllm_engine.cli import (
+    bench,
     demo_path,
     evaluate,
     generate,
@@ -54,7 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, serve, plan, evaluate, lm_eval_command, inspect_cache, profile_layers, models, demo_path):
+    running = (generate, serve, evaluate, bench, inspect_cache, lm_eval_command, profile_layers)
+    for command in (*running, plan, models, demo_path):
         command.add_parser(commands)
     return parser
 

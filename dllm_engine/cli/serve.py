@@ -11,6 +11,7 @@ from dllm_engine.cli.engine import (
     add_denoising_arguments,
     check_vllm,
     engine_options,
+    positive_int,
 )
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL, model_path
@@ -38,6 +39,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_denoising_arguments(requests, "the family's")
     other = parser.add_argument_group("other")
+    other.add_argument(
+        "--refresh-ratio",
+        type=float,
+        metavar="R",
+        help="rows that a long request refreshes per row of short ones beside it: a smaller ratio evens the gaps "
+        "between their blocks, a large one (1e9) bounds nothing (default: 1)",
+    )
+    other.add_argument(
+        "--steps-per-dispatch",
+        type=positive_int,
+        metavar="N",
+        help="denoising steps that workers run on their own while nobody waits and no block is complete; new requests "
+        "and disconnects wait for them (default: 1)",
+    )
     other.add_argument("--no-playground", action="store_true", help="leave out the page /playground")
     other.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
     other.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
@@ -92,6 +107,10 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         options = options | {"page_size": args.page_size}
     if args.guide_model is not None:
         options = options | {"guide_model": args.guide_model}
+    if args.refresh_ratio is not None:
+        options = options | {"refresh_ratio": args.refresh_ratio}
+    if args.steps_per_dispatch is not None:
+        options = options | {"steps_per_dispatch": args.steps_per_dispatch}
     if defaults := {name: getattr(args, name) for name in _REQUEST_DEFAULTS if getattr(args, name) is not None}:
         check_vllm()  # what checks them needs it
         options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}

@@ -152,7 +152,7 @@ def _chat(rng: random.Random) -> Example:
 def _list_example(task: str, rng: random.Random, num_words: int, filler: float) -> Example:
     words = rng.sample([*NAMES, *CITIES], num_words)
     instruction = f"{task.capitalize()}: {' '.join(words)}"
-    prompt = " ".join([*_filler_sentences(rng, instruction, filler), instruction])
+    prompt = " ".join([*filler_sentences(rng, _beside(instruction, filler)), instruction])
     items = tuple(reversed(words)) if task == "reverse" else tuple(words)
     return Example(task, prompt, " ".join(items), items)
 
@@ -178,21 +178,25 @@ def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | 
         answer = ", ".join(items)
 
     sentences = [f"{statement}." for statement in statements]
-    for sentence in _filler_sentences(rng, " ".join([*sentences, question]), filler):
+    for sentence in filler_sentences(rng, _beside(" ".join([*sentences, question]), filler)):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
     return Example(task, " ".join([*sentences, question]), answer, items)
 
 
-def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
-    """Sentences about things that make up ``fraction`` of a prompt whose other part is ``core``."""
-    wanted = _length(core) * fraction / (1.0 - fraction)
+def filler_sentences(rng: random.Random, length: float) -> list[str]:
+    """Sentences about things that nobody asks about, of at least ``length`` words, digits and punctuation marks."""
     sentences: list[str] = []
-    length = 0
-    while length < wanted:
+    made = 0
+    while made < length:
         quality, other = rng.sample(QUALITIES, 2)
         sentences.append(f"The {quality} {rng.choice(THINGS)} is {other}.")
-        length += _length(sentences[-1])
+        made += _length(sentences[-1])
     return sentences
+
+
+def _beside(core: str, fraction: float) -> float:
+    """Length of filler that makes up ``fraction`` of a prompt whose other part is ``core``."""
+    return _length(core) * fraction / (1.0 - fraction)
 
 
 def _length(text: str) -> int:

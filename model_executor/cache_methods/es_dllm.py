@@ -183,14 +183,14 @@ class EarlySkipPass(LayerPass):
                 remembered = {"query": q, "key": k, "value": v}[self.options.indicator]
                 kept = self._cut(index, cut, rows, remembered.flatten(1))
                 if kept is not None:
-                    x, rows, phases = x[kept], rows[kept], RotaryPhases(phases.cos[kept], phases.sin[kept])
+                    x, rows, phases = x[kept], rows[kept], phases[kept]
                     q, k, v = q[kept], k[kept], v[kept]
             x += layer.o_proj(self._attend(index, rows, q, k, v))
             x += layer.mlp(layer.mlp_norm(x))
             if cut is not None and not inside:
                 kept = self._cut(index, cut, rows, x)
                 if kept is not None:
-                    x, rows, phases = x[kept], rows[kept], RotaryPhases(phases.cos[kept], phases.sin[kept])
+                    x, rows, phases = x[kept], rows[kept], phases[kept]
         if x is not hidden:
             hidden[rows] = x
             self.finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import attention_with_lse, paged_attention
@@ -152,13 +156,27 @@ class MaskKVPass(AdaptivePass):
     def record(self, index: int) -> dict[str, Any]:
         entries = super().record(index)
         if index in self.voting:
-            per_head = [
-                [positions[heads == head].tolist() for head in range(self.pages.num_kv_heads)]
-                for positions, heads, _ in self.batch.canvases[index].cache_state.places
-            ]
+            per_head = [[head.nonzero()[:, 0].tolist() for head in layer] for layer in self._retained_by_all(index)]
             entries["retained_per_head"] = per_head
             entries["retained_positions"] = [sorted(set().union(*layer)) for layer in per_head]
         return entries
+
+    def _retained_by_all(self, index: int) -> torch.Tensor:
+        """What all ranks retained of a request's prompt, ``[num_layers, total_kv_heads, prompt_length]`` bool. Every
+        rank must ask."""
+        canvas, own_heads = self.batch.canvases[index], self.pages.num_kv_heads
+        places = canvas.cache_state.places
+        shape = len(places), own_heads, canvas.spec.prompt_length
+        # Ranks on CPUs exchange floating-point numbers only.
+        retained = torch.zeros(shape, device=self.batch.positions.device)
+        for of_layer, (positions, heads, _) in zip(retained, places, strict=True):
+            of_layer[heads, positions] = 1
+        world = get_tensor_model_parallel_world_size()
+        if world > 1:
+            # With more ranks than heads, neighbouring ranks have the same head.
+            copies = world * own_heads // self.pages.total_kv_heads
+            retained = tensor_model_parallel_all_gather(retained, dim=1)[:, ::copies]
+        return retained.bool()
 
     def _attend_alone(
         self, layer: int, computed: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

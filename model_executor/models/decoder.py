@@ -22,6 +22,8 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from dllm_engine.kernels.rotary import rotate
+
 
 @dataclass(frozen=True)
 class DecoderShape:
@@ -43,33 +45,34 @@ class DecoderShape:
         return self.hidden_size // self.num_heads
 
 
-class RotaryPhases(NamedTuple):
-    """Cosines and sines of a set of rows, float32, each ``[num_rows, 1, head_dim // 2]``."""
+class Norm(RMSNorm):
+    """vLLM's RMSNorm, which on a CPU uses its compiled kernel only as part of a compiled graph."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-def rotary_phases(positions: torch.Tensor, head_dim: int, theta: float) -> RotaryPhases:
-    """Phases of RoPE at ``positions`` ``[num_rows]`` (absolute positions in the canvas)."""
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions.to(torch.float32)[:, None] * (1.0 / theta**exponents)
-    return RotaryPhases(angles.cos()[:, None, :], angles.sin()[:, None, :])
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cpu and hasattr(torch.ops._C, "rms_norm") and x.dtype == self.weight.dtype and x.is_contiguous():
+            out = torch.empty_like(x)
+            torch.ops._C.rms_norm(out, x, self.weight, self.variance_epsilon)
+            return out
+        return super().forward(x)
 
 
-def apply_rope(x: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-    """Rotate ``x`` ``[num_rows, num_heads, head_dim]`` in the half-split layout.
+@dataclass(frozen=True)
+class RotaryPhases:
+    """Phases of RoPE of a set of rows."""
 
-    Computed in float32 whatever the dtype of ``x``, as LLaDA's ``rope_full_precision`` asks: at positions in the
-    thousands bfloat16 phases are off by whole radians.
-    """
-    first, second = x.to(torch.float32).chunk(2, dim=-1)
-    rotated = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    # Four passes into one buffer; a formula of whole tensors takes seven and as many temporaries.
-    out_first, out_second = rotated.chunk(2, dim=-1)
-    torch.mul(first, phases.cos, out=out_first).addcmul_(second, phases.sin, value=-1)
-    torch.mul(second, phases.cos, out=out_second).addcmul_(first, phases.sin)
-    return rotated.to(x.dtype)
+    cos_sin: torch.Tensor
+    """float32 ``[num_rows, head_dim]``: a row's cosines, then its sines."""
+
+    @classmethod
+    def at(cls, positions: torch.Tensor, head_dim: int, theta: float) -> "RotaryPhases":
+        """At ``positions`` ``[num_rows]`` (absolute positions in the canvas)."""
+        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+        angles = positions.to(torch.float32)[:, None] * (1.0 / theta**exponents)
+        return cls(torch.cat((angles.cos(), angles.sin()), dim=-1))
+
+    def __getitem__(self, rows: torch.Tensor) -> "RotaryPhases":
+        """Of some of the rows."""
+        return RotaryPhases(self.cos_sin[rows])
 
 
 class DecoderLayer(nn.Module):
@@ -78,8 +81,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, shape: DecoderShape, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.attn_norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.mlp_norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.attn_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.qkv_proj = QKVParallelLinear(
             shape.hidden_size,
             shape.head_dim,
@@ -138,7 +141,7 @@ class DecoderLayer(nn.Module):
 
     def rope(self, heads: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Queries or keys ``[num_rows, heads, head_dim]`` rotated to their positions."""
-        return apply_rope(heads, phases)
+        return rotate(heads, phases.cos_sin)
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
@@ -192,7 +195,7 @@ class DiffusionDecoder(nn.Module, ABC):
         self.layers = nn.ModuleList(
             DecoderLayer(self.shape, quant_config, prefix=f"layers.{i}") for i in range(self.shape.num_layers)
         )
-        self.final_norm = RMSNorm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
+        self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
         self.lm_head = ParallelLMHead(
             self.shape.vocab_size, self.shape.hidden_size, quant_config=quant_config, prefix="lm_head"
         )
@@ -222,7 +225,7 @@ class DiffusionDecoder(nn.Module, ABC):
 
     def rotary(self, positions: torch.Tensor) -> RotaryPhases:
         """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
-        return rotary_phases(positions, self.shape.head_dim, self.shape.rope_theta)
+        return RotaryPhases.at(positions, self.shape.head_dim, self.shape.rope_theta)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"

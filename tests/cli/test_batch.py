@@ -1,6 +1,7 @@
 """Input and output files of a batch run: an interrupted run goes on, nothing is lost or doubled."""
 
 import json
+import resource
 
 import pytest
 
@@ -147,9 +148,36 @@ def test_a_full_disk_is_reported():
     """``/dev/full`` fails every write as a full disk does."""
     with (
         ResultFile("/dev/full", LINES, SETTINGS) as results,
-        pytest.raises(CommandError, match="cannot write /dev/full: No space left on device"),
+        pytest.raises(
+            CommandError, match=r"cannot write /dev/full: No space left on device; 0 of 3 requests are in it$"
+        ),
     ):
         results.append([results.record(LINES[0], text="")])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output, at_once):
+    """A limit on the size of files cuts a write short like a full disk."""
+    write(output, LINES)
+    complete = output.read_bytes()
+    output.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ResultFile(output, LINES, SETTINGS) as results:
+        records = [results.record(line, text=f"said {line.index}") for line in LINES]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(complete) - 5, limits[1]))
+        try:
+            *whole, last = [records] if at_once else [[record] for record in records]
+            for batch in whole:
+                results.append(batch)
+            with pytest.raises(CommandError, match=r"File too large; 2 of 3 requests are in it; the same command"):
+                results.append(last)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert output.read_bytes() == complete[:-5]
+    with ResultFile(output, LINES, SETTINGS) as results:
+        assert results.pending == LINES[2:]
+    write(output, LINES)
+    assert output.read_bytes() == complete
 
 
 @pytest.mark.parametrize("name", ["missing/out.jsonl", "."])

@@ -58,7 +58,10 @@ def test_scores_of_a_combination_weigh_examples_and_tokens():
 
     combination = comparison.Combination("dual", "one", settings=None)
     score = comparison.ComparedScore.of(combination, [of_task(3, 1.0, 30, 1.0, 2.0), of_task(1, 0.0, 10, 0.2, 2.0)])
-    assert score.row() == ("dual", "one", "75.0%", "75.0%", "0.80", "10.0", "10")
+    assert score.row() == ("dual", "one", "75.0%", "0.0%", "75.0%", "0.80", "10.0", "10")
+    # Within a task: 9 and 16 examples of which a half and a fifth are right, the root of (9/4 + 16 · 4/25) / 25².
+    score = comparison.ComparedScore.of(combination, [of_task(9, 0.5, 9, 1.0, 1.0), of_task(16, 0.2, 16, 1.0, 1.0)])
+    assert score.exact_match_error == pytest.approx((2.25 + 2.56) ** 0.5 / 25)
 
 
 def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, capsys):
@@ -78,7 +81,7 @@ def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, 
     assert header.split() == list(comparison.COLUMNS)
     assert [tuple(row.split()[:2]) for row in rows] == [(m, r) for m in ("none", "dual") for r in rules.split(",")]
     assert started == ["none", "dual"]
-    forwards = [float(row.split()[4]) for row in rows[:4]]
+    forwards = [float(row.split()[5]) for row in rows[:4]]
     assert forwards[:2] == [1.0, 0.25]
     assert max(forwards[2:]) < 1.0
     written = json.loads(report.read_text())

@@ -141,9 +141,11 @@ def test_parameters_that_suit_no_line_stop_the_run(run, tmp_path, monkeypatch, c
 
 
 def test_a_full_disk_ends_the_run_with_a_message(run, tmp_path, capsys):
-    write_input(tmp_path, {"prompt": "Hello!"})
+    write_input(tmp_path, {"prompt": "Hello!"}, {"prompt": "Hi!"})
     assert run("--input", "in.jsonl", "--output", "/dev/full") == 2
-    assert "cannot write /dev/full: No space left on device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot write /dev/full: No space left on device; 0 of 2 requests are in it\n" in said
+    assert "done" not in said
 
 
 def test_ctrl_c_ends_the_run_quietly(run, tmp_path, monkeypatch, capsys):

@@ -82,6 +82,42 @@ def test_eval_prints_a_row_per_task(run, tmp_path):
     assert len(json.loads((tmp_path / "report.json").read_text())["scores"]) == 2
 
 
+def test_bench_measures_two_models_draws_and_compares(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    small = ["--methods", "none,sparse", "--batch", "2", "--response", "8", "--repeats", "1", "--count", "2"]
+    result = run(*DLLM, "bench", "--quick", *small)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    for about in ("demo (checkpoint weights", "llada-8b/16 (random weights"):
+        assert any(line.startswith(about) for line in lines)
+    assert sum(line.startswith(("plain ", "none ", "sparse ")) for line in lines) == 3 * 3
+    report = json.loads((tmp_path / "bench.json").read_text())
+    for cell in (cell for model in report["runs"] for cell in model["cells"] if cell["method"] != "plain"):
+        assert cell["tokens_per_second"] > 0
+        assert cell["whole"]["floor_seconds"] > 0
+    plots = sorted(file.name for file in (tmp_path / "bench-plots").iterdir())
+    assert plots == ["bench-demo.png", "bench-llada-8b-16.png"]
+    compared = run(*DLLM, "bench", "--compare", "bench.json", "bench.json")
+    assert compared.returncode == 0, compared.stderr
+    assert "Note" not in compared.stdout
+    assert compared.stderr == ""
+
+
+def test_methods_measured_one_by_one_each_have_a_baseline(run, tmp_path):
+    """More engines than the memory holds side by side; here it is said to be short."""
+    program = (
+        "import sys; from dllm_engine.bench import benchmark; benchmark.available = lambda: 0; "
+        "from dllm_engine.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    what = ["--methods", "none,dual", "--batch", "1", "--prompt", "32", "--response", "8", "--repeats", "1"]
+    result = run(sys.executable, "-c", program, "bench", *what, "--output", "result.json")
+    assert result.returncode == 0, result.stderr
+    (measured,) = json.loads((tmp_path / "result.json").read_text())["runs"]
+    assert measured["groups"] == [["none"], ["dual"]]
+    cells = [(cell["method"], cell["group"]) for cell in measured["cells"]]
+    assert cells == [("plain", 0), ("none", 0), ("plain", 1), ("dual", 1)]
+
+
 def test_a_model_that_does_not_exist_is_one_line(run):
     result = run(*DLLM, "generate", "Hello!", "--model", ".")
     assert result.returncode == 2

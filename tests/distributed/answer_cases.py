@@ -2,7 +2,8 @@
 
 python -m tests.distributed.answer_cases CHECKPOINT TENSOR_PARALLEL_SIZE BACKEND < task.json
 
-The task is ``{"engine": arguments of LLM, "requests": [{"prompt": token ids, "params": fields of DiffusionParams}]}``.
+The task is ``{"engine": arguments of LLM, "requests": [{"prompt": token ids, "params": fields of DiffusionParams}]}``,
+and may have ``"aborted"``: such requests that run for two steps and are aborted before the others begin.
 Where the engine's core is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), it also prints the pages after each step.
 """
 
@@ -27,6 +28,13 @@ def main() -> None:
         **task["engine"],
     )
     pages = watch_pages(llm)
+    aborted = task.get("aborted", [])
+    for number, request in enumerate(aborted):
+        prompt = {"prompt_token_ids": request["prompt"]}
+        llm.llm_engine.add_request(f"aborted {number}", prompt, DiffusionParams(**request["params"]))
+    for _ in range(2 if aborted else 0):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request([f"aborted {number}" for number in range(len(aborted))])
     outputs = llm.generate(
         [{"prompt_token_ids": request["prompt"]} for request in requests],
         [DiffusionParams(**request["params"]) for request in requests],

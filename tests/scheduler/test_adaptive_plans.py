@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.options import CACHE_OPTIONS, DLLMCacheOptions, EngineOptions, MaskKVOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule, Progress
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.refresh_plan import (
     REFRESH_PLANS,
@@ -65,9 +65,10 @@ ADAPTED = [number for number, scope in enumerate(SCOPES) if scope in ("active", 
         ("dllm_cache", DLLMCacheOptions(**INTERVALS), dict.fromkeys(ADAPTED, 5)),
         ("maskkv", MaskKVOptions(**INTERVALS), {number: 5 for number in ADAPTED if SCOPES[number] == "active"}),
         ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 0.0})), {}),
+        ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 0.04})), dict.fromkeys(ADAPTED, 0)),
         ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 1.0})), dict.fromkeys(ADAPTED, 21)),
     ],
-    ids=["dllm_cache", "maskkv", "no updates", "all rows"],
+    ids=["dllm_cache", "maskkv", "no updates", "updates of no row", "all rows"],
 )
 def test_passes_count_over_block_borders(method, options, updated, shifts_logits, live):
     request = spec(options, shifts_logits=shifts_logits)
@@ -79,8 +80,22 @@ def test_passes_count_over_block_borders(method, options, updated, shifts_logits
     prompt_due = [plan.scope.value in ("all", "prompt") for plan in plans]
     assert [plan.span for plan in plans] == [(0, 31) if due else (live, 31) for due in prompt_due]
     assert [plan.max_rows for plan in plans] == [31 if due else 31 - live for due in prompt_due]
-    assert {number: plan.num_updated for number, plan in enumerate(plans) if plan.num_updated} == updated
+    assert {number: plan.num_updated for number, plan in enumerate(plans) if plan.num_updated is not None} == updated
     assert {(plan.read, plan.retained) for plan in plans} == {(31, 31)}
+
+
+@pytest.mark.parametrize("open_count", [{"parallel": ParallelRule("threshold", 0.9)}, {"guidance": Guidance()}])
+@pytest.mark.parametrize("method", ["dllm_cache", "maskkv"])
+def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, open_count):
+    cache = {"dllm_cache": DLLMCacheOptions, "maskkv": MaskKVOptions}[method](**INTERVALS)
+    request, progress, scopes = spec(cache, **open_count), Progress(), []
+    # Known before each pass: 0, 2, 3, 4, 4, 8, 10, 15. The prompt is due at 4, 8, 12, …, the response at 3, 6, 9, ….
+    for num_unmasked in (2, 1, 1, 0, 4, 2, 5, 6):
+        scopes.append(REFRESH_PLANS[method].plan(request, progress).scope.value)
+        progress.num_forwards += 1
+        progress.num_unmasked += num_unmasked
+        progress.last_unmasked = num_unmasked
+    assert scopes == "all active response prompt active all response all".split()
 
 
 def test_prompt_rows_that_are_not_excluded_are_fed_in_every_pass():
@@ -300,5 +315,4 @@ def test_every_plan_reads_what_is_kept_and_computes_no_more_than_it_is_charged_f
         assert plan.span.stop == request.canvas_length
         assert plan.span.start <= max(prompt_length - shifts, 0)
         assert (plan.span.start == 0) or not prompt_due
-        assert 0 <= plan.num_updated <= gen_length
-        assert not (response_due and plan.num_updated)
+        assert plan.num_updated is None or (0 <= plan.num_updated <= gen_length and not response_due)

@@ -5,6 +5,8 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType, FinishReason
@@ -47,7 +49,7 @@ class StandInRunner:
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
-            reports=reports,
+            reports=[reports],
         )
 
 
@@ -542,3 +544,88 @@ def test_many_requests_with_random_aborts_leave_nothing_behind():
     assert scheduler.pages.num_reserved == 0
     runner.execute(scheduler.schedule())
     assert not runner.masked
+
+
+# Refreshes beside smaller requests
+
+
+def steps_with_newcomer(ratio):
+    """Rows of each request and whether they refresh, per step: four requests with blocks of 4 rows and canvases of 50,
+    from the step on in which one of 300 rows joins them."""
+    scheduler, runner = make_scheduler(max_num_seqs=5, cache_method="dual", refresh_ratio=ratio), StandInRunner()
+    for i in range(4):
+        scheduler.add_request(request(f"old {i}", gen_length=40, steps=40))
+    for _ in range(5):
+        step(scheduler, runner)
+    scheduler.add_request(request("new", prompt_length=260, gen_length=40, steps=40))
+    steps = []
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        steps.append({name: (plan.max_rows, plan.state.value != "reuse") for name, plan in output.plans.items()})
+        scheduler.update_from_output(output, runner.execute(output))
+    assert_empty(scheduler)
+    return steps
+
+
+def refreshed(step):
+    rows, refreshes = step.get("new", (0, False))
+    return rows if refreshes else 0
+
+
+def test_a_long_request_refreshes_as_much_as_short_ones_run_and_once_more():
+    steps = steps_with_newcomer(ratio=1.0)
+    beside = [step for step in steps if "old 0" in step]
+    others = [sum(rows for name, (rows, _) in step.items() if name != "new") for step in beside]
+    for start in range(len(beside)):
+        for stop in range(start, len(beside)):
+            assert sum(map(refreshed, beside[start:stop])) <= sum(others[start:stop]) + 300
+    # Four steps of the others take 248 rows, a refresh is 300. When they are done it owes nobody.
+    assert [i for i, step in enumerate(steps) if refreshed(step)] == [0, 8, 16, 24, 32, 36, 40, 44, 48, 52]
+
+
+def test_a_long_request_does_not_put_off_the_short_ones():
+    beside = [step for step in steps_with_newcomer(ratio=0.1) if "old 0" in step]
+    assert len(beside) == 35
+    assert all(f"old {i}" in step for step in beside for i in range(4))
+    assert sum(map(bool, map(refreshed, beside))) == 1
+
+
+def test_without_a_bound_a_long_request_refreshes_when_it_is_due():
+    assert [i for i, step in enumerate(steps_with_newcomer(ratio=None)) if refreshed(step)] == list(range(0, 40, 4))
+
+
+def test_requests_of_like_size_refresh_together():
+    scheduler, runner = make_scheduler(max_num_seqs=8, cache_method="dual", refresh_ratio=0.001), StandInRunner()
+    for i in range(8):
+        scheduler.add_request(request(str(i), prompt_length=10 + i))
+    ran, _, _ = run(scheduler, runner)
+    assert [len(ids) for ids in ran] == [8] * 4
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 200), st.sampled_from([4, 8, 20])), min_size=1, max_size=12
+    ),
+    ratio=st.sampled_from([0.01, 0.5, 1.0, 100.0, None]),
+    max_rows=st.sampled_from([220, 500, 10_000]),
+    method=st.sampled_from(["dual", "sparse", "dllm_cache", "none"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_request_ends_whatever_the_bound(arrivals, ratio, max_rows, method):
+    scheduler = make_scheduler(
+        max_num_seqs=6, max_rows=max_rows, num_pages=5000, cache_method=method, refresh_ratio=ratio
+    )
+    runner, due = StandInRunner(), sorted(arrivals)
+    for at in range(20_000):
+        while due and due[0][0] <= at:
+            _, prompt_length, gen_length = due.pop(0)
+            name = f"{len(due)}"
+            scheduler.add_request(
+                request(name, prompt_length=prompt_length, gen_length=gen_length, steps=gen_length // 2)
+            )
+        if not due and not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        assert output.plans or not scheduler.has_unfinished_requests()
+        scheduler.update_from_output(output, runner.execute(output))
+    assert_empty(scheduler)

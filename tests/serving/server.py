@@ -1,6 +1,7 @@
 """A real server in a process of its own."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,10 +25,10 @@ def free_port() -> int:
 class Server:
     """``command`` (of ``dllm`` or ``vllm``, installed beside this Python) until ``stop``."""
 
-    def __init__(self, program: str, *arguments: str, log: Path) -> None:
+    def __init__(self, program: str, *arguments: str, log: Path, logging_level: str = "WARNING") -> None:
         self.port = free_port()
         self.log = log
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
+        environment = os.environ | {"VLLM_LOGGING_LEVEL": logging_level}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         executable = str(Path(sys.executable).parent / program)
         self.process = subprocess.Popen(
@@ -77,3 +78,17 @@ def running(program: str, *arguments: str, log: Path) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+def scrape(url: str) -> dict[str, float]:
+    """Every series of ``/metrics`` summed over its labels, and denoising steps by state as ``steps:<state>``."""
+    text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if match := re.fullmatch(r"([^{# ]+)(\{.*\})? (\S+)", line):
+            name, labels, value = match.groups()
+            values[name] = values.get(name, 0.0) + float(value)
+            state = re.search(r'refresh_state="(\w+)"', labels or "")
+            if state and name == "dllm:denoising_steps_total":
+                values["steps:" + state[1]] = float(value)
+    return values

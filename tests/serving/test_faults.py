@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.serving.server import Server
+from tests.serving.server import Server, scrape
 
 pytestmark = pytest.mark.slow
 
@@ -47,18 +47,12 @@ def ask(server, num_tokens):
         return 0, time.monotonic() - start
 
 
-def running_requests(server):
-    with urllib.request.urlopen(server.url + "/metrics", timeout=30) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
-
-
 def while_asked(server, num_tokens, act):
     """What clients got who were waiting when ``act`` was called; the seconds since then, and the exit status."""
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
         answers = [clients.submit(ask, server, num_tokens) for _ in range(NUM_CLIENTS)]
         deadline = time.monotonic() + 60
-        while running_requests(server) < NUM_CLIENTS:
+        while scrape(server.url)["vllm:num_requests_running"] < NUM_CLIENTS:
             assert time.monotonic() < deadline, "the requests never ran together; ask for more tokens"
             time.sleep(0.05)
         act()

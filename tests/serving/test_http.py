@@ -11,10 +11,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from dllm_engine import playground
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
 from tests.engines import start_engine
-from tests.serving.server import Server, running
+from tests.serving.server import Server, running, scrape
 
 pytestmark = pytest.mark.slow
 
@@ -173,9 +174,9 @@ def test_a_client_that_hangs_up_amid_steps_frees_its_place(client, server, model
             pass
         stream.close()
     deadline = time.monotonic() + 20
-    while scrape(server)["vllm:num_requests_running"] and time.monotonic() < deadline:
+    while scrape(server.url)["vllm:num_requests_running"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert scrape(server)["vllm:num_requests_running"] == 0
+    assert scrape(server.url)["vllm:num_requests_running"] == 0
 
 
 def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
@@ -282,6 +283,48 @@ def test_what_cannot_be_served_is_answered_with_400_and_loses_nothing(client, mo
     assert ask(client, model, examples[0].prompt).choices[0].message.content == offline[0].text
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 1.0},
+        {"max_tokens": MAX_MODEL_LEN},
+        {"extra_body": {"vllm_xargs": {"block_length": 33}}},
+        {"extra_body": {"vllm_xargs": {"stepz": 3}}},
+        {"extra_body": {"vllm_xargs": {"steps": "many"}}},
+    ],
+)
+def test_a_refused_stream_is_answered_like_a_refused_whole(client, model, endpoint, options):
+    """With an error status, not with an error in a stream that has begun."""
+    if endpoint == "chat":
+        create, prompt = client.chat.completions.create, {"messages": [{"role": "user", "content": "Hello!"}]}
+    else:
+        create, prompt = client.completions.create, {"prompt": "Hello!"}
+    errors = []
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as error:
+            create(model=model, stream=stream, **prompt, **({"max_tokens": GEN_LENGTH} | options))
+        assert error.value.status_code == 400
+        errors.append(error.value.body)
+    assert errors[0] == errors[1]
+    assert errors[0]["code"] == 400
+
+
+def test_a_refused_stream_of_the_responses_api_is_answered_with_400(client, model):
+    with pytest.raises(openai.BadRequestError, match="steps=0"):
+        client.responses.create(model=model, input="Hello!", stream=True, extra_body={"vllm_xargs": {"steps": 0}})
+    events = list(client.responses.create(model=model, input="Hello!", stream=True, max_output_tokens=GEN_LENGTH))
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text.strip() == "Hello! How can I help?"
+
+
+def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, model, server):
+    prompts = ["Hello!", "say <|mdm_mask|>"]
+    with pytest.raises(openai.BadRequestError, match="mask token"):
+        client.completions.create(model=model, prompt=prompts, stream=True, max_tokens=GEN_LENGTH)
+    assert scrape(server.url)["vllm:num_requests_running"] == 0
+
+
 def test_the_mask_token_cannot_be_prompted(client, model):
     with pytest.raises(openai.BadRequestError, match="mask token"):
         ask(client, model, "say <|mdm_mask|>")
@@ -292,30 +335,14 @@ def test_a_client_that_hangs_up_frees_its_place(client, server, model, examples,
     next(iter(stream))
     stream.close()
     assert ask(client, model, examples[0].prompt).choices[0].message.content == offline[0].text
-    metrics = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
-    (running_now,) = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
-    assert float(running_now.split()[-1]) == 0.0
-
-
-def scrape(server) -> dict[str, float]:
-    """Every series of ``/metrics`` summed over its labels, and denoising steps by state as ``steps:<state>``."""
-    text = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, labels, value = re.fullmatch(r"([^{ ]+)(\{.*\})? (\S+)", line).groups()
-            values[name] = values.get(name, 0.0) + float(value)
-            state = re.search(r'refresh_state="(\w+)"', labels or "")
-            if state and name == "dllm:denoising_steps_total":
-                values["steps:" + state[1]] = float(value)
-    return values
+    assert scrape(server.url)["vllm:num_requests_running"] == 0
 
 
 def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
-    before = scrape(server)
+    before = scrape(server.url)
     answers = [ask(client, model, example.prompt) for example in examples[:3]]
     figures = [figures_of(answer.choices[0]) for answer in answers]
-    after = scrape(server)
+    after = scrape(server.url)
     grown = {name: after[name] - before[name] for name in after}
     for name in ("forward_passes", "tokens_unmasked", "tokens_computed"):
         assert grown[f"dllm:{name}_total"] == sum(f[name] for f in figures), name
@@ -326,10 +353,17 @@ def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, exam
     assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
 
 
+def test_the_playground_is_there_without_further_arguments(server):
+    with urllib.request.urlopen(server.url + "/playground", timeout=30) as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Security-Policy"]
+        assert answer.read().decode() == playground.page()
+
+
 def test_every_metric_of_the_dashboard_exists(server):
     dashboard = (Path(__file__).parents[2] / "docs" / "grafana" / "dllm-engine.json").read_text()
     asked = set(re.findall(r"(?:dllm|vllm):\w+", dashboard))
-    assert asked <= set(scrape(server))
+    assert asked <= set(scrape(server.url))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -381,9 +415,10 @@ def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
 
 def test_dllm_serve_decodes_by_its_arguments_and_ends_with_status_0_at_sigterm(tmp_path):
     flags = ["--cache-method", "sparse", "--retention-ratio", "0.5", "--page-size", "8", "--block-length", "8"]
-    server = Server("dllm", "serve", "demo", *flags, "--steps", "16", "--max-model-len", "256", log=tmp_path / "log")
+    flags += ["--steps", "16", "--max-model-len", "256", "--api-key", "open-sesame"]
+    server = Server("dllm", "serve", "demo", *flags, log=tmp_path / "log", logging_level="INFO")
     server.wait_until_ready()
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="open-sesame")
     messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
 
     def figures(**options) -> dict:
@@ -399,4 +434,9 @@ def test_dllm_serve_decodes_by_its_arguments_and_ends_with_status_0_at_sigterm(t
     assert figures(vllm_xargs={"retention_ratio": 0.25})["tokens_retained"] == (10 + 24) // 4
     with pytest.raises(openai.BadRequestError, match=r"retention_ratio=0\.75 is out of range"):
         figures(vllm_xargs={"retention_ratio": 0.75})
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="swordfish").models.list()
     assert server.stop() == 0, server.tail()
+    log = server.log.read_text()
+    assert "POST /v1/chat/completions" in log
+    assert not [word for word in ("Reverse", "Oslo", "sesame", "swordfish") if word in log], "neither prompts nor keys"

@@ -4,6 +4,7 @@ Needs Chromium with its driver (Debian: ``apt-get install chromium chromium-driv
 folder to keep the screenshots, for example to renew those in ``docs/``.
 """
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dllm_engine.demo import demo_model_path
 from tests.serving.server import running
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
@@ -257,6 +259,28 @@ def test_markup_in_prompts_and_answers_is_text(page):
     assert page.all(".cell span")[0].get_attribute("textContent") == hostile.replace(" ", "␣")
     assert page.all("main img, main script, .turn b b") == []
     assert page.js("return window.ran ?? null") is None
+
+
+def test_markup_that_the_server_sends_is_text(browser, tmp_path):
+    """Of a model whose tokenizer writes markup for a word that the demo model copies."""
+    hostile = "<img src=x onerror=window.ran=1><script>window.ran=1</script>"
+    model = tmp_path / "model"
+    shutil.copytree(demo_model_path(), model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    replace = {"type": "Replace", "pattern": {"String": "Tom"}, "content": hostile}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ["--served-model-name", "demo", "--max-model-len", "256", "--api-key", KEY]
+    with running("dllm", "serve", str(model), *flags, log=tmp_path / "log") as server:
+        page = Page(browser.driver, server).open()
+        page.short().ask("Copy: Tom Rome")
+        assert page.answer == f"{hostile} Rome"
+        assert hostile.replace(" ", "␣") in "".join(
+            cell.get_attribute("textContent") for cell in page.all(".cell span")
+        )
+        assert page.all("main img, main script") == []
+        assert page.js("return window.ran ?? null") is None
+        assert page.errors() == []
 
 
 def test_stop_ends_the_request_and_keeps_its_steps(page):

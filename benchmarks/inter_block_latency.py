@@ -1,0 +1,172 @@
+"""The gap between two blocks of a response while a long request arrives and runs beside it.
+
+Four requests run. In every second scenario a request with a prompt of 2,048 tokens arrives once each of the four has
+finished a block, and runs beside them to its end. Gaps count, in both scenarios, between the newcomer's arrival and its
+end (without it: over as many blocks as there are). The newcomer also runs alone, for the time of its own steps.
+
+    bound = 2 × (p99 gap without it + one REUSE step of it) + one whole-canvas step of it
+
+    python benchmarks/inter_block_latency.py [--method sparse --rounds 3] [--output FILE.json]
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_engine import random_llada
+
+from dllm_engine import LLM, DiffusionParams
+from dllm_engine.bench.machine import CLOCKS, machine, now, use_clock
+from dllm_engine.bench.passes import PassWatch
+
+NEWCOMER = "newcomer"
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Linear between the nearest ranks."""
+    return float(torch.tensor(values, dtype=torch.float64).quantile(percent / 100))
+
+
+def params(gen_length: int, block_length: int) -> DiffusionParams:
+    return DiffusionParams(gen_length=gen_length, block_length=block_length, ignore_eos=True)
+
+
+def gaps_of_running(llm: LLM, options: argparse.Namespace, *, with_newcomer: bool) -> tuple[list[float], float]:
+    """Seconds between neighbouring blocks of the running requests, and the newcomer's latency (0 without it)."""
+    engine = llm.llm_engine
+    running = [f"running-{i}" for i in range(options.running)]
+    for i, request_id in enumerate(running):
+        prompt = {"prompt_token_ids": [1 + i] * options.prompt}
+        engine.add_request(request_id, prompt, params(options.gen_length, options.block_length))
+    blocks: dict[str, list[float]] = {request_id: [] for request_id in running}
+    arrived = left = None
+    while engine.has_unfinished_requests():
+        if arrived is None and all(blocks.values()):
+            arrived = now()
+            if with_newcomer:
+                prompt = {"prompt_token_ids": [9] * options.newcomer_prompt}
+                engine.add_request(NEWCOMER, prompt, params(options.newcomer_response, options.block_length))
+        outputs = engine.step()
+        moment = now()
+        for output in outputs:
+            if output.request_id != NEWCOMER:
+                blocks[output.request_id].append(moment)
+            elif output.finished:
+                left = moment
+    assert arrived is not None
+    if with_newcomer and (left is None or left > min(times[-1] for times in blocks.values())):
+        raise SystemExit("the newcomer outlived those it runs beside; raise --gen-length")
+    end = left if left is not None else float("inf")
+    # Gaps that the newcomer's time touches.
+    gaps = [b - a for times in blocks.values() for a, b in itertools.pairwise(times) if b > arrived and a < end]
+    return gaps, 0.0 if left is None else left - arrived
+
+
+def steps_alone(llm: LLM, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds per forward pass of the newcomer on its own, by kind."""
+    engine, watch = llm.llm_engine, PassWatch(llm)
+    prompt = {"prompt_token_ids": [9] * options.newcomer_prompt}
+    engine.add_request(NEWCOMER, prompt, params(options.newcomer_response, options.block_length))
+    seconds: dict[str, list[float]] = {"whole": [], "reuse": []}
+    with watch.watching():
+        while engine.has_unfinished_requests():
+            watch.before_dispatch()
+            start = now()
+            engine.step()
+            taken, passes = now() - start, watch.take()
+            kinds = {forward.kind for forward in passes}
+            if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+                seconds[kind].append(taken / len(passes))
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--method", default="sparse", help="a cache method with REUSE steps")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--running", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--gen-length", type=int, default=192)
+    parser.add_argument("--block-length", type=int, default=32)
+    parser.add_argument("--newcomer-prompt", type=int, default=2048)
+    parser.add_argument("--newcomer-response", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="row budget of a step (default: all requests' rows)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: hardly sees what else runs here")
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    options = parser.parse_args()
+    use_clock(options.clock)
+    budget = (
+        {} if options.max_num_batched_tokens is None else {"max_num_batched_tokens": options.max_num_batched_tokens}
+    )
+    llm = random_llada(
+        hidden_size=options.hidden_size,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        vocab_size=options.vocab_size,
+        max_model_len=options.newcomer_prompt + options.newcomer_response,
+        dtype=options.dtype,
+        max_num_seqs=options.running + 1,
+        cache_method=options.method,
+        kv_cache_memory_bytes=1 << 30,
+        **budget,
+    )
+    without: list[float] = []
+    beside: list[float] = []
+    latencies: list[float] = []
+    alone: dict[str, list[float]] = {"whole": [], "reuse": []}
+    for number in range(options.rounds + 1):
+        steps = steps_alone(llm, options)
+        gaps_without, _ = gaps_of_running(llm, options, with_newcomer=False)
+        gaps_beside, latency = gaps_of_running(llm, options, with_newcomer=True)
+        if not number:  # the first round warms up
+            continue
+        without += gaps_without
+        beside += gaps_beside
+        latencies.append(latency)
+        for kind, seconds in steps.items():
+            alone[kind] += seconds
+    if not alone["reuse"]:
+        raise SystemExit(f"--method {options.method} has no REUSE steps; choose a cache method that has")
+    whole, reuse = statistics.median(alone["whole"]), statistics.median(alone["reuse"])
+    bound = 2 * (percentile(without, 99) + reuse) + whole
+    figures: dict[str, Any] = {
+        "gap_without_ms": {
+            "p50": 1e3 * percentile(without, 50),
+            "p99": 1e3 * percentile(without, 99),
+            "of": len(without),
+        },
+        "gap_beside_ms": {"p50": 1e3 * percentile(beside, 50), "p99": 1e3 * percentile(beside, 99), "of": len(beside)},
+        "newcomer_reuse_ms": 1e3 * reuse,
+        "newcomer_whole_ms": 1e3 * whole,
+        "newcomer_latency_ms": 1e3 * statistics.median(latencies),
+        "bound_ms": 1e3 * bound,
+        "within_bound": percentile(beside, 99) <= bound,
+    }
+    print(
+        f"{options.method}, {options.running} requests of prompt {options.prompt} and response {options.gen_length}, "
+        f"newcomer {options.newcomer_prompt} and {options.newcomer_response}, block {options.block_length}, "
+        f"d={options.hidden_size}, {options.layers} layers, {options.dtype}"
+    )
+    print(f"{machine()}, {options.clock} clock; {options.rounds} rounds")
+    for name in ("gap_without_ms", "gap_beside_ms"):
+        gap = figures[name]
+        print(f"{name:>20}: p50 {gap['p50']:.0f}, p99 {gap['p99']:.0f} (of {gap['of']})")
+    for name in ("newcomer_reuse_ms", "newcomer_whole_ms", "newcomer_latency_ms", "bound_ms"):
+        print(f"{name:>20}: {figures[name]:.1f}")
+    print(f"{'within bound':>20}: {'yes' if figures['within_bound'] else 'NO'}")
+    if options.output:
+        settings = {k: v for k, v in vars(options).items() if k != "output"}
+        options.output.write_text(json.dumps({"machine": machine(), **settings, **figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""A server under load: clients ask all kinds of things, a fifth of them hangs up midway, and nothing may go wrong.
+
+    python -m benchmarks.serving_load [--minutes 10] [--clients 16] [--output FILE.json]
+    python -m benchmarks.serving_load --url http://127.0.0.1:8000 [--pid 4711]
+
+Without ``--url`` it starts ``dllm serve demo``, in float32 so that no token depends on the batch, with less room than
+there are clients. ``--pid`` is the process of a running server whose memory is to be watched.
+
+First every request is asked alone. Then the clients ask them at random, with the real OpenAI client. Violations, which
+are listed and make the exit status 1: an error that was not asked for, an answer other than the one given alone (so
+that no token of one request is in another), no answer in time, something left running or in pages at the end, memory of
+the server's processes that grew by 3% or more after the warm-up.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+
+from benchmarks.random_engine import machine
+from dllm_engine.demo.tasks import TASKS, make_examples
+from tests.serving.server import running, scrape
+
+NUM_CLIENTS = 16
+NUM_ASKS = 160
+HANG_UPS = 0.2
+REQUEST_TIMEOUT_S = 60.0
+WARM_UP = 0.2
+"""Part of the time after which memory must not grow."""
+ALLOWED_GROWTH = 0.03
+SERVER = (
+    *("serve", "demo", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "12"),
+    *("--cache-method", "sparse", "--page-size", "8"),
+)
+LEFT = ("dllm:pages_reserved", "dllm:pages_allocated", "vllm:num_requests_running", "vllm:num_requests_waiting")
+"""What is 0 on ``/metrics`` where nothing is left."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request; ``refused`` if it must be answered with 400."""
+
+    chat: bool
+    arguments: dict[str, Any]
+    refused: bool
+
+
+def draw_asks(count: int, seed: int) -> list[Ask]:
+    """Requests of random endpoints, lengths and options."""
+    rng = random.Random(seed)
+    return [_draw(rng) for _ in range(count)]
+
+
+def _draw(rng: random.Random) -> Ask:
+    prompt = make_examples(rng.choice(TASKS), 1, seed=rng.randrange(1_000_000))[0].prompt
+    chat, refused = rng.random() < 0.5, rng.random() < 0.05
+    length = rng.choice([8, 16, 24, 32, 48, 64])
+    decodings: list[dict[str, Any]] = [
+        {}, {"block_length": 8}, {"block_length": 8, "steps": length // 2}, {"threshold": 0.9, "block_length": 8},
+        {"factor": 0.5}, {"retention_ratio": 0.25, "block_length": 8}, {"unmasking": "random", "block_length": 4},
+    ]  # fmt: skip
+    extra: dict[str, Any] = rng.choice(decodings)
+    arguments: dict[str, Any] = {"model": "demo", "max_tokens": length, "stream": rng.random() < 0.5}
+    arguments["seed"] = rng.randrange(1000)
+    arguments |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    if rng.random() < 0.4:
+        arguments |= {"temperature": 1.0, "n": rng.choice([1, 2, 3])}
+    if rng.random() < 0.2:
+        arguments["stop"] = rng.choice([",", ["=", "."], "e"])
+    if rng.random() < 0.2:
+        arguments |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    if arguments["stream"] and rng.random() < 0.3:
+        extra = extra | {"stream_granularity": "step"}
+    if refused:
+        extra = extra | rng.choice([{"steps": 0}, {"stepz": 1}, {"block_length": length + 1}, {"retention_ratio": 0.9}])
+    arguments["extra_body"] = {"vllm_xargs": extra, "ignore_eos": rng.random() < 0.5}
+    return Ask(chat, arguments, refused)
+
+
+Answer = dict[int, tuple[str, str | None]]
+"""Text and reason of the end, by the number of the choice."""
+
+
+async def answer(client: openai.AsyncOpenAI, ask: Ask, chunks: float = float("inf")) -> Answer:
+    """The answer of the server; of a stream at most ``chunks``, then the client hangs up."""
+    create: Any = client.chat.completions.create if ask.chat else client.completions.create
+    response = await create(**ask.arguments)
+    if not ask.arguments["stream"]:
+        return {c.index: (c.message.content if ask.chat else c.text, c.finish_reason) for c in response.choices}
+    texts: dict[int, str] = {}
+    reasons: dict[int, str | None] = {}
+    received = 0
+    try:
+        async for chunk in response:
+            for choice in chunk.choices:
+                text = (choice.delta.content if ask.chat else choice.text) or ""
+                texts[choice.index] = texts.get(choice.index, "") + text
+                reasons[choice.index] = choice.finish_reason
+            received += 1
+            if received >= chunks:
+                break
+    finally:
+        await response.close()
+    return {index: (text, reasons[index]) for index, text in texts.items()}
+
+
+@dataclass
+class Report:
+    """What became of a load."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds, MiB of all processes of the server)."""
+
+    def violated(self, ask: Ask, what: str) -> None:
+        self.violations.append(f"{what}, asked {json.dumps(ask.arguments)}")
+
+    @property
+    def memory_growth(self) -> float:
+        """Of the last tenth of the time over the first one after the warm-up."""
+        values = [memory for _, memory in self.memory]
+        after = values[int(len(values) * WARM_UP) :]
+        tenth = max(len(values) // 10, 1)
+        return statistics.median(after[-tenth:]) / statistics.median(after[:tenth]) - 1
+
+
+class Load:
+    """Clients that ask ``asks`` of the server at ``url``."""
+
+    def __init__(self, url: str, asks: list[Ask], seed: int) -> None:
+        self.url = url
+        self.asks = asks
+        self.rng = random.Random(seed)
+        self.alone: list[Answer | None] = []
+        self.report = Report()
+
+    def _client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
+
+    async def ask_alone(self) -> None:
+        """Ask one request after the other, to know their answers."""
+        async with self._client() as client:
+            for ask in self.asks:
+                try:
+                    self.alone.append(await asyncio.wait_for(answer(client, ask), REQUEST_TIMEOUT_S))
+                    if ask.refused:
+                        self.report.violated(ask, "answered instead of refused")
+                except openai.BadRequestError as error:
+                    self.alone.append(None)
+                    if not ask.refused:
+                        self.report.violated(ask, f"refused: {error}")
+
+    async def _ask_one(self, client: openai.AsyncOpenAI) -> str:
+        """Ask one of the requests at random; says what came of it."""
+        number = self.rng.randrange(len(self.asks))
+        ask, expected = self.asks[number], self.alone[number]
+        hangs_up = self.rng.random() < HANG_UPS
+        try:
+            if not hangs_up:
+                got = await asyncio.wait_for(answer(client, ask), REQUEST_TIMEOUT_S)
+            elif ask.arguments["stream"]:
+                await asyncio.wait_for(answer(client, ask, self.rng.randint(1, 4)), REQUEST_TIMEOUT_S)
+                return "hung up"
+            else:
+                got = await asyncio.wait_for(answer(client, ask), self.rng.uniform(0.01, 0.5))
+        except openai.BadRequestError as error:
+            if not ask.refused:
+                self.report.violated(ask, f"refused: {error}")
+            return "refused"
+        except TimeoutError:
+            if hangs_up:
+                return "hung up"
+            self.report.violated(ask, f"no answer in {REQUEST_TIMEOUT_S} s")
+            return "failed"
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            self.report.violated(ask, f"{type(error).__name__}: {error}")
+            return "failed"
+        if got != expected:
+            self.report.violated(ask, f"answered {got}, alone {expected}")
+        return "answered"
+
+    async def _ask_until(self, deadline: float) -> None:
+        async with self._client() as client:
+            while time.monotonic() < deadline:
+                self.report.outcomes[await self._ask_one(client)] += 1
+
+    async def _watch_memory(self, pid: int, seconds: float) -> None:
+        start = time.monotonic()
+        while (elapsed := time.monotonic() - start) < seconds:
+            self.report.memory.append((round(elapsed, 1), round(memory_of_processes(pid) / (1 << 20), 1)))
+            await asyncio.sleep(max(seconds / 100, 0.2))
+
+    async def run(self, num_clients: int, seconds: float, pid: int | None) -> Report:
+        """Load the server for ``seconds``, after asking everything alone."""
+        await self.ask_alone()
+        deadline = time.monotonic() + seconds
+        work = [self._ask_until(deadline) for _ in range(num_clients)]
+        if pid is not None:
+            work.append(self._watch_memory(pid, seconds))
+        await asyncio.wait_for(asyncio.gather(*work), seconds + 2 * REQUEST_TIMEOUT_S)
+        await self._check_nothing_is_left()
+        if pid is not None and self.report.memory_growth >= ALLOWED_GROWTH:
+            self.report.violations.append(f"memory grew by {self.report.memory_growth:.1%} after the warm-up")
+        return self.report
+
+    async def _check_nothing_is_left(self) -> None:
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        left: dict[str, float] = {}
+        while time.monotonic() < deadline:
+            values = await asyncio.to_thread(scrape, self.url)
+            left = {name: values[name] for name in LEFT if values[name]}
+            if not left:
+                return
+            await asyncio.sleep(0.5)
+        self.report.violations.append(f"left at the end: {left}")
+
+
+def memory_of_processes(pid: int) -> int:
+    """Resident bytes of a process and of all that it started."""
+    process = psutil.Process(pid)
+    return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--url", help="of a running server of the demo model; default: start one")
+    parser.add_argument("--pid", type=int, help="process of the server at --url, to watch its memory")
+    parser.add_argument("--output", type=Path, help="write settings and figures as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        start = nullcontext() if options.url else running("dllm", *SERVER, log=Path(folder) / "log")
+        with start as server:
+            url, pid = (server.url, server.process.pid) if server else (options.url, options.pid)
+            load = Load(url, draw_asks(NUM_ASKS, options.seed), options.seed)
+            report = asyncio.run(load.run(options.clients, options.minutes * 60, pid))
+    settings = {"minutes": options.minutes, "clients": options.clients, "seed": options.seed, "requests": NUM_ASKS}
+    figures = {
+        **({} if options.url else {"server": "dllm " + " ".join(SERVER)}),
+        "outcomes": dict(report.outcomes),
+        **({"memory_growth_after_warm_up": round(report.memory_growth, 5)} if report.memory else {}),
+        "violations": report.violations,
+        "memory_mib_at_second": report.memory,
+    }
+    for name, value in figures.items():
+        print(f"{name}: {value}")
+    if options.output:
+        options.output.write_text(json.dumps({"machine": machine(), **settings, **figures}, indent=1) + "\n")
+    return 1 if report.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""A benchmark run: every cell of a model, in rounds over the cells so that a drift of the machine meets all alike."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from dllm_engine.bench.cells import (
+    PLAIN,
+    Cell,
+    CellFigures,
+    Sample,
+    measure_floors,
+    run_engine,
+    run_plain,
+)
+from dllm_engine.bench.machine import MachineRates
+from dllm_engine.bench.memory import available
+from dllm_engine.bench.passes import runner_of
+from dllm_engine.bench.plain import check_baseline
+from dllm_engine.bench.subject import Lengths, Subject, Unmasking
+from dllm_engine.cli.task_score import score_task
+from dllm_engine.demo.tasks import Example
+
+if TYPE_CHECKING:
+    from dllm_engine.bench.plain import PlainDecoder
+    from dllm_engine.llm import LLM
+
+PACKED_COPIES = 2
+"""A CPU engine may hold its weights twice while it loads: as they are, and packed for its matrix products."""
+MEMORY_SHARE = 0.5
+"""Of what is available, for engines that run side by side."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured of one model."""
+
+    model: str
+    methods: tuple[str, ...]
+    unmaskings: tuple[Unmasking, ...]
+    batches: tuple[int, ...]
+    lengths: Lengths
+    repeats: int
+    seed: int
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    """None: what the lengths need, and the tasks."""
+    tasks: dict[str, list[Example]] = field(default_factory=dict)
+    """Scored with every method and way of unmasking; for models with a tokenizer."""
+    baseline: bool = True
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+TASK_PROMPT = 1024
+"""Prompt tokens that are provided for where tasks are scored."""
+
+
+class Benchmark:
+    """Measures one model; raises ``ValueError`` at once for what cannot be measured."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = s = settings
+        self._running: dict[str, LLM] = {}
+        """Engines that have not been stopped: one that is dropped takes vLLM's process groups from all others."""
+        needed = s.lengths.longest
+        if s.tasks and s.max_model_len is None:
+            needed = max(needed, TASK_PROMPT + s.lengths.response)
+        self.subject = Subject(
+            s.model, s.dtype, s.lengths, max(s.batches), s.engine_args, max(needed, s.max_model_len or 0)
+        )
+        if s.tasks and self.subject.has_random_weights:
+            raise ValueError(f"model {s.model!r} has random weights and answers no tasks; leave out --tasks")
+        for unmasking in s.unmaskings:
+            for prompt in s.lengths.prompts:
+                for method in s.methods:
+                    self.subject.spec(method, unmasking, prompt)
+                if s.baseline:
+                    check_baseline(self.subject.spec("none", unmasking, prompt))
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Methods whose engines run side by side: all, where memory allows; on a GPU each alone."""
+        import torch
+
+        s, copies = self.settings, PACKED_COPIES
+        pools = sum(self.subject.pool_bytes(method, s.unmaskings) for method in s.methods)
+        needed = (len(s.methods) * copies + 1) * self.subject.weight_bytes + pools
+        if torch.cuda.is_available() or needed > MEMORY_SHARE * available():
+            return [(method,) for method in s.methods]
+        return [s.methods]
+
+    def run(self) -> dict[str, Any]:
+        """The figures, ready for JSON."""
+        s, subject = self.settings, self.subject
+        groups = self.groups()
+        rates: MachineRates | None = None
+        plain: PlainDecoder | None = None
+        cells: list[CellFigures] = []
+        accuracy: list[dict[str, Any]] = []
+        with tqdm(total=len(groups) * (s.repeats + 1), desc=s.model, unit="round", leave=False) as bar:
+            for number, methods in enumerate(groups):
+                self._stop()
+                for method in methods:
+                    self._running[method] = self._start(method)
+                runner = runner_of(self._running[methods[0]])
+                if rates is None:
+                    rates = MachineRates(runner.device, runner.model.final_norm.weight.dtype)
+                if plain is None and s.baseline:
+                    plain = subject.plain(runner.device)
+                cells += self._measure(number, plain, rates, bar)
+                accuracy += self._score()
+        assert rates is not None
+        return {
+            "model": s.model,
+            "weights": "random" if subject.has_random_weights else "checkpoint",
+            "shape": asdict(subject.shape),
+            "dtype": subject.dtype,
+            "cache_options": {method: subject.options(method).cache.model_dump() for method in s.methods},
+            "unmasking": {unmasking.text: unmasking.options for unmasking in s.unmaskings},
+            "response": s.lengths.response,
+            "block_length": subject.spec("none", s.unmaskings[0], s.lengths.prompts[0]).block_length,
+            "repeats": s.repeats,
+            "seed": s.seed,
+            "groups": [list(methods) for methods in groups],
+            "rates": rates.to_json(),
+            "cells": [asdict(cell) for cell in cells],
+            "accuracy": accuracy,
+        }
+
+    def _start(self, method: str) -> "LLM":
+        llm = self.subject.start(method, self.settings.unmaskings)
+        if (pages := runner_of(llm).pages) is not None:
+            # Memory is taken when it is first written to; pages are counted on their own, not as a cell's peak.
+            pages.memory.zero_()
+        return llm
+
+    def _cells(self, methods: Sequence[str]) -> Iterator[Cell]:
+        s = self.settings
+        for prompt in s.lengths.prompts:
+            for unmasking in s.unmaskings:
+                if s.baseline:
+                    yield Cell(PLAIN, unmasking, min(s.batches), prompt)
+                for batch in s.batches:
+                    for method in methods:
+                        yield Cell(method, unmasking, batch, prompt)
+
+    def _measure(
+        self,
+        group: int,
+        plain: "PlainDecoder | None",
+        rates: MachineRates,
+        bar: Any,
+    ) -> list[CellFigures]:
+        """Round 0 warms up."""
+        s, subject, engines = self.settings, self.subject, self._running
+        tokenizer = None if subject.has_random_weights else next(iter(engines.values())).get_tokenizer()
+        prompts = {length: subject.prompts(length, max(s.batches), s.seed, tokenizer) for length in s.lengths.prompts}
+        samples: dict[Cell, list[Sample]] = {cell: [] for cell in self._cells(list(engines))}
+        for number in range(s.repeats + 1):
+            rates.measure()
+            for cell, made in samples.items():
+                asked, ends = prompts[cell.prompt][: cell.batch], subject.end_tokens(cell.unmasking)
+                if cell.method == PLAIN:
+                    assert plain is not None
+                    spec = subject.spec("none", cell.unmasking, cell.prompt)
+                    sample = run_plain(plain, asked if number else asked[:1], spec, ends)
+                else:
+                    llm = engines[cell.method]
+                    params = subject.params(cell.unmasking)
+                    sample = run_engine(llm, asked, params, ends)
+                    if number:
+                        measure_floors(llm, sample)
+                if number:
+                    made.append(sample)
+            bar.update()
+        return [
+            CellFigures.of(
+                cell,
+                group,
+                made,
+                plain.num_bytes if cell.method == PLAIN and plain is not None else subject.weight_bytes,
+                has_random_weights=subject.has_random_weights,
+            )
+            for cell, made in samples.items()
+        ]
+
+    def _score(self) -> list[dict[str, Any]]:
+        """Accuracy of each method and way of unmasking; the tokens are the same at any batch."""
+        scores = []
+        for method, llm in self._running.items():
+            for unmasking in self.settings.unmaskings:
+                tasks = [
+                    score_task(llm, examples, self.subject.params(unmasking))
+                    for examples in self.settings.tasks.values()
+                ]
+                if tasks:
+                    examples = sum(task.examples for task in tasks)
+                    exact = sum(task.exact_match * task.examples for task in tasks) / examples
+                    scores.append(
+                        {
+                            "method": method,
+                            "unmasking": unmasking.text,
+                            "examples": examples,
+                            "exact_match": exact,
+                            # Of a file's tasks the items are unknown.
+                            "tasks": [{k: v for k, v in asdict(task).items() if k != "item_match"} for task in tasks],
+                        }
+                    )
+        return scores
+
+    def _stop(self) -> None:
+        """Before the next group starts: a device holds one at a time."""
+        for llm in self._running.values():
+            llm.llm_engine.engine_core.shutdown()
+        self._running.clear()
+        gc.collect()

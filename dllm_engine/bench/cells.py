@@ -1,0 +1,309 @@
+"""One cell of a benchmark: a cache method (or the plain baseline), a way of unmasking, a batch and a prompt length.
+
+A cell is measured several times; ``CellFigures`` are what its samples amount to. The clock of a sample stands still
+while the instrument looks, so records cost no measured time.
+"""
+
+import itertools
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.bench.floor import Floor, PassShape
+from dllm_engine.bench.machine import now, synchronize
+from dllm_engine.bench.memory import peak, restart_peak
+from dllm_engine.bench.passes import PassWatch, runner_of, scheduler_of
+from dllm_engine.bench.percentiles import Distribution
+from dllm_engine.bench.plain import PlainDecoder, decode
+from dllm_engine.bench.subject import Unmasking
+from dllm_engine.scheduler.decoding import DecodingSpec
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+    from dllm_engine.params import DiffusionParams
+
+PLAIN = "plain"
+"""The baseline, where a cache method is named."""
+NGRAM = 4
+FLOOR_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Which engine answers what."""
+
+    method: str
+    unmasking: Unmasking
+    batch: int
+    """Requests at once; the baseline answers them one after the other."""
+    prompt: int
+    """Tokens."""
+
+
+@dataclass(frozen=True)
+class RequestSample:
+    """One request's response and times, in seconds since it was handed in."""
+
+    visible: tuple[int, ...]
+    """Tokens before the first end token."""
+    first_block: float
+    latency: float
+    gaps: tuple[float, ...]
+    """From each block to the next."""
+    forward_passes: int
+    tokens_unmasked: int
+    rows_computed: int
+
+
+@dataclass
+class Sample:
+    """One run of a cell."""
+
+    seconds: float
+    """Until all requests were answered."""
+    requests: list[RequestSample]
+    working_bytes: int
+    """The most memory held beyond what was held before."""
+    process_bytes: int
+    """The most memory held."""
+    page_bytes: int = 0
+    """The most bytes of pages held at once."""
+    steps: dict[str, list[tuple[PassShape, float]]] = field(default_factory=lambda: defaultdict(list))
+    """Shape and seconds of each forward pass, by kind; dispatches of several kinds are left out."""
+    floors: dict[str, tuple[PassShape, float]] = field(default_factory=dict)
+    """A typical shape of each kind, and its floor in seconds."""
+
+
+def visible_tokens(token_ids: Sequence[int], end_tokens: frozenset[int]) -> tuple[int, ...]:
+    """What a reader sees of a response: what comes before its first end token."""
+    end = next((i for i, token in enumerate(token_ids) if token in end_tokens), len(token_ids))
+    return tuple(token_ids[:end])
+
+
+def repetition_rate(tokens: Sequence[int]) -> float | None:
+    """Share of a response's 4-grams that have occurred in it before: 1 − distinct 4-grams / 4-grams.
+
+    0: nothing is said twice; near 1: a loop. None for a response of fewer than four tokens.
+    """
+    ngrams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
+
+
+def run_engine(
+    llm: "LLM", prompts: Sequence[list[int]], params: "DiffusionParams", end_tokens: frozenset[int]
+) -> Sample:
+    """Hand in all requests at once and run the engine until they are answered."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = params.clone()
+    params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
+    engine, scheduler, watch = llm.llm_engine, scheduler_of(llm), PassWatch(llm)
+    memory = None if (pages := runner_of(llm).pages) is None else pages.memory
+    page_bytes = 0 if memory is None else memory[0].numel() * memory.element_size()
+    blocks: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
+    outputs: dict[str, Any] = {}
+    before = restart_peak()
+    sample = Sample(0.0, [], 0, 0)
+    with watch.watching():
+        start = now()
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        clock = now() - start
+        while engine.has_unfinished_requests():
+            watch.before_dispatch()
+            start = now()
+            made = engine.step()
+            synchronize()
+            seconds = now() - start
+            clock += seconds
+            for output in made:
+                blocks[output.request_id].append(clock)
+                outputs[output.request_id] = output.outputs[0]
+            passes = watch.take()
+            kinds = {forward.kind for forward in passes}
+            if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+                sample.steps[kind] += [(forward.shape, seconds / len(passes)) for forward in passes]
+            sample.page_bytes = max(sample.page_bytes, scheduler.pages.num_allocated * page_bytes)
+    sample.process_bytes = peak()
+    sample.working_bytes = max(0, sample.process_bytes - before)
+    sample.seconds = clock
+    for request_id, times in blocks.items():
+        figures, token_ids = outputs[request_id].diffusion, outputs[request_id].token_ids
+        sample.requests.append(
+            RequestSample(
+                visible=visible_tokens(token_ids, end_tokens),
+                first_block=times[0],
+                latency=times[-1],
+                gaps=tuple(b - a for a, b in itertools.pairwise(times)),
+                forward_passes=figures.forward_passes,
+                tokens_unmasked=figures.tokens_unmasked,
+                rows_computed=figures.tokens_computed,
+            )
+        )
+    return sample
+
+
+def measure_floors(llm: "LLM", sample: Sample) -> None:
+    """Add the floors of a sample's typical shapes: per kind the most common rows and keys, the median head."""
+    for kind, steps in sample.steps.items():
+        ((requests, _),) = Counter(shape.requests for shape, _ in steps).most_common(1)
+        head_rows = int(statistics.median(shape.head_rows for shape, _ in steps if shape.requests == requests))
+        shape = PassShape(requests, head_rows)
+        sample.floors[kind] = shape, Floor(runner_of(llm).model, shape).median_seconds(FLOOR_REPEATS)
+
+
+def run_plain(
+    model: PlainDecoder, prompts: Sequence[list[int]], spec: DecodingSpec, end_tokens: frozenset[int]
+) -> Sample:
+    """One request after the other."""
+    before = restart_peak()
+    sample = Sample(0.0, [], 0, 0)
+    for prompt in prompts:
+        synchronize()
+        start = now()
+        times, response = [], None
+        for response in decode(model, prompt, spec, end_tokens):  # noqa: B007 - the last one counts
+            synchronize()
+            times.append(now() - start)
+        assert response is not None
+        sample.seconds += times[-1]
+        sample.requests.append(
+            RequestSample(
+                visible=visible_tokens(response.token_ids, end_tokens),
+                first_block=times[0],
+                latency=times[-1],
+                gaps=tuple(b - a for a, b in itertools.pairwise(times)),
+                forward_passes=response.forward_passes,
+                tokens_unmasked=response.tokens_unmasked,
+                rows_computed=response.rows_computed,
+            )
+        )
+    sample.process_bytes = peak()
+    sample.working_bytes = max(0, sample.process_bytes - before)
+    return sample
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Steps of one kind and batch shape."""
+
+    steps: int
+    """That were timed, over all samples."""
+    median_seconds: float
+    floor_seconds: float
+    """Median over the samples."""
+    time_over_floor: float
+    """Median over the samples of a sample's median step over its floor; 1 is the best there can be."""
+    rows: int
+    """Computed in a step, of all requests together."""
+    keys: int
+    """That a row attends to; of the last request, where they differ."""
+    head_rows: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], kind: str) -> "StepFigures | None":
+        timed: list[float] = []
+        ratios, floors = [], []
+        shape = None
+        for sample in samples:
+            if kind not in sample.floors:
+                continue
+            shape, floor = sample.floors[kind]
+            seconds = [s for made, s in sample.steps[kind] if made.requests == shape.requests]
+            timed += seconds
+            floors.append(floor)
+            ratios.append(statistics.median(seconds) / floor)
+        if shape is None:
+            return None
+        return cls(
+            steps=len(timed),
+            median_seconds=statistics.median(timed),
+            floor_seconds=statistics.median(floors),
+            time_over_floor=statistics.median(ratios),
+            rows=shape.num_rows,
+            keys=shape.requests[-1][1],
+            head_rows=shape.head_rows,
+        )
+
+
+@dataclass(frozen=True)
+class CellFigures:
+    """What a cell's samples amount to. Times in seconds, memory in bytes."""
+
+    method: str
+    unmasking: str
+    batch: int
+    prompt: int
+    group: int
+    """Cells of one group were measured in turns."""
+    samples: int
+    tokens_per_second: float
+    """Visible tokens of all requests over the time until all were answered; median over the samples."""
+    tokens_per_second_lowest: float
+    tokens_per_second_highest: float
+    visible_tokens: float
+    """Per request, mean."""
+    first_block: Distribution
+    latency: Distribution
+    block_gap: Distribution | None
+    forward_passes: float
+    """Per request, mean."""
+    tokens_per_forward: float
+    """Unmasked, to the end of the last block."""
+    rows_computed: float
+    """Per request, mean."""
+    rows_per_token: float
+    """Computed per visible token."""
+    weight_bytes: int
+    page_bytes: int
+    working_bytes: int
+    """The most at once beyond weights and pages; median over the samples."""
+    process_bytes: int
+    """The whole process, with every engine in it; the most over the samples."""
+    repetition: float | None
+    """Mean over the responses; None where the weights are random."""
+    whole: StepFigures | None
+    """Steps over the whole canvas: FULL, and UPDATE of all."""
+    reuse: StepFigures | None
+
+    @classmethod
+    def of(
+        cls, cell: Cell, group: int, samples: Sequence[Sample], weight_bytes: int, *, has_random_weights: bool
+    ) -> "CellFigures":
+        requests = [request for sample in samples for request in sample.requests]
+        rates = [sum(len(r.visible) for r in sample.requests) / sample.seconds for sample in samples]
+        visible = sum(len(r.visible) for r in requests)
+        rows = sum(r.rows_computed for r in requests)
+        repetitions = [rate for r in requests if (rate := repetition_rate(r.visible)) is not None]
+        first_block = Distribution.of_values([r.first_block for r in requests])
+        latency = Distribution.of_values([r.latency for r in requests])
+        assert first_block is not None
+        assert latency is not None
+        return cls(
+            method=cell.method,
+            unmasking=cell.unmasking.text,
+            batch=cell.batch,
+            prompt=cell.prompt,
+            group=group,
+            samples=len(samples),
+            tokens_per_second=statistics.median(rates),
+            tokens_per_second_lowest=min(rates),
+            tokens_per_second_highest=max(rates),
+            visible_tokens=visible / len(requests),
+            first_block=first_block,
+            latency=latency,
+            block_gap=Distribution.of_values([gap for r in requests for gap in r.gaps]),
+            forward_passes=statistics.mean(r.forward_passes for r in requests),
+            tokens_per_forward=sum(r.tokens_unmasked for r in requests) / sum(r.forward_passes for r in requests),
+            rows_computed=rows / len(requests),
+            rows_per_token=rows / max(visible, 1),
+            weight_bytes=weight_bytes,
+            page_bytes=max(sample.page_bytes for sample in samples),
+            working_bytes=int(statistics.median(sample.working_bytes for sample in samples)),
+            process_bytes=max(sample.process_bytes for sample in samples),
+            repetition=None if has_random_weights or not repetitions else statistics.mean(repetitions),
+            whole=StepFigures.of(samples, "whole"),
+            reuse=StepFigures.of(samples, "reuse"),
+        )

@@ -1,0 +1,107 @@
+"""The floor of a forward pass: what no implementation of it can leave out.
+
+That is the linear layers, one call of attention per layer and group of equal requests, and the head on the masked rows,
+at the pass's shapes: on the model's own weights, with the same threads, in the same process, from inputs that lie
+ready. Keys and values are different tensors, and each layer reads its own, as it must in any implementation. Norms,
+RoPE, page tables, choosing what is retained, and everything around the model are not in it.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from dllm_engine.bench.machine import seconds_of
+from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder
+from dllm_engine.scheduler.step_plan import RetainedCopy, StepPlan
+
+_KV_BYTES = 256 << 20
+"""Keys and values that a floor makes at most, well beyond a cache; beyond it layers take turns with the same ones."""
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """The sizes that a forward pass's floor depends on."""
+
+    requests: tuple[tuple[int, int], ...]
+    """(rows, keys) of each request, sorted: the rows computed per layer, and what each of them attends to."""
+    head_rows: int
+    """Masked rows that go through the head, of all requests together."""
+
+    @classmethod
+    def of_plans(
+        cls, plans: Sequence[StepPlan], rows: Sequence[int], canvases: Sequence[int], head_rows: int
+    ) -> "PassShape":
+        """``rows`` and ``canvases``: per plan, the rows that a layer computes on average, and the canvas's length."""
+        keys = map(attended_keys, plans, rows, canvases)
+        return cls(tuple(sorted(zip(rows, keys, strict=True))), head_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(rows for rows, _ in self.requests)
+
+
+def attended_keys(plan: StepPlan, rows: int, canvas_length: int) -> int:
+    """Tokens that each row of a step attends to."""
+    if plan.retained_copy is RetainedCopy.READ:
+        return plan.read
+    if plan.read + plan.max_rows > canvas_length:
+        # The rows' own keys are among those in pages.
+        return min(plan.read, plan.retained)
+    return min(plan.read + rows, canvas_length)
+
+
+class Floor:
+    """The floor of one pass shape on a model; inputs are made once."""
+
+    def __init__(self, model: DiffusionDecoder, shape: PassShape) -> None:
+        self.model = model
+        size, weight = model.shape, model.final_norm.weight
+        layer = model.layers[0]
+        assert isinstance(layer, DecoderLayer)
+
+        def numbers(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, dtype=weight.dtype, device=weight.device)
+
+        self._x = numbers(shape.num_rows, size.hidden_size)
+        self._attended = numbers(shape.num_rows, layer.num_heads * layer.head_dim)
+        self._gated = numbers(shape.num_rows, layer.down_proj.input_size_per_partition)
+        self._masked = self._x[: shape.head_rows]
+        # A CPU's attention has no grouped-query form: there every query head is given keys of its own.
+        kv_heads = layer.num_kv_heads if weight.is_cuda else layer.num_heads
+        self._grouped = kv_heads != layer.num_heads
+        groups = Counter(shape.requests).items()
+        num_keys = sum(keys * count for (_, keys), count in groups)
+        kv_bytes = 2 * num_keys * kv_heads * layer.head_dim * weight.element_size()
+        different = min(size.num_layers, max(1, _KV_BYTES // max(kv_bytes, 1)))
+        queries = [numbers(count, layer.num_heads, rows, layer.head_dim) for (rows, _), count in groups]
+        keys_and_values = [
+            [numbers(2, count, kv_heads, keys, layer.head_dim) for (_, keys), count in groups] for _ in range(different)
+        ]
+        self._heads = [list(zip(queries, keys_and_values[i % different], strict=True)) for i in range(size.num_layers)]
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        for layer, heads in zip(self.model.layers, self._heads, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            layer.qkv_proj(self._x)
+            for q, (k, v) in heads:
+                F.scaled_dot_product_attention(q, k, v, enable_gqa=self._grouped)
+            layer.out_proj(self._attended)
+            layer.gate_up_proj(self._x)
+            layer.down_proj(self._gated)
+        head = self.model.lm_head
+        if self._masked.numel():
+            head.quant_method.apply(head, self._masked)
+
+    def seconds(self) -> float:
+        """Of one pass."""
+        return seconds_of(self._run)
+
+    def median_seconds(self, repeats: int) -> float:
+        """Of ``repeats`` passes, after one that is not counted."""
+        self._run()
+        return statistics.median(self.seconds() for _ in range(repeats))

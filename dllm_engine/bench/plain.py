@@ -1,0 +1,246 @@
+"""The baseline: the same decoder in plain PyTorch, and decoding with it, one request at a time, nothing kept.
+
+It is what the models' own repositories do, without their slow spots: attention is one call of PyTorch's, logits are
+made for the masked rows of the block only. Nothing of the engine runs; schedules and unmasking rules, which decide what
+is computed but take no time, are its pure functions, so that both sides do the same work.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
+from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.llada import LLaDAModelLM
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.policy import TokenStatistics
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import UnmaskQuota, unmask_quota
+
+_CLASSES: dict[str, type[DiffusionDecoder]] = {"llada": LLaDAModelLM, "Dream": DreamModel}
+_ENTROPY_EPS = 1e-10
+Part = tuple[str, str | int | None]
+"""A parameter of ``DiffusionDecoder``, and which shard of it."""
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+"""``[num_kv_heads, num_tokens, head_dim]`` each."""
+
+
+class PlainDecoder:
+    """A LLaDA or Dream: weights, and layers as functions of them."""
+
+    def __init__(self, config: Any, weights: dict[Part, torch.Tensor]) -> None:
+        self.shape = decoder_shape(config)
+        self.mask_token_id: int = config.mask_token_id
+        self.weights = weights
+        if self.shape.tied_embeddings:
+            weights["lm_head.weight", None] = weights["embedding.weight", None]
+
+    @classmethod
+    def from_checkpoint(
+        cls, folder: Path, config: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> "PlainDecoder":
+        """The weights in the safetensors files of a folder."""
+        from safetensors import safe_open
+
+        locate = _CLASSES[config.model_type].locate
+        weights: dict[Part, torch.Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt", device=str(device)) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
+                    weights[locate(name)] = tensors.get_tensor(name).to(dtype)
+        return cls(config, weights)
+
+    @classmethod
+    def random(cls, config: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> "PlainDecoder":
+        """Random weights of the config's shape."""
+        draw = torch.Generator(device).manual_seed(0)
+        weights = {
+            part: torch.randn(size, generator=draw, device=device, dtype=dtype) * 0.02
+            for part, size in _sizes(decoder_shape(config))
+        }
+        return cls(config, weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        distinct = {weight.data_ptr(): weight for weight in self.weights.values()}
+        return sum(weight.numel() * weight.element_size() for weight in distinct.values())
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights["embedding.weight", None].device
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, hidden_size]``"""
+        return F.embedding(token_ids, self.weights["embedding.weight", None])
+
+    def phases(self, positions: torch.Tensor) -> KeysValues:
+        """Cosines and sines of RoPE at ``positions``, float32 ``[num_rows, head_dim]`` each."""
+        exponents = torch.arange(0, self.shape.head_dim, 2, device=positions.device).float() / self.shape.head_dim
+        angles = positions.float()[:, None] * self.shape.rope_theta**-exponents
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+    def layer(
+        self, number: int, x: torch.Tensor, phases: KeysValues, kept: KeysValues | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, KeysValues]:
+        """One layer over rows that attend to themselves and to what is ``kept``.
+
+        Returns the rows, their queries ``[num_heads, num_rows, head_dim]`` and their own keys and values.
+        """
+        y = self._norm(x, f"layers.{number}.attn_norm")
+        q, k, v = (
+            self._linear(y, f"layers.{number}.qkv_proj", shard).unflatten(-1, (-1, self.shape.head_dim)).transpose(0, 1)
+            for shard in "qkv"
+        )
+        q, k = _rotate(q, phases), _rotate(k, phases)
+        keys, values = (k, v) if kept is None else (torch.cat((kept[0], k), dim=1), torch.cat((kept[1], v), dim=1))
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        if group > 1:
+            keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+        attended = F.scaled_dot_product_attention(q[None], keys[None], values[None])[0]
+        x = x + self._linear(attended.transpose(0, 1).flatten(1), f"layers.{number}.out_proj")
+        y = self._norm(x, f"layers.{number}.mlp_norm")
+        gate, up = (self._linear(y, f"layers.{number}.gate_up_proj", shard) for shard in (0, 1))
+        return x + self._linear(F.silu(gate) * up, f"layers.{number}.down_proj"), q, (k, v)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, vocab_size]``"""
+        return F.linear(self._norm(x, "final_norm"), self.weights["lm_head.weight", None])[:, : self.shape.vocab_size]
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.weights[f"{name}.weight", None]
+        return F.rms_norm(x, weight.shape, weight, self.shape.rms_norm_eps)
+
+    def _linear(self, x: torch.Tensor, name: str, shard: str | int | None = None) -> torch.Tensor:
+        return F.linear(x, self.weights[f"{name}.weight", shard], self.weights.get((f"{name}.bias", shard)))
+
+
+def decoder_shape(config: Any) -> DecoderShape:
+    """Sizes of a LLaDA or Dream config."""
+    return _CLASSES[config.model_type].decoder_shape(config)
+
+
+def _sizes(shape: DecoderShape) -> Iterator[tuple[Part, tuple[int, ...]]]:
+    hidden, kv = shape.hidden_size, shape.num_kv_heads * shape.head_dim
+    yield ("embedding.weight", None), (shape.vocab_size, hidden)
+    yield ("final_norm.weight", None), (hidden,)
+    if not shape.tied_embeddings:
+        yield ("lm_head.weight", None), (shape.vocab_size, hidden)
+    for i in range(shape.num_layers):
+        for norm in ("attn_norm", "mlp_norm"):
+            yield (f"layers.{i}.{norm}.weight", None), (hidden,)
+        for shard, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            yield (f"layers.{i}.qkv_proj.weight", shard), (rows, hidden)
+            if shape.qkv_bias:
+                yield (f"layers.{i}.qkv_proj.bias", shard), (rows,)
+        yield (f"layers.{i}.out_proj.weight", None), (hidden, hidden)
+        for half in (0, 1):
+            yield (f"layers.{i}.gate_up_proj.weight", half), (shape.intermediate_size, hidden)
+        yield (f"layers.{i}.down_proj.weight", None), (hidden, shape.intermediate_size)
+
+
+def _rotate(x: torch.Tensor, phases: KeysValues) -> torch.Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = phases
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+# Decoding
+
+
+@dataclass(frozen=True)
+class PlainResponse:
+    """What a request gave, to the end of its last block."""
+
+    token_ids: list[int]
+    """With ``end_tokens`` up to the first of them."""
+    forward_passes: int
+    rows_computed: int
+    tokens_unmasked: int
+
+
+class PlainCanvas:
+    """A request's tokens, and filling them in."""
+
+    def __init__(self, model: PlainDecoder, prompt: list[int], spec: DecodingSpec) -> None:
+        self.model, self.spec = model, spec
+        tokens = prompt + [model.mask_token_id] * spec.gen_length
+        self.tokens = torch.tensor(tokens, device=model.device)
+
+    def masked(self, span: Span) -> torch.Tensor:
+        """Positions in ``span`` that are masked, ascending."""
+        return (self.tokens[slice(*span)] == self.model.mask_token_id).nonzero()[:, 0] + span.start
+
+    def fill(self, hidden: torch.Tensor, first_row: int, quota: UnmaskQuota) -> int:
+        """Fill what ``quota`` asks for from hidden states of the rows from position ``first_row`` on; returns how
+        many."""
+        positions = self.masked(quota.candidates)
+        predicting = (positions - 1).clamp(min=first_row) if self.spec.shifts_logits else positions
+        statistics = self._statistics(self.model.logits(hidden[predicting - first_row]))
+        confidence = UNMASKING_POLICIES[self.spec.unmasking].confidence(statistics)
+        if quota.parallel is not None:
+            chosen = PARALLEL_RULES[quota.parallel.kind].select(confidence, quota.parallel.value)
+        else:
+            chosen = confidence.topk(min(quota.count, confidence.numel())).indices
+        self.tokens[positions[chosen]] = statistics.token[chosen]
+        return chosen.numel()
+
+    def _statistics(self, logits: torch.Tensor) -> TokenStatistics:
+        policy = UNMASKING_POLICIES[self.spec.unmasking]
+        p = logits.float().softmax(dim=-1)
+        allowed = logits.clone()
+        allowed[:, self.model.mask_token_id] = -torch.inf  # a position filled with the mask would not count as filled
+        token = allowed.argmax(dim=-1)
+        best, second = p.topk(2, dim=-1).values.unbind(dim=-1) if policy.needs_margin else (None, None)
+        return TokenStatistics(
+            token=token,
+            probability=p.gather(-1, token[:, None])[:, 0],
+            negative_entropy=(p * (p + _ENTROPY_EPS).log()).sum(dim=-1) if policy.needs_entropy else None,
+            margin=None if best is None or second is None else best - second,
+            noise=None,
+        )
+
+
+def check_baseline(spec: DecodingSpec) -> None:
+    """Raise ``ValueError`` for requests that the baseline does not decode: those that draw random numbers, and
+    guided ones."""
+    policy = UNMASKING_POLICIES[spec.unmasking]
+    if policy.needs_noise or policy.draws_each_position or spec.temperature > 0:
+        raise ValueError(
+            f"unmasking={spec.unmasking!r} at temperature {spec.temperature} draws random numbers, which the plain "
+            f"baseline does not; choose a greedy policy, or leave the baseline out"
+        )
+    if spec.delay_eos or spec.guidance is not None:
+        raise ValueError("the plain baseline knows neither delay_eos nor a guide; leave them unset")
+
+
+@torch.inference_mode()
+def decode(
+    model: PlainDecoder, prompt: list[int], spec: DecodingSpec, end_tokens: frozenset[int] = frozenset()
+) -> Iterator[PlainResponse]:
+    """Recompute the whole canvas in every step; yields after each block what there is so far."""
+    canvas = PlainCanvas(model, prompt, spec)
+    positions = torch.arange(spec.canvas_length, device=model.device)
+    num_forwards = num_unmasked = 0
+    for block in range(spec.num_blocks):
+        span, step = spec.block_span(block), 0
+        while left := canvas.masked(span).numel():
+            quota = unmask_quota(spec, Progress(block, step, left, num_forwards), block_alone=False)
+            x, phases = model.embed(canvas.tokens), model.phases(positions)
+            for number in range(model.shape.num_layers):
+                x, _, _ = model.layer(number, x, phases)
+            if quota.parallel is not None or quota.count:
+                num_unmasked += canvas.fill(x, 0, quota)
+            num_forwards += 1
+            step += 1
+        token_ids = canvas.tokens[spec.prompt_length : span.stop].tolist()
+        end = next((i for i, token in enumerate(token_ids) if token in end_tokens), None)
+        made = token_ids if end is None else token_ids[: end + 1]
+        yield PlainResponse(made, num_forwards, num_forwards * spec.canvas_length, num_unmasked)
+        if end is not None:
+            return

@@ -1,0 +1,74 @@
+"""Engines with random weights of a given shape: values do not change the time."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.families import FAMILIES
+from dllm_engine.released_configs import RELEASED_CONFIGS
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+
+NAMED_SHAPES: dict[str, str] = {
+    "llada-8b": "GSAI-ML/LLaDA-8B-Base",
+    "dream-7b": "Dream-org/Dream-v0-Base-7B",
+}
+_SCALED = {
+    "llada": ("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),
+    "Dream": (
+        *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+        *("intermediate_size", "vocab_size"),
+    ),
+}
+_HEADS = {"llada": "n_heads", "Dream": "num_attention_heads"}
+
+
+def is_named_shape(model: str) -> bool:
+    """Whether ``model`` means random weights: ``llada-8b``, ``dream-7b``, or one scaled down such as ``llada-8b/4``."""
+    return model.partition("/")[0] in NAMED_SHAPES
+
+
+def named_shape(name: str) -> dict[str, Any]:
+    """The config of a named shape.
+
+    ``llada-8b/4`` has a quarter of the width, the heads (of unchanged size), the layers, the MLP and the vocabulary.
+
+    Raises:
+        ValueError: the name is unknown, or the heads cannot be divided so.
+    """
+    base, slash, divisor = name.partition("/")
+    if base not in NAMED_SHAPES:
+        raise ValueError(f"model shape {name!r} is unknown; choose one of {', '.join(NAMED_SHAPES)}, or one with /N")
+    config = dict(RELEASED_CONFIGS[NAMED_SHAPES[base]])
+    kind = config["model_type"]
+    heads = config[_HEADS[kind]]
+    allowed = [n for n in range(1, heads + 1) if heads % n == 0]
+    if slash and (not divisor.isdecimal() or int(divisor) not in allowed):
+        raise ValueError(
+            f"model shape {name!r}: the {heads} heads of {base} are divided by one of {', '.join(map(str, allowed))}"
+        )
+    for key in _SCALED[kind]:
+        config[key] = max(1, config[key] // int(divisor or 1))
+    config["mask_token_id"], config["eos_token_id"] = config["vocab_size"] - 1, config["vocab_size"] - 2
+    return config
+
+
+@contextmanager
+def config_folder(config: dict[str, Any]) -> Iterator[Path]:
+    """A folder with the config alone, for ``load_format="dummy"``; gone when the engine has been made from it."""
+    with tempfile.TemporaryDirectory(prefix="dllm-shape-") as name:
+        architecture = FAMILIES[config["model_type"]].architecture
+        (Path(name) / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        yield Path(name)
+
+
+def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":
+    """An engine of the config's shape with random weights, without tokenizer; ``settings`` are those of ``LLM``."""
+    from dllm_engine.llm import LLM
+
+    with config_folder(config) as folder:
+        return LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings)

@@ -1,0 +1,199 @@
+"""Results as tables: one run, or two side by side. Works on what a result file holds; needs neither torch nor vLLM."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dllm_engine.cli.table import format_table
+
+SCHEMA = 1
+"""Of result files; raised where a reader of older ones would go wrong."""
+MIB = 1 << 20
+NOTHING = "–"
+HOW = {
+    "tokens_per_second": "visible tokens (those before the first end token; prompt tokens never) of all requests of a "
+    "batch, over the seconds until all were answered; median over the samples",
+    "over_plain": "tokens_per_second over the plain baseline's, same prompt length and unmasking, measured in turns "
+    "with it: the same model in plain PyTorch, whole canvas in every step, one request after the other",
+    "first_block": "seconds from handing all requests in to a request's first finished block; over requests, samples",
+    "latency": "seconds from handing all requests in to a request's end; the baseline's from its own start",
+    "block_gap": "seconds between two neighbouring blocks of a request",
+    "forward_passes": "of a request",
+    "tokens_per_forward": "tokens unmasked per forward pass of a request",
+    "rows_per_token": "rows fed to the model (mean over the layers, where they differ) per visible token",
+    "weight_bytes, page_bytes, working_bytes": "weights; most pages held at once; most memory beyond what was held "
+    "when the requests came (resident set on a CPU, PyTorch's allocations on a GPU)",
+    "whole, reuse": "steps in which every request computes its whole canvas, or only reuses its cache: median time, "
+    "and the time of their linear layers, attention and head on masked rows alone, with the same weights and threads "
+    "(the floor); time_over_floor is 1 at best",
+    "repetition": "share of a response's 4-grams of visible tokens that occurred in it before; mean over responses",
+    "rates": "a large copy (bytes read and written) and a large square matrix product in the model's type",
+    "accuracy": "responses that are exactly the answer; greedy decoding, the same settings as the cells",
+}
+"""How each figure of a result file was made; written into it."""
+LEGEND = """\
+TOKENS/S       visible response tokens per second, of the whole batch (before the end token; never the prompt): median,
+               and the lowest and highest round
+× PLAIN        that over plain PyTorch's: no cache, no engine, one request after the other (row `plain`)
+1ST BLOCK      time to the first finished block, median over requests
+LATENCY        time to the end of a request: median, and what 90 of 100 stay below
+PASSES         forward passes per request
+TOK/PASS       tokens unmasked per forward pass
+ROWS/TOK       positions computed per visible token; what a cache saves
+MEMORY         weights + pages + working memory at the peak, MiB
+PAGES          of it pages of the cache, MiB
+FULL÷, REUSE÷  time of a step over its floor, which is its matrix products alone (1 is best): steps over the whole
+               canvas, and steps that reuse the cache
+REPEAT         share of repeated 4-grams in the responses (– for random weights)
+EXACT          share of tasks answered exactly right (– where no tasks were asked)"""
+COLUMNS = (
+    *("METHOD", "UNMASKING", "BATCH", "PROMPT", "TOKENS/S", "× PLAIN", "1ST BLOCK", "LATENCY", "PASSES", "TOK/PASS"),
+    *("ROWS/TOK", "MEMORY", "PAGES", "FULL÷", "REUSE÷", "REPEAT", "EXACT"),
+)
+Report = dict[str, Any]
+CellKey = tuple[str, str, str, int, int]
+"""Model, method, unmasking, batch, prompt."""
+
+
+def tables(report: Report) -> str:
+    """A table per model, with the machine above and a line per column below."""
+    parts = [machine_line(report)]
+    for run in report["runs"]:
+        rows = [COLUMNS, *(_row(run, cell) for cell in run["cells"])]
+        parts += [run_line(run), format_table(rows)]
+    return "\n\n".join([*parts, LEGEND])
+
+
+def machine_line(report: Report) -> str:
+    m = report["machine"]
+    versions = f"torch {m['torch']}, vLLM {m['vllm']}"
+    return f"{m['processor']}, {m['threads']} threads, {versions}, {m['clock']} clock, {m['date']}"
+
+
+def run_line(run: dict[str, Any]) -> str:
+    shape, rates = run["shape"], run["rates"]
+    return (
+        f"{run['model']} ({run['weights']} weights, d={shape['hidden_size']}, {shape['num_layers']} layers, "
+        f"{run['dtype']}): response {run['response']}, blocks of {run['block_length']}, medians of {run['repeats']} "
+        f"rounds; this machine multiplies {rates['product_flops_per_second'] / 1e9:.0f} GFLOP/s, copies "
+        f"{rates['copy_bytes_per_second'] / 1e9:.1f} GB/s"
+    )
+
+
+def _row(run: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
+    lowest, highest = cell["tokens_per_second_lowest"], cell["tokens_per_second_highest"]
+    tokens_per_second = f"{cell['tokens_per_second']:.1f} ({lowest:.0f}–{highest:.0f})"
+    latency, memory = cell["latency"], cell["weight_bytes"] + cell["page_bytes"] + cell["working_bytes"]
+    return (
+        cell["method"],
+        cell["unmasking"],
+        str(cell["batch"]),
+        str(cell["prompt"]),
+        tokens_per_second,
+        _or_nothing(over_plain(run, cell), ".2f"),
+        seconds_text(cell["first_block"]["median"]),
+        f"{seconds_text(latency['median'])}, {seconds_text(latency['p90'])}",
+        f"{cell['forward_passes']:.0f}",
+        f"{cell['tokens_per_forward']:.2f}",
+        f"{cell['rows_per_token']:.0f}",
+        f"{memory / MIB:.1f}",
+        f"{cell['page_bytes'] / MIB:.1f}",
+        _or_nothing(cell["whole"] and cell["whole"]["time_over_floor"], ".2f"),
+        _or_nothing(cell["reuse"] and cell["reuse"]["time_over_floor"], ".2f"),
+        _or_nothing(cell["repetition"], ".0%"),
+        _or_nothing(exact_match(run, cell), ".1%"),
+    )
+
+
+def _or_nothing(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def seconds_text(seconds: float) -> str:
+    """In milliseconds below a second."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def over_plain(run: dict[str, Any], cell: dict[str, Any]) -> float | None:
+    """A cell's tokens per second over those of the baseline in its group; None where there is none, or for itself."""
+    same = ("group", "unmasking", "prompt")
+    if cell["method"] == "plain":
+        return None
+    for other in run["cells"]:
+        if other["method"] == "plain" and all(other[key] == cell[key] for key in same):
+            base: float = other["tokens_per_second"]
+            return cell["tokens_per_second"] / base if base else None
+    return None
+
+
+def exact_match(run: dict[str, Any], cell: dict[str, Any]) -> float | None:
+    """Of the cell's method and unmasking; None where no tasks were asked."""
+    for score in run["accuracy"]:
+        if (score["method"], score["unmasking"]) == (cell["method"], cell["unmasking"]):
+            exact: float = score["exact_match"]
+            return exact
+    return None
+
+
+# Two result files
+
+COMPARED: dict[str, Callable[[dict[str, Any], dict[str, Any]], float | None]] = {
+    "TOKENS/S": lambda run, cell: cell["tokens_per_second"],
+    "1ST BLOCK": lambda run, cell: cell["first_block"]["median"],
+    "LATENCY": lambda run, cell: cell["latency"]["median"],
+    "PASSES": lambda run, cell: cell["forward_passes"],
+    "ROWS/TOK": lambda run, cell: cell["rows_per_token"],
+    "MEMORY": lambda run, cell: cell["weight_bytes"] + cell["page_bytes"] + cell["working_bytes"],
+    "PAGES": lambda run, cell: cell["page_bytes"],
+    "FULL÷": lambda run, cell: cell["whole"] and cell["whole"]["time_over_floor"],
+    "REUSE÷": lambda run, cell: cell["reuse"] and cell["reuse"]["time_over_floor"],
+    "EXACT": exact_match,
+}
+_RUN_SETTINGS = ("weights", "shape", "dtype", "cache_options", "response", "block_length", "seed")
+
+
+def comparison(first: Report, second: Report, names: tuple[str, str]) -> str:
+    """Ratios second / first of the cells that both have, and in what else the two differ."""
+    before, after = (dict(_cells(report)) for report in (first, second))
+    rows: list[tuple[str, ...]] = [("MODEL", "METHOD", "UNMASKING", "BATCH", "PROMPT", *COMPARED)]
+    for key in before:
+        if key in after:
+            ratios = (_ratio(figure, before[key], after[key]) for figure in COMPARED.values())
+            rows.append((*map(str, key), *ratios))
+    lines = [f"{names[1]} over {names[0]}, figure by figure; 1 is no change."]
+    lines += [f"Note: {note}" for note in _differences(first, second)]
+    for name, mine, others in ((names[0], before, after), (names[1], after, before)):
+        alone = [key for key in mine if key not in others]
+        if alone:
+            lines.append(f"Note: only in {name}: {'; '.join(' '.join(map(str, key)) for key in alone)}.")
+    if len(rows) == 1:
+        return "\n".join([*lines, "", "The two have no cell in common."])
+    return "\n".join([*lines, "", format_table(rows)])
+
+
+def _cells(report: Report) -> Iterator[tuple[CellKey, tuple[dict[str, Any], dict[str, Any]]]]:
+    for run in report["runs"]:
+        for cell in run["cells"]:
+            if cell["method"] == "plain" and cell["group"]:
+                continue  # one baseline stands for those of all groups
+            yield (run["model"], cell["method"], cell["unmasking"], cell["batch"], cell["prompt"]), (run, cell)
+
+
+def _ratio(
+    figure: Callable[[dict[str, Any], dict[str, Any]], float | None],
+    before: tuple[dict[str, Any], dict[str, Any]],
+    after: tuple[dict[str, Any], dict[str, Any]],
+) -> str:
+    a, b = figure(*before), figure(*after)
+    return NOTHING if a is None or b is None or not a else f"{b / a:.2f}"
+
+
+def _differences(first: Report, second: Report) -> Iterator[str]:
+    for key in ("processor", "threads", "torch", "vllm", "clock"):
+        if first["machine"][key] != second["machine"][key]:
+            yield f"{key} was {first['machine'][key]}, then {second['machine'][key]}: times do not compare."
+    runs = {run["model"]: run for run in second["runs"]}
+    for run in first["runs"]:
+        other = runs.get(run["model"], run)
+        for key in _RUN_SETTINGS:
+            if run[key] != other[key]:
+                yield f"{run['model']}: {key} was {run[key]}, then {other[key]}."

@@ -1,0 +1,192 @@
+"""What is measured: a model, its prompts, its engines and its plain baseline."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dllm_engine.bench.plain import PlainDecoder, decoder_shape
+from dllm_engine.bench.random_model import config_folder, is_named_shape, named_shape, random_engine
+from dllm_engine.demo import model_path
+from dllm_engine.demo.tasks import filler_sentences, make_examples
+from dllm_engine.families import family_of
+from dllm_engine.options import EngineOptions
+from dllm_engine.paper_settings import paper_settings
+from dllm_engine.params import DiffusionParams, end_token_ids, resolve_decoding
+from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.refresh_plan import longest_demand, page_demand
+from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, load_config, weight_bytes
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+
+GPU_MEMORY_SHARE = 0.5
+ASKED = 2
+"""Items that each prompt of a model with a tokenizer asks for, so that answers are equally long."""
+
+
+@dataclass(frozen=True)
+class Unmasking:
+    """A way of unmasking, as the command line names it."""
+
+    text: str
+    options: dict[str, Any] = field(hash=False)
+    """Fields of ``DiffusionParams``."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """In tokens."""
+
+    prompts: tuple[int, ...]
+    response: int
+    block: int | None
+    """None: the family's default."""
+
+    @property
+    def longest(self) -> int:
+        return max(self.prompts) + self.response
+
+
+class Subject:
+    """A model by its name: ``demo``, a checkpoint, or random weights of a named shape.
+
+    Raises ``ValueError`` for a model that is unknown or too short for the lengths.
+    """
+
+    def __init__(
+        self, model: str, dtype: str, lengths: Lengths, max_batch: int, engine_args: dict[str, Any], max_model_len: int
+    ) -> None:
+        self.model, self.lengths, self.max_batch = model, lengths, max_batch
+        self.has_random_weights = is_named_shape(model)
+        self.engine_args = engine_args
+        self.max_model_len = max_model_len
+        if self.has_random_weights:
+            with config_folder(named_shape(model)) as folder:
+                self.config = load_config(str(folder))
+        else:
+            self.config = load_config(model)
+        self.family = family_of(self.config)
+        self.shape = decoder_shape(self.config)
+        own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
+        self.dtype = own if dtype == "auto" else {"float": "float32", "half": "float16"}.get(dtype, dtype)
+        most = self.config.max_position_embeddings
+        if max_model_len > most:
+            raise ValueError(
+                f"prompt and response of {max_model_len} tokens: {model} has {most} positions; lower --prompt or "
+                f"--response"
+            )
+
+    # Requests
+
+    def params(self, unmasking: Unmasking) -> DiffusionParams:
+        """Greedy; random weights ignore end tokens, which mean nothing there."""
+        return DiffusionParams(
+            gen_length=self.lengths.response,
+            block_length=self.lengths.block,
+            ignore_eos=self.has_random_weights,
+            **unmasking.options,
+        )
+
+    def end_tokens(self, unmasking: Unmasking) -> frozenset[int]:
+        return end_token_ids(self.params(unmasking), self.config)
+
+    def options(self, method: str) -> EngineOptions:
+        """As the engine fills them in."""
+        options = EngineOptions(cache_method=method)
+        return options.with_paper_settings(paper_settings(method, self.model, self.family))
+
+    def spec(self, method: str, unmasking: Unmasking, prompt: int) -> DecodingSpec:
+        return resolve_decoding(self.params(unmasking), prompt, self.family, self.options(method))
+
+    def prompts(self, length: int, count: int, seed: int, tokenizer: Any) -> list[list[int]]:
+        """Prompts of exactly ``length`` tokens: of random tokens for random weights, else a question about a few names
+        behind filler.
+
+        Raises:
+            ValueError: the question alone is longer.
+        """
+        if self.has_random_weights:
+            draw = torch.Generator().manual_seed(seed)
+            # The last two are the end and mask tokens.
+            tokens: list[list[int]] = torch.randint(self.shape.vocab_size - 2, (count, length), generator=draw).tolist()
+            return tokens
+        examples = make_examples("names", count, seed, min_pairs=ASKED, max_pairs=ASKED, asked=ASKED)
+        rng = random.Random(seed)
+        return [_padded(example.prompt, length, rng, tokenizer) for example in examples]
+
+    # Engines
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.config, 1, DTYPE_BYTES[self.dtype])
+
+    def pool_bytes(self, method: str, unmaskings: Iterable[Unmasking]) -> int:
+        """Of a pool in which the largest batch runs at once."""
+        options = self.options(method)
+        geometry = PoolGeometry.of_model(self.config, options, 1)
+        demands = [
+            page_demand(self.spec(method, unmasking, prompt), options, geometry)
+            for unmasking in unmaskings
+            for prompt in self.lengths.prompts
+        ]
+        pages = max(self.max_batch * max(demands), longest_demand(options, geometry, self.max_model_len))
+        # vLLM keeps a page for itself.
+        return (pages + 1) * bytes_of_page(geometry, DTYPE_BYTES[self.dtype])
+
+    def start(self, method: str, unmaskings: Iterable[Unmasking]) -> "LLM":
+        """An engine in this process that runs the largest batch at once."""
+        from dllm_engine.llm import LLM
+
+        settings: dict[str, Any] = {
+            "cache_method": method,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_batch,
+            "max_num_batched_tokens": self.max_batch * self.max_model_len,
+            "kv_cache_memory_bytes": self.pool_bytes(method, unmaskings),
+            "use_tqdm_on_load": False,
+        }
+        if torch.cuda.is_available():
+            # The pool's size is given; this only says how much must be free, beside the baseline.
+            settings["gpu_memory_utilization"] = GPU_MEMORY_SHARE
+        settings |= self.engine_args
+        if self.has_random_weights:
+            return random_engine(named_shape(self.model), **settings)
+        return LLM(self.model, **settings)
+
+    def plain(self, device: torch.device) -> PlainDecoder:
+        """The baseline, with weights of its own: the engine's may be packed."""
+        dtype = getattr(torch, self.dtype)
+        if self.has_random_weights:
+            return PlainDecoder.random(self.config, dtype, device)
+        folder = Path(model_path(self.model))
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(self.model, allow_patterns=["*.safetensors"], local_files_only=True))
+        return PlainDecoder.from_checkpoint(folder, self.config, dtype, device)
+
+
+def _padded(question: str, length: int, rng: random.Random, tokenizer: Any) -> list[int]:
+    """The question as a chat's only message, with filler before it, cut at the filler's start to the wanted length."""
+    bare = _as_prompt(question, tokenizer)
+    if len(bare) > length:
+        raise ValueError(f"a prompt of {length} tokens is too short for a question of {len(bare)}; raise --prompt")
+    # As many words as tokens are wanted are more than enough: no tokenizer joins words.
+    filler = " ".join(filler_sentences(rng, length))
+    tokens = _as_prompt(f"{filler} {question}", tokenizer)
+    # What the template puts before a message.
+    start = next((i for i, (a, b) in enumerate(zip(tokens, bare, strict=False)) if a != b), len(bare))
+    return tokens[:start] + tokens[start + len(tokens) - length :]
+
+
+def _as_prompt(text: str, tokenizer: Any) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer.encode(text))
+    chat = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))

@@ -1,0 +1,274 @@
+"""``dllm bench``: speed, memory and quality of the cache methods, in one run."""
+
+import argparse
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
+from dllm_engine.cli.comparison import ONE, RULES, parse_rule
+from dllm_engine.cli.engine import DEMO_LENGTHS, be_quiet, check_vllm, key_value, positive_int
+from dllm_engine.cli.errors import CommandError
+from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo.tasks import TASKS, Example, make_examples
+from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+
+if TYPE_CHECKING:
+    from dllm_engine.bench.benchmark import BenchSettings
+
+QUICK_OUTPUT, QUICK_PLOTS = Path("bench.json"), Path("bench-plots")
+DEFAULTS: dict[str, Any] = {
+    "model": DEMO_MODEL,
+    "methods": "all",
+    "unmasking": ONE,
+    "batch": [1, 8],
+    "prompt": [128, 512],
+    "response": 64,
+    "block_length": None,
+    "repeats": 3,
+    "dtype": "auto",
+    "tasks": None,
+    "count": 50,
+}
+_QUICK = {"batch": [1, 4], "response": 32, "repeats": 3, "dtype": "float32"}
+QUICK: tuple[dict[str, Any], ...] = (
+    _QUICK | {"prompt": [64], "unmasking": f"{ONE},threshold=0.9", "tasks": "names,keys,facts", "count": 20},
+    _QUICK | {"model": "llada-8b/16", "prompt": [256], "block_length": 16},
+)
+"""What ``--quick`` measures: a trained model, whose answers can be right or wrong, and a larger one for its times."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure speed, memory and quality of the cache methods in one run",
+        description="Measures every cache method with every way of unmasking, batch and prompt length, in rounds over "
+        "all of them, beside the same model in plain PyTorch. Tokens count up to the end token of a response, prompts "
+        "never. Times are compared with a floor: the step's matrix products alone, on this machine.",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a first look: two small models, some minutes; other arguments narrow or widen it",
+    )
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar="FILE", help="measure nothing; print ratios of two result files"
+    )
+    what = parser.add_argument_group("what to measure")
+    what.add_argument(
+        "--model",
+        help="`demo`, folder or Hugging Face name of a checkpoint, or random weights of a shape: `llada-8b`, "
+        "`dream-7b`, or `llada-8b/4` with a quarter of width, heads, layers and vocabulary (default: demo)",
+    )
+    what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all)")
+    what.add_argument(
+        "--unmasking",
+        metavar="RULE,…",
+        help=f"`{ONE}` for one token per step, a policy such as `low_confidence`, or NAME=VALUE with one of "
+        f"{', '.join(RULES)} (default: {ONE})",
+    )
+    what.add_argument("--batch", type=_positive_ints, metavar="N,…", help="requests at once (default: 1,8)")
+    what.add_argument("--prompt", type=_positive_ints, metavar="N,…", help="prompt tokens (default: 128,512)")
+    what.add_argument("--response", type=positive_int, metavar="N", help="response tokens (default: 64)")
+    what.add_argument(
+        "--block-length", type=positive_int, metavar="N", help="default: the family's, demo model 8; at most --response"
+    )
+    what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
+    how = parser.add_argument_group("how")
+    how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
+    how.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="which seconds count; processor seconds hardly see what else runs on a shared machine, and nothing of a "
+        "GPU (default: %(default)s)",
+    )
+    how.add_argument("--seed", type=int, default=0, help="of prompts and tasks (default: 0)")
+    how.add_argument(
+        "--dtype",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        help="type of weights and activations (default: the checkpoint's)",
+    )
+    how.add_argument("--max-model-len", type=positive_int, metavar="N", help="default: what is measured needs")
+    how.add_argument(
+        "--engine-arg",
+        metavar="KEY=VALUE",
+        type=key_value,
+        action="append",
+        default=[],
+        help="any other argument of vllm.LLM, repeatable",
+    )
+    quality = parser.add_argument_group("quality")
+    quality.add_argument(
+        "--tasks",
+        metavar="NAME,…",
+        help=f"score these too: {', '.join(TASKS)}, or .jsonl files with lines "
+        '{"prompt": "…", "answer": "…"} (default: none)',
+    )
+    quality.add_argument("--count", type=positive_int, metavar="N", help="examples per task (default: 50)")
+    written = parser.add_argument_group("results")
+    written.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"write everything as JSON (--quick: {QUICK_OUTPUT})"
+    )
+    written.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help=f"draw PNGs, needs matplotlib (--quick: {QUICK_PLOTS}, if there)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.compare is not None:
+        first, second = map(_read, args.compare)
+        print(comparison(first, second, (str(args.compare[0]), str(args.compare[1]))))
+        return 0
+    note = None
+    if args.quick:
+        if args.model is not None:
+            raise CommandError(f"--quick chooses its models; leave it out, or --model {args.model}")
+        args.output = args.output or QUICK_OUTPUT
+        if args.plots is None:
+            args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
+    if args.plots is not None and not _can_plot():
+        raise CommandError(f"--plots {args.plots}: {_PLOTS_NEED}")
+    if args.output is not None and not args.output.parent.is_dir():
+        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
+    report = _measure(wanted, args.clock, shlex.join(["dllm", *_command_line(args)]))
+    print(tables(report))
+    if args.output is not None:
+        _write(args.output, report)
+        print(f"\nwrote {args.output}")
+    if args.plots is not None:
+        from dllm_engine.bench.plots import draw
+
+        print(*(f"wrote {file}" for file in draw(report, args.plots)), sep="\n")
+    if note:
+        print(f"no plots: {note}")
+    return 0
+
+
+def filled(args: argparse.Namespace, preset: dict[str, Any]) -> argparse.Namespace:
+    """What was not given taken from ``preset``, else from the defaults."""
+    given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
+    return argparse.Namespace(**vars(args) | DEFAULTS | preset | given)
+
+
+_PLOTS_NEED = "matplotlib is not installed; run pip install 'dllm-engine[bench]'"
+
+
+def _can_plot() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("matplotlib") is not None
+
+
+def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Report:
+    be_quiet()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the instrument looks inside the engine
+    check_vllm()
+    from dllm_engine.bench.benchmark import Benchmark
+    from dllm_engine.bench.machine import provenance, use_clock
+
+    use_clock(clock)
+    benchmarks = [Benchmark(settings(each)) for each in wanted]
+    runs = [benchmark.run() for benchmark in benchmarks]
+    return {"schema": SCHEMA, "command": command, "machine": provenance(), "how": HOW, "runs": runs}
+
+
+def settings(args: argparse.Namespace) -> "BenchSettings":
+    """What the arguments ask for; raises ``CommandError`` or ``ValueError`` for what cannot be measured."""
+    from dllm_engine.bench.benchmark import BenchSettings
+    from dllm_engine.bench.subject import Lengths
+
+    methods = tuple(CACHE_OPTIONS) if args.methods == "all" else tuple(args.methods.split(","))
+    for method in methods:
+        EngineOptions.parse({"cache_method": method})
+    block = args.block_length
+    if block is None and args.model == DEMO_MODEL:
+        block = DEMO_LENGTHS["block_length"]
+    if block is not None and block > args.response:
+        raise CommandError(f"--block-length {block} is longer than --response {args.response}; lower it")
+    return BenchSettings(
+        model=args.model,
+        methods=methods,
+        unmaskings=tuple(map(_unmasking, args.unmasking.split(","))),
+        batches=tuple(args.batch),
+        lengths=Lengths(tuple(args.prompt), args.response, block),
+        repeats=args.repeats,
+        seed=args.seed,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        tasks={} if args.tasks is None else {name: _examples(name, args) for name in args.tasks.split(",")},
+        baseline=not args.no_baseline,
+        engine_args=dict(args.engine_arg),
+    )
+
+
+def _unmasking(text: str) -> Any:
+    from dllm_engine.bench.subject import Unmasking
+    from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+
+    options = {"unmasking": text} if text in UNMASKING_POLICIES else parse_rule(text)
+    return Unmasking(text, options)
+
+
+def _examples(name: str, args: argparse.Namespace) -> list[Example]:
+    """Of a demo task, or of a file."""
+    if not name.endswith(".jsonl"):
+        return make_examples(name, args.count, args.seed)
+    try:
+        lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise CommandError(f"cannot read {name}: {error.strerror}") from error
+    examples = []
+    for number, line in enumerate(lines[: args.count], start=1):
+        try:
+            fields = json.loads(line)
+            prompt, answer = fields["prompt"], fields["answer"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(f'{name}: task {number} must be {{"prompt": "…", "answer": "…"}}: {error!r}') from None
+        examples.append(Example(Path(name).stem, prompt, answer.strip(), (answer.strip(),)))
+    if not examples:
+        raise CommandError(f"{name} holds no tasks; give it a line per task")
+    return examples
+
+
+def _positive_ints(text: str) -> list[int]:
+    return [positive_int(part) for part in text.split(",")]
+
+
+def _command_line(args: argparse.Namespace) -> list[str]:
+    """The arguments that are not left out, to repeat the run."""
+    words = ["bench"]
+    for name, value in vars(args).items():
+        if name in ("command", "compare", "passes_on_unknown", "run", "traceback", "unknown") or not value:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if name == "engine_arg":
+            words += [word for key, given in value for word in (flag, f"{key}={given}")]
+        elif value is True:
+            words.append(flag)
+        else:
+            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return words
+
+
+def _read(path: Path) -> Report:
+    try:
+        report: Report = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(f"{path} is not JSON: {error}") from None
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA or "runs" not in report:
+        raise CommandError(f"{path} is not a result of this version's `dllm bench`; measure again")
+    return report
+
+
+def _write(path: Path, report: Report) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error

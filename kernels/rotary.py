@@ -1,0 +1,109 @@
+r"""Rotary position embedding in the half-split layout, in float32 whatever the type of the rows.
+
+For a head x of a row at position p, with angles θ_j = p · base^(−2j/d), j < d/2:
+
+    out_j         = x_j · cos θ_j − x_{j+d/2} · sin θ_j
+    out_{j + d/2} = x_{j+d/2} · cos θ_j + x_j · sin θ_j
+
+Phases in the rows' own type would be off by whole radians at positions in the thousands in bfloat16, which is why
+LLaDA asks for ``rope_full_precision``.
+"""
+
+import torch
+
+from dllm_engine.kernels._triton import jit, tl, triton
+
+# The arguments of Triton kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+@jit
+def _rotate_kernel(
+    x, cos_sin, out, x_row, x_head, num_heads,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: a row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)[:, None]
+    column = tl.arange(0, BLOCK_D)
+    exists = column < HALF
+    cos = tl.load(cos_sin + row * 2 * HALF + column, mask=exists, other=0.0)[None, :]
+    sin = tl.load(cos_sin + row * 2 * HALF + HALF + column, mask=exists, other=0.0)[None, :]
+    kept = (head < num_heads) & exists[None, :]
+    source = x + row * x_row + head * x_head + column[None, :]
+    first = tl.load(source, mask=kept, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=kept, other=0.0).to(tl.float32)
+    target = out + (row * num_heads + head) * 2 * HALF + column[None, :]
+    tl.store(target, first * cos - second * sin, mask=kept)
+    tl.store(target + HALF, second * cos + first * sin, mask=kept)
+
+
+@torch.library.custom_op("dllm::rotate", mutates_args=(), device_types="cpu")
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate every head of every row.
+
+    Args:
+        x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
+        cos_sin: float32, contiguous, ``[num_rows, head_dim]``: a row's cosines, then its sines.
+
+    Returns:
+        A contiguous tensor of the shape and type of ``x``.
+
+    Raises:
+        ValueError: tensors that do not belong together.
+    """
+    _check(x, cos_sin)
+    # vLLM's compiled rotation, in one pass, where vLLM has loaded it. It computes in the rows' own type.
+    if x.dtype == torch.float32 and hasattr(torch.ops._C, "rotary_embedding"):
+        out = x.clone(memory_format=torch.contiguous_format)
+        rows = torch.arange(x.shape[0])
+        torch.ops._C.rotary_embedding(rows, out.flatten(1), None, x.shape[2], cos_sin, True)
+        return out
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    rotated = torch.empty(x.shape, dtype=torch.float32)
+    # Four passes into one buffer; a formula of whole tensors takes seven and as many temporaries.
+    out_first, out_second = rotated.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    return rotated.to(x.dtype)
+
+
+@rotate.register_kernel("cuda")
+def rotate_with_triton(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """``rotate`` in Triton."""
+    _check(x, cos_sin)
+    num_rows, num_heads, head_dim = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel():
+        _rotate_kernel[(num_rows,)](
+            x, cos_sin, out, x.stride(0), x.stride(1), num_heads,
+            HALF=head_dim // 2,
+            BLOCK_H=triton.next_power_of_2(num_heads),
+            BLOCK_D=triton.next_power_of_2(head_dim // 2),
+        )  # fmt: skip
+    return out
+
+
+@rotate.register_fake
+def _(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """The formulas, in float64."""
+    cos, sin = cos_sin.double()[:, None].chunk(2, dim=-1)
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _check(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    if x.dim() != 3 or x.shape[2] % 2 or cos_sin.shape != (x.shape[0], x.shape[2]):
+        raise ValueError(f"x {list(x.shape)} and cos_sin {list(cos_sin.shape)} do not belong together")
+    if x.stride(2) != 1 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
+        raise ValueError(
+            f"a head of x is not contiguous ({x.stride()} in strides), or cos_sin {cos_sin.dtype}, {cos_sin.stride()} "
+            "in strides, not contiguous float32"
+        )

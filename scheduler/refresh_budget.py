@@ -1,0 +1,59 @@
+"""Refreshes as a scheduled resource: how much of them may run beside smaller requests.
+
+A FULL or UPDATE step computes a canvas where a REUSE step computes a block, and all requests of a batch wait for its
+longest. So that a long request does not hold up short ones, with the ratio ρ: one that refreshed owes its rows, and
+refreshes again once requests of at most half its canvas have run 1/ρ as many rows. While these work for a time T on
+their blocks it refreshes for at most about ρ·T, and one refresh more.
+
+A refresh is put off, never dropped: the smallest requests owe nothing, and what they run is what the others wait for.
+Requests of one size refresh when they are due, together where they can.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+
+
+class RefreshBudget:
+    """Decides in each step which refreshes run; all amounts are rows."""
+
+    def __init__(self, ratio: float | None) -> None:
+        """``ratio``: rows of a request's refreshes per row of smaller requests; None: no bound."""
+        self.ratio = ratio
+        self._owed: dict[str, float] = {}
+
+    def begin_step(self, canvases: Mapping[str, int]) -> None:
+        """``canvases``: canvas lengths of all running requests. Debts to nobody are void."""
+        smallest = min(canvases.values(), default=0)
+        for request_id in list(self._owed):
+            if canvases[request_id] < 2 * smallest:
+                del self._owed[request_id]
+
+    def binds(self, canvases: Mapping[str, int]) -> bool:
+        """Whether any of these requests might have to wait."""
+        return self.ratio is not None and max(canvases.values()) >= 2 * min(canvases.values())
+
+    def allows(self, request_id: str, plan: StepPlan) -> bool:
+        """Whether a request's next step may be part of this step."""
+        return plan.state is RefreshState.REUSE or request_id not in self._owed
+
+    def end_step(self, plans: Mapping[str, StepPlan], canvases: Mapping[str, int]) -> None:
+        """``plans``: what the step runs; ``canvases`` as before, with those that the step admits."""
+        if self.ratio is None:
+            return
+        for request_id, plan in plans.items():
+            if plan.state is not RefreshState.REUSE:
+                self._owed[request_id] = plan.max_rows
+        ran = sorted((canvases[request_id], plan.max_rows) for request_id, plan in plans.items())
+        sizes = [size for size, _ in ran]
+        rows = list(itertools.accumulate((rows for _, rows in ran), initial=0))
+        for request_id in list(self._owed):
+            self._owed[request_id] -= self.ratio * rows[bisect_right(sizes, canvases[request_id] / 2)]
+            if self._owed[request_id] <= 0:
+                del self._owed[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Told of requests that ended."""
+        self._owed.pop(request_id, None)

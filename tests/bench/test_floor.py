@@ -1,0 +1,87 @@
+"""Floors are of the shapes that steps have."""
+
+from collections import Counter
+
+import pytest
+
+from dllm_engine.families import LLADA
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams, resolve_decoding
+from dllm_engine.scheduler.decoding import Progress
+from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+from tests.engines import runner_of
+
+PROMPT, RESPONSE, BLOCK = 40, 16, 8
+CANVAS = PROMPT + RESPONSE
+LINEAR = ("qkv_proj", "out_proj", "gate_up_proj", "down_proj")
+
+
+def plan_of(method: str, step: int, **cache_options):
+    engine = EngineOptions(cache_method=method, cache_options=cache_options)
+    spec = resolve_decoding(DiffusionParams(gen_length=RESPONSE, block_length=BLOCK), PROMPT, LLADA, engine)
+    return REFRESH_PLANS[method].plan(spec, Progress(0, step, BLOCK - step, step))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "step", "rows", "keys"),
+    [
+        ("none", {}, 0, CANVAS, CANVAS),
+        ("none", {}, 3, CANVAS, CANVAS),
+        ("prefix", {}, 0, CANVAS, CANVAS),
+        ("prefix", {}, 3, RESPONSE, CANVAS),
+        ("dual", {}, 3, BLOCK, CANVAS),
+        ("sparse", {"retention_ratio": 0.5}, 0, CANVAS, CANVAS),
+        ("sparse", {"retention_ratio": 0.5}, 3, BLOCK, (CANVAS - BLOCK) // 2 + BLOCK),
+        ("dkv", {}, 3, 6, CANVAS),
+        ("dllm_cache", {}, 3, 4, CANVAS),
+        ("maskkv", {"kv_budget": 10}, 3, 4, 10 + RESPONSE),
+        ("es_dllm", {}, 3, 5, CANVAS),
+        ("es_dllm", {"retention_ratio": 0.5}, 3, 5, (CANVAS - BLOCK) // 2 + BLOCK),
+        ("freecache", {}, 3, RESPONSE, CANVAS),
+        ("freecache", {"include_suffix": False}, 3, BLOCK, PROMPT + BLOCK),
+    ],
+)
+def test_keys_are_those_that_a_row_attends_to(method, options, step, rows, keys):
+    from dllm_engine.bench.floor import attended_keys
+
+    assert attended_keys(plan_of(method, step, **options), rows, CANVAS) == keys
+
+
+def test_a_batch_of_plans_is_a_shape():
+    from dllm_engine.bench.floor import PassShape
+
+    plans = [plan_of("dual", 3), plan_of("dual", 0)]
+    shape = PassShape.of_plans(plans, [BLOCK, CANVAS], [CANVAS, CANVAS], head_rows=13)
+    assert shape == PassShape(((BLOCK, CANVAS), (CANVAS, CANVAS)), 13)
+    assert shape.num_rows == BLOCK + CANVAS
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, family, monkeypatch):
+    from dllm_engine.bench.floor import Floor, PassShape
+
+    model = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model
+    rows_of: Counter[tuple[str, int]] = Counter()
+
+    def count(name, linear):
+        forward = linear.forward
+
+        def counting(x, *rest):
+            rows_of[name, x.shape[0]] += 1
+            return forward(x, *rest)
+
+        monkeypatch.setattr(linear, "forward", counting)
+
+    for i, layer in enumerate(model.layers):
+        for name in LINEAR:
+            count(f"{i}.{name}", getattr(layer, name))
+    apply = model.lm_head.quant_method.apply
+
+    def counting_head(head, x, *rest):
+        rows_of["head", x.shape[0]] += 1
+        return apply(head, x, *rest)
+
+    monkeypatch.setattr(model.lm_head.quant_method, "apply", counting_head)
+    seconds = Floor(model, PassShape(((8, 56), (8, 56), (56, 56)), head_rows=5)).seconds()
+    assert seconds > 0
+    assert rows_of == dict.fromkeys([(f"{i}.{name}", 72) for i in range(2) for name in LINEAR] + [("head", 5)], 1)

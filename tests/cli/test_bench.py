@@ -1,0 +1,173 @@
+"""``dllm bench`` measures what its arguments ask for and writes it down."""
+
+import json
+
+import pytest
+
+from dllm_engine.cli import bench
+from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.main import build_parser, main
+
+
+def parsed(*arguments):
+    return build_parser().parse_args(["bench", *arguments])
+
+
+@pytest.fixture
+def shared_engines(engines, monkeypatch):
+    """The benchmark's engines are those of the session: one that ends takes vLLM's process groups along."""
+    from dllm_engine.bench.subject import Subject
+
+    def start(self, method, unmaskings):
+        return engines(
+            self.model,
+            cache_method=method,
+            skip_tokenizer_init=False,
+            max_num_seqs=4,
+            max_model_len=256,
+            trace=False,
+            kv_cache_memory_bytes=64 << 20,
+        )
+
+    monkeypatch.setattr(Subject, "start", start)
+
+
+def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsys):
+    tasks = tmp_path / "mine.jsonl"
+    tasks.write_text('{"prompt": "Hello!", "answer": "Hello! How can I help?"}\n\n{"prompt": "Hi!", "answer": "no"}\n')
+    output = tmp_path / "result.json"
+    arguments = ["--methods", "none,dual", "--batch", "1,2", "--prompt", "32", "--response", "16", "--repeats", "1"]
+    arguments += ["--unmasking", "one,threshold=0.9", "--tasks", f"names,{tasks}", "--count", "2"]
+    arguments += ["--dtype", "float32", "--max-model-len", "256"]
+    assert main(["--traceback", "bench", *arguments, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split()[:4] for line in printed.splitlines() if line.startswith(("plain ", "none ", "dual "))]
+    per_rule = [("plain", "1"), ("none", "1"), ("dual", "1"), ("none", "2"), ("dual", "2")]
+    assert rows == [[method, rule, batch, "32"] for rule in ("one", "threshold=0.9") for method, batch in per_rule]
+    assert f"wrote {output}" in printed
+
+    report = json.loads(output.read_text())
+    assert report["command"].startswith("dllm bench --methods none,dual --unmasking one,threshold=0.9 --batch 1,2")
+    assert report["machine"]["threads"] >= 1
+    (run,) = report["runs"]
+    assert (run["weights"], run["dtype"], run["block_length"]) == ("checkpoint", "float32", 8)
+    assert run["rates"]["copy_bytes_per_second"] > 0
+    cells = {(cell["method"], cell["unmasking"], cell["batch"]): cell for cell in run["cells"]}
+    plain, none, dual = (cells[method, "one", 1] for method in ("plain", "none", "dual"))
+    # The baseline does what `none` does, and the demo model's answers end before the response does.
+    for name in ("visible_tokens", "forward_passes", "rows_computed", "repetition"):
+        assert plain[name] == none[name]
+    assert 0 < none["visible_tokens"] < 16
+    assert dual["rows_computed"] < none["rows_computed"]
+    assert dual["page_bytes"] > none["page_bytes"] == 0
+    assert none["whole"]["rows"] == 48
+    assert dual["reuse"]["keys"] == 48
+    assert cells["none", "threshold=0.9", 1]["forward_passes"] < none["forward_passes"]
+    assert [(s["method"], s["unmasking"], s["examples"]) for s in run["accuracy"]] == [
+        (method, rule, 4) for method in ("none", "dual") for rule in ("one", "threshold=0.9")
+    ]
+    names, mine = run["accuracy"][0]["tasks"]
+    assert (names["task"], names["exact_match"]) == ("names", 1.0)
+    assert (mine["task"], mine["exact_match"]) == ("mine", 0.5)
+
+    assert main(["bench", "--compare", str(output), str(output)]) == 0
+    compared = capsys.readouterr().out
+    assert "Note" not in compared
+    assert compared.count(" 1.00 ") >= len(run["cells"])
+
+
+def test_methods_that_do_not_fit_side_by_side_are_measured_one_by_one(monkeypatch):
+    from dllm_engine.bench import benchmark
+
+    settings = bench.settings(bench.filled(parsed("--model", "llada-8b/8", "--methods", "none,dual"), {}))
+    made = benchmark.Benchmark(settings)
+    assert made.groups() == [("none", "dual")]
+    monkeypatch.setattr(benchmark, "available", lambda: made.subject.weight_bytes)
+    assert made.groups() == [("none",), ("dual",)]
+
+
+def test_what_is_given_goes_before_the_preset_and_the_defaults():
+    filled = [bench.filled(parsed("--quick", "--batch", "2", "--methods", "none"), preset) for preset in bench.QUICK]
+    assert [each.model for each in filled] == ["demo", "llada-8b/16"]
+    assert [each.batch for each in filled] == [[2], [2]]
+    assert [each.prompt for each in filled] == [[64], [256]]
+    assert bench.filled(parsed(), {}).batch == [1, 8]
+    settings = bench.settings(filled[0])
+    assert (settings.methods, settings.repeats, set(settings.tasks)) == (("none",), 3, {"names", "keys", "facts"})
+    assert [unmasking.options for unmasking in settings.unmaskings] == [{}, {"threshold": 0.9}]
+
+
+def test_all_methods_are_measured_where_none_is_named():
+    from dllm_engine.options import CACHE_OPTIONS
+
+    assert bench.settings(bench.filled(parsed(), {})).methods == tuple(CACHE_OPTIONS)
+
+
+def test_policies_and_rules_say_how_to_unmask():
+    from dllm_engine.bench.subject import Unmasking
+
+    rules = bench.settings(bench.filled(parsed("--unmasking", "topk_margin,steps=8,entropy-bound=0.1"), {})).unmaskings
+    assert rules == (
+        Unmasking("topk_margin", {"unmasking": "topk_margin"}),
+        Unmasking("steps=8", {"steps": 8}),
+        Unmasking("entropy-bound=0.1", {"entropy_bound": 0.1}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "lru"], "unknown cache method"),
+        (["--unmasking", "sureness"], "unmasking rule 'sureness' is unknown"),
+        (["--unmasking", "random"], "baseline"),
+        (["--model", "llada-8b/3"], "divided by one of"),
+        (["--model", "llada-8b/16", "--tasks", "names"], "random weights"),
+        (["--response", "4"], "--block-length 8 is longer than --response 4"),
+        (["--prompt", "4000"], "2048 positions"),
+        (["--tasks", "riddles"], "unknown task"),
+        (["--tasks", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--output", "nowhere/result.json"], "there is no folder nowhere"),
+        (["--quick", "--model", "demo"], "--quick chooses its models"),
+        (["--compare", "nowhere.json", "nowhere.json"], "cannot read nowhere.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tasks_must_have_a_prompt_and_an_answer(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    args = bench.filled(parsed("--tasks", str(file)), {})
+    for text, message in (
+        ('{"prompt": "x"}\n', "task 1 must be"),
+        ("nonsense\n", "task 1 must be"),
+        ("\n", "no tasks"),
+    ):
+        file.write_text(text)
+        with pytest.raises(CommandError, match=message):
+            bench.settings(args)
+
+
+def test_another_file_is_no_result(tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text('{"settings": {}, "scores": []}')
+    assert main(["bench", "--compare", str(file), str(file)]) == 2
+
+
+def test_prompts_have_the_length_that_is_asked_for(shared_engines, engines):
+    from dllm_engine.bench.benchmark import Benchmark
+
+    subject = Benchmark(bench.settings(bench.filled(parsed("--prompt", "30,100", "--dtype", "float32"), {}))).subject
+    tokenizer = subject.start("none", ()).get_tokenizer()
+    for length in (30, 100):
+        prompts = subject.prompts(length, 3, 0, tokenizer)
+        assert [len(prompt) for prompt in prompts] == [length] * 3
+        assert prompts == subject.prompts(length, 3, 0, tokenizer)
+        text = tokenizer.decode(prompts[0])
+        assert text.startswith("User:")
+        assert text.endswith("Bot:")
+        assert "Give:" in text
+    with pytest.raises(ValueError, match="too short for a question"):
+        subject.prompts(8, 1, 0, tokenizer)

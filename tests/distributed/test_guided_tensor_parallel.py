@@ -1,0 +1,56 @@
+"""Two tensor-parallel ranks unmask what one does where a guide decides."""
+
+import pytest
+
+from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL_DIR
+from dllm_engine.demo.tasks import TASKS, make_examples
+from tests.distributed.test_adaptive_tensor_parallel import answer_sharded
+from tests.engines import generate
+
+pytestmark = pytest.mark.slow
+
+ASKED = [
+    {},
+    {"guided": False, "threshold": 0.9},
+    {"guide_threshold": 0.8, "speculation_length": 5},
+    {"guide_top_k": 3, "guide_correction": True},
+    {"guide_fallback": "draft"},
+    {"guided": False},
+]
+
+
+def demo_prompts() -> list[list[int]]:
+    """Two prompts of each task, as chat."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
+    texts = [example.prompt for task in TASKS for example in make_examples(task, 2, seed=5)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        for text in texts
+    ]
+
+
+@pytest.mark.parametrize("cache_method", ["freecache", "dllm_cache"])
+def test_two_ranks_follow_the_guide_as_one_does(engines, cache_method):
+    from dllm_engine import DiffusionParams
+
+    engine = {"cache_method": cache_method, "guide_model": str(DEMO_GUIDE_DIR), "page_size": 16}
+    prompts = demo_prompts()
+    params = [{"gen_length": 32, "block_length": 8} | ASKED[i % len(ASKED)] for i in range(len(prompts))]
+    requests = [{"prompt": prompt, "params": of_one} for prompt, of_one in zip(prompts, params, strict=True)]
+
+    answers, pages = answer_sharded(DEMO_MODEL_DIR, requests, aborted=requests[:4], **engine)
+
+    alone = engines(DEMO_MODEL_DIR, max_model_len=512, **engine)
+    expected = generate(alone, prompts, [DiffusionParams(**of_one) for of_one in params])
+    for of_one, answer, output in zip(params, answers, expected, strict=True):
+        assert answer["tokens"] == list(output.outputs[0].token_ids), of_one
+        if of_one.get("guided", True):
+            assert answer["order"] == output.outputs[0].diffusion.unmasked_per_step, of_one
+        else:  # a trained model is equally sure of many end tokens: which comes first is a matter of rounding
+            assert answer["forward_passes"] == output.outputs[0].diffusion.forward_passes, of_one
+    assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
+    assert pages[-1][1:] == [0, 0]

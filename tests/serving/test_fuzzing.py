@@ -1,0 +1,236 @@
+"""Requests that no client should send, to a real server: each gets an answer, none an internal error, and the server
+goes on as before."""
+
+import http.client
+import json
+import math
+import socket
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.params import RequestOptions
+from tests.serving.server import running, scrape
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 30
+"""Far above what any of these answers takes."""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GOOD = {
+    CHAT: {"model": "demo", "messages": [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}], "max_tokens": 8},
+    COMPLETIONS: {"model": "demo", "prompt": "Tom=48. Ida=07. Give: Ida", "max_tokens": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    flags = ["--max-model-len", "256", "--max-num-seqs", "16", "--cache-method", "sparse"]
+    with running("dllm", "serve", "demo", *flags, log=log) as server:
+        yield server
+
+
+def post(server, path: str, body: bytes, method: str = "POST") -> tuple[int, bytes]:
+    """Status and body of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def ask(server, path: str, body: object) -> tuple[int, bytes]:
+    return post(server, path, json.dumps(body).encode())
+
+
+def texts(server) -> list[str]:
+    """What the server says to good requests."""
+    answers = [ask(server, path, body) for path, body in GOOD.items()]
+    assert [status for status, _ in answers] == [200, 200]
+    (chat,), (completion,) = (json.loads(body)["choices"] for _, body in answers)
+    return [chat["message"]["content"], completion["text"]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unharmed(server):
+    """After all of this the server answers as before, and holds nothing."""
+    before = texts(server)
+    yield
+    assert texts(server) == before
+    values = scrape(server.url)
+    assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
+    assert values["dllm:pages_reserved"] == 0
+
+
+def check(answer: tuple[int, bytes], sent: object) -> None:
+    """An answer, or a refusal that says what is wrong."""
+    status, body = answer
+    shown = f"{json.dumps(sent)[:500]} was answered with {status}: {body[:500]!r}"
+    assert status == 200 or 400 <= status < 500, shown
+    if status >= 400:
+        refusal = json.loads(body)
+        assert refusal.get("detail") or refusal["error"]["message"], shown
+    else:
+        assert b'"code":500' not in body.replace(b" ", b""), shown
+
+
+ODD_NUMBERS = [0, -1, 1, 2, 17, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.5, 0.5, 1.5, 1e308]
+ODD_NUMBERS += [math.nan, math.inf, -math.inf]
+ODD_TEXTS = [
+    "",
+    " ",
+    "step",
+    "best",
+    "0",
+    "1",
+    "nan",
+    "../../etc/passwd",
+    "file:///etc/passwd",
+    "\0",
+    "\ud800",
+    "é漢😀",
+    "x" * 5000,
+]
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.sampled_from(ODD_NUMBERS), st.integers(-40, 40), st.floats(),
+    st.sampled_from(ODD_TEXTS), st.text(max_size=8),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+OPTIONS = st.sampled_from(
+    [*RequestOptions.model_fields, "cfg_scale", "kv_transfer_params", "kv_cache_report_mode", "", "x"]
+)
+
+
+def fields_of(path: str) -> list[str]:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    fields = (ChatCompletionRequest if path == CHAT else CompletionRequest).model_fields
+    # vLLM's own check of this one, which is not supported here, trips over anything but an object while it parses.
+    return [name for name in fields if name != "structured_outputs"]
+
+
+def bounded(max_examples: int):
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(
+        max_examples=max_examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks
+    )
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_odd_values_of_our_options(server, path):
+    @bounded(150)
+    @given(st.dictionaries(OPTIONS, SCALARS | VALUES, min_size=1, max_size=2), st.booleans())
+    def fuzz(xargs, stream):
+        body = GOOD[path] | {"vllm_xargs": xargs, "stream": stream}
+        check(ask(server, path, body), body)
+
+    fuzz()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_odd_values_of_standard_fields(server, path):
+    @bounded(300)
+    @given(st.dictionaries(st.sampled_from(fields_of(path)), VALUES, min_size=1, max_size=2), st.booleans())
+    def fuzz(odd, stream):
+        body = GOOD[path] | {"stream": stream} | odd
+        check(ask(server, path, body), body)
+
+    fuzz()
+
+
+MALFORMED = [
+    b"", b"{", b"null", b"[]", b'"x"', b'{"model":', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000,
+    b'{"model":"demo","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b'{"model":"demo","messages":' + b"[" * 5000 + b"]" * 5000 + b"}",
+    b'{"model":"demo","prompt":"x","messages":[],"max_tokens":' + b"9" * 5000 + b"}",
+    b'{"model":"demo","prompt":"x","messages":[],"temperature":1e999}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_is_no_request_is_refused(server, path):
+    for body in MALFORMED:
+        status, answer = post(server, path, body)
+        assert status == 400, (body[:80], answer[:200])
+
+    good = json.dumps(GOOD[path]).encode()
+
+    @bounded(60)
+    @given(st.integers(0, len(good) - 1), st.binary(max_size=3))
+    def fuzz(position, piece):
+        check(post(server, path, good[:position] + piece + good[position + 1 :]), "a body with other bytes in it")
+        assert post(server, path, good[:position] + piece)[0] == 400
+
+    fuzz()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("text", ["Tom=48. " * 125_000, "x" * 1_000_000, "é漢😀" * 100_000])
+def test_a_prompt_of_a_megabyte_is_refused(server, path, text):
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    for stream in (False, True):
+        status, answer = ask(server, path, GOOD[path] | prompt | {"stream": stream})
+        assert status == 400
+        assert "256" in json.loads(answer)["error"]["message"], "it names the limit"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_half_a_body_holds_nobody_up(server, path):
+    body = json.dumps(GOOD[path]).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    waiting = []
+    for number in range(20):
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
+        connection.sendall(f"{head}Content-Length: {len(body) + 100}\r\n\r\n".encode() + body[: number * 5])
+        waiting.append(connection)
+    for connection in waiting[:10]:
+        connection.close()
+    assert ask(server, path, GOOD[path])[0] == 200, "while ten clients still owe the rest"
+    for connection in waiting[10:]:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", ["stop", "request_id", "session_id", "stream_interval"])
+def test_what_cannot_reach_the_engine_is_refused(server, path, name):
+    odd = 10**30 if name == "stream_interval" else "\ud800"
+    for stream in (False, True):
+        status, answer = ask(server, path, GOOD[path] | {"stream": stream, name: odd})
+        assert status == 400
+        assert "cannot be sent to the engine" in json.loads(answer)["error"]["message"]
+
+
+def test_files_named_in_requests_are_not_opened(server, tmp_path):
+    """Neither as an image, nor as a prompt, nor below the playground."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("swordfish")
+    image = [{"type": "image_url", "image_url": {"url": secret.as_uri()}}]
+    for path, odd in [
+        (CHAT, {"messages": [{"role": "user", "content": image}]}),
+        (CHAT, {"chat_template": str(secret)}),
+        (COMPLETIONS, {"prompt_embeds": str(secret)}),
+        (CHAT, {"vllm_xargs": {"guide_model": str(secret)}}),
+        (COMPLETIONS, {"vllm_xargs": {"profile": str(secret)}}),
+    ]:
+        status, answer = ask(server, path, GOOD[path] | odd)
+        assert status == 400, answer
+        assert b"swordfish" not in answer
+    for path in (f"/playground/..{secret}", f"/playground/{secret}", "/playground/%2e%2e/page.html"):
+        assert post(server, path, b"", "GET")[0] == 404
+
+
+def test_the_playground_takes_no_requests(server):
+    _, page = post(server, "/playground", b"", "GET")
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+        assert post(server, "/playground", b'{"x":', method)[0] == 405
+    for query in ("", "?x=1", "?../../etc/passwd=%00", "?" + "a" * 5000):
+        assert post(server, "/playground" + query, b"{", "GET") == (200, page)
