@@ -243,8 +243,8 @@ def test_lora_request(llm, healthy):
             {"additional_config": {"dllm": {"cache": 1}}, "vllm": True},
             (
                 "'cache'",
-                "cache_method, cache_options, page_size, dense_attention, guide_model, batch_invariant, trace, "
-                "playground, request_defaults",
+                "cache_method, cache_options, page_size, dense_attention, refresh_ratio, steps_per_dispatch, "
+                "guide_model, batch_invariant, trace, playground, request_defaults",
             ),
         ),
         ({"additional_config": {"dllm": "none"}, "vllm": True}, ("additional_config['dllm']='none'",)),
