@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--block-length", type=int, default=32)
     parser.add_argument("--methods", nargs="+", default=["none", "sparse"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--steps-per-dispatch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: hardly sees what else runs here")
@@ -73,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     use_clock(options.clock)
     engines = {
-        method: random_llada(
+        (method, steps): random_llada(
             hidden_size=options.hidden_size,
             num_layers=options.layers,
             num_heads=options.heads,
@@ -83,32 +84,35 @@ def main() -> None:
             max_num_seqs=max(options.batch),
             cache_method=method,
             kv_cache_memory_bytes=1 << 30,
+            steps_per_dispatch=steps,
         )
         for method in options.methods
+        for steps in options.steps_per_dispatch
     }
-    made: dict[tuple[str, int], list[Dispatch]] = {}
+    made: dict[tuple[str, int, int], list[Dispatch]] = {}
     for _ in range(options.rounds):
-        for method, llm in engines.items():
+        for (method, steps), llm in engines.items():
             for batch in options.batch:
                 lengths = (options.prompt, options.gen_length, options.block_length)
-                made.setdefault((method, batch), []).extend(dispatches(llm, batch, *lengths))
+                made.setdefault((method, steps, batch), []).extend(dispatches(llm, batch, *lengths))
     print(
         f"prompt {options.prompt}, response {options.gen_length}, block {options.block_length}, "
         f"d={options.hidden_size}, {options.layers} layers, vocabulary {options.vocab_size}, {options.dtype}"
     )
     print(f"{machine()}, {options.clock} clock; medians over the dispatches of {options.rounds} rounds")
     print(
-        f"{'method':>8} {'batch':>6} {'kind':>6} {'dispatches':>11} {'passes each':>12} {'dispatch ms':>12} "
+        f"{'method':>8} {'steps':>6} {'batch':>6} {'kind':>6} {'dispatches':>11} {'passes each':>12} {'dispatch ms':>12} "
         f"{'model ms':>9} {'overhead ms':>12} {'per pass ms':>12} {'of it tokens':>14}"
     )
     figures = []
-    for (method, batch), of_cell in made.items():
+    for (method, steps, batch), of_cell in made.items():
         for kind in ("whole", "reuse"):
             of_kind = [dispatch for dispatch in of_cell if dispatch.kinds == {kind}]
             if not of_kind:
                 continue
             row = {
                 "method": method,
+                "steps_per_dispatch": steps,
                 "batch": batch,
                 "kind": kind,
                 "dispatches": len(of_kind),
@@ -121,7 +125,7 @@ def main() -> None:
             }
             figures.append(row)
             print(
-                f"{method:>8} {batch:>6} {kind:>6} {row['dispatches']:>11} {row['passes_per_dispatch']:>12g} "
+                f"{method:>8} {steps:>6} {batch:>6} {kind:>6} {row['dispatches']:>11} {row['passes_per_dispatch']:>12g} "
                 f"{row['dispatch_ms']:>12.2f} {row['model_ms']:>9.2f} {row['overhead_ms']:>12.2f} "
                 f"{row['overhead_per_pass_ms']:>12.2f} {row['token_statistics_ms']:>14.2f}"
             )
