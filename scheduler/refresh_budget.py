@@ -2,11 +2,12 @@
 
 A FULL or UPDATE step computes a canvas where a REUSE step computes a block, and all requests of a batch wait for its
 longest. So that a long request does not hold up short ones, with the ratio ρ: one that refreshed owes its rows, and
-refreshes again once requests of at most half its canvas have run 1/ρ as many rows. While these work for a time T on
-their blocks it refreshes for at most about ρ·T, and one refresh more.
+refreshes again once requests of at most a quarter of its canvas have run 1/ρ as many rows. While these work for a time
+T on their blocks it refreshes for at most about ρ·T, and one refresh more.
 
 A refresh is put off, never dropped: the smallest requests owe nothing, and what they run is what the others wait for.
-Requests of one size refresh when they are due, together where they can.
+Requests of like size refresh when they are due, together where they can: between them there is little to gain, and a
+batch of fewer would cost all of them.
 """
 
 import itertools
@@ -14,6 +15,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+
+_MUCH_SMALLER = 4
+"""How many times another's canvas a request's must be, for its refreshes to wait for the other."""
 
 
 class RefreshBudget:
@@ -28,12 +32,12 @@ class RefreshBudget:
         """``canvases``: canvas lengths of all running requests. Debts to nobody are void."""
         smallest = min(canvases.values(), default=0)
         for request_id in list(self._owed):
-            if canvases[request_id] < 2 * smallest:
+            if canvases[request_id] < _MUCH_SMALLER * smallest:
                 del self._owed[request_id]
 
     def binds(self, canvases: Mapping[str, int]) -> bool:
         """Whether any of these requests might have to wait."""
-        return self.ratio is not None and max(canvases.values()) >= 2 * min(canvases.values())
+        return self.ratio is not None and max(canvases.values()) >= _MUCH_SMALLER * min(canvases.values())
 
     def allows(self, request_id: str, plan: StepPlan) -> bool:
         """Whether a request's next step may be part of this step."""
@@ -50,7 +54,7 @@ class RefreshBudget:
         sizes = [size for size, _ in ran]
         rows = list(itertools.accumulate((rows for _, rows in ran), initial=0))
         for request_id in list(self._owed):
-            self._owed[request_id] -= self.ratio * rows[bisect_right(sizes, canvases[request_id] / 2)]
+            self._owed[request_id] -= self.ratio * rows[bisect_right(sizes, canvases[request_id] / _MUCH_SMALLER)]
             if self._owed[request_id] <= 0:
                 del self._owed[request_id]
 

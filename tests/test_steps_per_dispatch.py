@@ -76,7 +76,7 @@ def test_requests_that_wait_are_looked_at_after_every_step(pair, monkeypatch):
 def test_requests_of_unlike_size_are_scheduled_step_by_step(pair, monkeypatch):
     _, several = pair("dual")
     ran = count_dispatches(several, monkeypatch)
-    generate(several, [PROMPTS[0], PROMPTS[0] * 5], asked(gen_length=8))
+    generate(several, [PROMPTS[0], PROMPTS[0] * 7], asked(gen_length=8))
     assert set(ran) == {1}
 
 
