@@ -84,7 +84,7 @@ def test_eval_prints_a_row_per_task(run, tmp_path):
 
 def test_bench_measures_two_models_draws_and_compares(run, tmp_path):
     pytest.importorskip("matplotlib")
-    small = ["--methods", "none,sparse", "--batch", "2", "--response", "8", "--repeats", "1", "--count", "2"]
+    small = ["--methods", "none,sparse", "--batch", "2", "--response", "16", "--repeats", "1", "--count", "2"]
     result = run(*DLLM, "bench", "--quick", *small)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
