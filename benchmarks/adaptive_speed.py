@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from random_engine import random_llada
+from step_plans import plans_of, request_spec
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import machine
 from dllm_engine.bench.passes import runner_of
 from dllm_engine.model_executor.models.decoder import DecoderShape
-from dllm_engine.options import CacheOptions, DLLMCacheOptions, MaskKVOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.options import DLLMCacheOptions, MaskKVOptions
+from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, prompt_budgets
+from dllm_engine.scheduler.refresh_plan import prompt_budgets
 from dllm_engine.scheduler.step_plan import RowRule, Scope, StepPlan
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -40,31 +41,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "maskkv": {},
 }
 BLOCK_LENGTH = 32
-
-
-def request_spec(canvas: int, gen_length: int, cache: CacheOptions) -> DecodingSpec:
-    return DecodingSpec(
-        prompt_length=canvas - gen_length,
-        gen_length=gen_length,
-        block_length=BLOCK_LENGTH,
-        steps=gen_length,
-        schedule="uniform",
-        unmasking="low_confidence",
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        cache=cache,
-    )
-
-
-def plans_of(method: str, spec: DecodingSpec) -> list[StepPlan]:
-    """All steps of a request, one token each."""
-    plans: list[StepPlan] = []
-    for block in range(spec.num_blocks):
-        size = spec.block_span(block).size
-        for step in range(size):
-            plans.append(REFRESH_PLANS[method].plan(spec, Progress(block, step, size - step, len(plans))))
-    return plans
 
 
 # Operation counts
@@ -219,7 +195,9 @@ def main() -> None:
 def measure_canvas(
     engines: dict[str, LLM], watches: dict[str, PageWatch], canvas: int, rounds: int, gen_length: int, none_steps: int
 ) -> list[dict[str, Any]]:
-    specs = {m: request_spec(canvas, gen_length, runner_of(llm).options.cache) for m, llm in engines.items()}
+    specs = {
+        m: request_spec(canvas, gen_length, BLOCK_LENGTH, runner_of(llm).options.cache) for m, llm in engines.items()
+    }
     plans = {method: plans_of(method, spec) for method, spec in specs.items()}
     times: dict[str, dict[Kind, list[float]]] = {method: defaultdict(list) for method in engines}
     held: dict[str, list[int]] = {method: [] for method in engines}

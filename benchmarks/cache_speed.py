@@ -13,28 +13,17 @@ import time
 from pathlib import Path
 
 from random_engine import random_llada
+from step_plans import plans_of, request_spec
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.machine import machine
 from dllm_engine.bench.passes import runner_of
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
 from dllm_engine.scheduler.step_plan import StepPlan
 
 METHODS: dict[str, dict[str, float]] = {"none": {}, "prefix": {}, "dual": {}, "sparse": {"retention_ratio": 0.5}}
 BLOCK_LENGTH = 32
-
-
-def plans_of(method: str, spec: DecodingSpec) -> list[StepPlan]:
-    """All steps of a request, one token each."""
-    plans: list[StepPlan] = []
-    for block in range(spec.num_blocks):
-        size = spec.block_span(block).size
-        for step in range(size):
-            plans.append(REFRESH_PLANS[method].plan(spec, Progress(block, step, size - step, len(plans))))
-    return plans
 
 
 def predict(model: DiffusionDecoder, plans: list[StepPlan], canvas: int) -> float:
@@ -87,18 +76,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for method, llm in engines.items():
             runner = runner_of(llm)
-            spec = DecodingSpec(
-                prompt_length=options.canvas - options.gen_length,
-                gen_length=options.gen_length,
-                block_length=BLOCK_LENGTH,
-                steps=options.gen_length,
-                schedule="uniform",
-                unmasking="low_confidence",
-                temperature=0.0,
-                top_p=1.0,
-                top_k=0,
-                cache=runner.options.cache,
-            )
+            spec = request_spec(options.canvas, options.gen_length, BLOCK_LENGTH, runner.options.cache)
             predictions[method].append(predict(runner.model, plans_of(method, spec), options.canvas))
             seconds[method].append(decode_seconds(llm, options.canvas, options.gen_length))
     print(

@@ -17,19 +17,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 from random_engine import random_llada
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import CLOCKS, machine, now, use_clock
 from dllm_engine.bench.passes import PassWatch
+from dllm_engine.bench.percentiles import percentile
 
 NEWCOMER = "newcomer"
-
-
-def percentile(values: list[float], percent: float) -> float:
-    """Linear between the nearest ranks."""
-    return float(torch.tensor(values, dtype=torch.float64).quantile(percent / 100))
 
 
 def in_ms(seconds: list[float]) -> dict[str, float]:

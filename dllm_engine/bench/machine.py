@@ -53,8 +53,11 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor"
 def use_clock(name: str) -> None:
     """Which seconds this process counts from now on: ``wall``, or ``processor``, its own on all threads together.
 
-    Processor seconds hardly see what else runs on a shared machine; on a GPU they say nothing.
+    Processor seconds hardly see what else runs on a shared machine, and nothing of what runs on a GPU: there they are
+    refused with ``ValueError``.
     """
+    if name == "processor" and torch.cuda.is_available():
+        raise ValueError("clock='processor' does not count a GPU's time; use clock='wall'")
     global _clock
     _clock = CLOCKS[name]
 

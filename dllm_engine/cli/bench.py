@@ -82,8 +82,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--clock",
         choices=("wall", "processor"),
         default="wall",
-        help="which seconds count; processor seconds hardly see what else runs on a shared machine, and nothing of a "
-        "GPU (default: %(default)s)",
+        help="which seconds count; processor seconds hardly see what else runs on a shared machine; not with a GPU "
+        "(default: %(default)s)",
     )
     how.add_argument("--seed", type=int, default=0, help="of prompts and tasks (default: 0)")
     how.add_argument(

@@ -121,3 +121,24 @@ def test_two_ranks_skip_the_same_rows_as_one(engines, reference_checkpoints, mod
         assert answer["tokens"] == list(output.outputs[0].token_ids)
         assert answer["selected"] == output.outputs[0].diffusion.selected_positions
         assert answer["retained"] == output.outputs[0].diffusion.retained_positions
+
+
+def test_two_ranks_may_run_several_steps_per_dispatch(engines, reference_checkpoints):
+    """Every rank plans the steps after the first by itself."""
+    from dllm_engine import DiffusionParams
+
+    model = "llada-tiny-a"
+    engine = {"cache_method": "dllm_cache", "page_size": 16}
+    prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
+    asked = [{"gen_length": 40, "block_length": 16, "ignore_eos": True} | RULES[i % 5] for i in range(len(prompts))]
+    requests = [{"prompt": prompt, "params": params} for prompt, params in zip(prompts, asked, strict=True)]
+
+    answers = answer_sharded(reference_checkpoints / model, "mp", requests, steps_per_dispatch=6, **engine)
+
+    alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
+    expected = generate(alone, prompts, [DiffusionParams(**params) for params in asked])
+    for answer, output in zip(answers, expected, strict=True):
+        figures = output.outputs[0].diffusion
+        assert answer["tokens"] == list(output.outputs[0].token_ids)
+        assert answer["order"] == figures.unmasked_per_step
+        assert answer["forward_passes"] == figures.forward_passes
