@@ -11,6 +11,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine import admission, response_fields, server_end
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.guide_text import Retokenizer
 from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
@@ -112,7 +113,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
                 "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a "
                 "draft of every position; set cache option indicator='none' or choose another cache method"
             )
-        options = options.model_copy(update={"guide_shape": guide_shape(options.guide_model, model_config)})
+        options = options.model_copy(update={"guide_shape": guide_shape(options, model_config)})
     geometry = PoolGeometry.of_model(model_config.hf_config, options, vllm_config.parallel_config.tensor_parallel_size)
     if isinstance(options.cache, MaskKVOptions):
         _check_profile(options.cache, geometry.num_layers)
@@ -122,30 +123,33 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
 
 
-def guide_shape(guide: str, model_config: "ModelConfig") -> GuideShape:
-    """Sizes of a guide model; raises ``ValueError`` where it cannot guide this model."""
+def guide_shape(options: EngineOptions, model_config: "ModelConfig") -> GuideShape:
+    """Sizes of the engine's guide model; raises ``ValueError`` where it cannot guide this model."""
+    guide = options.guide_model
+    assert guide is not None
     config = AutoConfig.from_pretrained(guide)
     shape = CausalModel.decoder_shape(config)
-    if not model_config.skip_tokenizer_init:
-        _check_same_tokens(guide, model_config)
-    return GuideShape(num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim)
+    # Without tokenizers nobody knows; ids are then handed over as they are.
+    same_tokens = model_config.skip_tokenizer_init or _has_same_tokens(guide, model_config)
+    if not same_tokens:
+        # What it refuses is refused here, before workers start.
+        Retokenizer.between(model_config, guide)
+        logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
+    return GuideShape(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        same_tokens=same_tokens,
+        tokens_per_token=1.0 if same_tokens else options.guide_tokens_per_token,
+    )
 
 
-def _check_same_tokens(guide: str, model_config: "ModelConfig") -> None:
-    """The guide is shown the token ids of the diffusion model, so they must mean the same."""
+def _has_same_tokens(guide: str, model_config: "ModelConfig") -> bool:
+    """Whether the guide can be shown the token ids of the diffusion model: they mean the same, and it knows most."""
     own = cached_tokenizer_from_config(model_config).get_vocab()
     theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
-    for token, number in theirs.items():
-        if own.get(token, number) != number:
-            raise ValueError(
-                f"guide_model={guide!r} has another tokenizer: it numbers {token!r} {number}, the model {own[token]}; "
-                f"choose a guide of the model's own tokenizer family (Qwen2.5 for Dream)"
-            )
-    if (shared := len(own.keys() & theirs.keys())) < 0.9 * len(own):
-        raise ValueError(
-            f"guide_model={guide!r} has another tokenizer: of the model's {len(own)} tokens it knows {shared}; choose "
-            f"a guide of the model's own tokenizer family (Qwen2.5 for Dream)"
-        )
+    agrees = all(own.get(token, number) == number for token, number in theirs.items())
+    return agrees and len(own.keys() & theirs.keys()) >= 0.9 * len(own)
 
 
 def _check_profile(cache: MaskKVOptions, num_layers: int) -> None:

@@ -26,8 +26,9 @@ class LLM(vllm.LLM):
         refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
             smaller ratio evens the gaps between their blocks, None bounds nothing.
         steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete.
-        guide_model: a small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion), or
-            ``"demo"`` for the demo model's.
+        guide_model: a small autoregressive model that checks drafts (Guided Diffusion), or ``"demo"`` for the demo
+            model's. With another tokenizer than the model's it reads them as text.
+        guide_tokens_per_token: tokens of such a guide that pages are reserved for per token of the model.
         batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
             slower with several requests.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
@@ -49,6 +50,7 @@ class LLM(vllm.LLM):
         refresh_ratio: float | None = 1.0,
         steps_per_dispatch: int = 1,
         guide_model: str | None = None,
+        guide_tokens_per_token: float = 2.0,
         batch_invariant: bool = False,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
@@ -62,6 +64,7 @@ class LLM(vllm.LLM):
             "refresh_ratio": refresh_ratio,
             "steps_per_dispatch": steps_per_dispatch,
             "guide_model": guide_model,
+            "guide_tokens_per_token": guide_tokens_per_token,
             "batch_invariant": batch_invariant,
             "request_defaults": request_defaults or {},
             "trace": trace,

@@ -1,6 +1,7 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
 import json
+import math
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -228,6 +229,14 @@ class GuideShape(BaseModel):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    same_tokens: bool = True
+    """Whether it has the diffusion model's own tokenizer."""
+    tokens_per_token: float = 1.0
+    """Its tokens that pages are reserved for, per token of the diffusion model."""
+
+    def num_tokens(self, num_tokens: int) -> int:
+        """Its tokens that pages are reserved for, of a text of so many tokens of the diffusion model."""
+        return math.ceil(num_tokens * self.tokens_per_token)
 
     def of_rank(self, tensor_parallel_size: int) -> "GuideShape":
         """The part of one tensor-parallel rank; with more ranks than KV heads each head is on several of them."""
@@ -250,8 +259,10 @@ class EngineOptions(BaseModel):
     steps_per_dispatch: int = Field(default=1, ge=1)
     """Denoising steps that workers run on their own while nobody waits and no block is complete."""
     guide_model: str | None = None
-    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) with the same tokenizer, which checks
-    drafts (Guided Diffusion). Requests are then guided unless they ask otherwise."""
+    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama), which checks drafts (Guided Diffusion).
+    Requests are then guided unless they ask otherwise."""
+    guide_tokens_per_token: float = Field(default=2.0, gt=0)
+    """Tokens of the guide that pages are reserved for per token of the model, where it has another tokenizer."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
     batch_invariant: bool = False

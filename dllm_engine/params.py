@@ -341,6 +341,11 @@ def model_end_tokens(hf_config: object) -> list[int]:
     return _config_tokens(hf_config, "eos_token_id")
 
 
+def every_end_token(hf_config: object) -> list[int]:
+    """Those, and what ends a turn of a chat."""
+    return [*model_end_tokens(hf_config), *_config_tokens(hf_config, "end_of_turn_token_id")]
+
+
 def _config_tokens(hf_config: object, key: str) -> list[int]:
     value = getattr(hf_config, key, None)
     return value if isinstance(value, list) else [] if value is None else [value]
@@ -350,7 +355,7 @@ def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
     """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
     ends = set(params.stop_token_ids or ())
     if not params.ignore_eos:
-        ends.update(model_end_tokens(hf_config), _config_tokens(hf_config, "end_of_turn_token_id"))
+        ends.update(every_end_token(hf_config))
         if params.eos_token_id is not None:
             ends.add(params.eos_token_id)
     return frozenset(ends)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import (
     download_weights_from_hf,
@@ -24,13 +25,18 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.checkpoint import check_safetensors
+from dllm_engine.model_executor.guide_text import GuideReader, Reading
 from dllm_engine.model_executor.layer_pass import LayerPass
 from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases, VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import gather_from_ranks
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.decoding import Span
 from dllm_engine.scheduler.page_layout import PageKind
+
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,25 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the guide makes of a draft."""
+    """What the guide makes of a draft; lists of ``num_drafted``, in the diffusion model's tokens."""
 
-    ranks: torch.Tensor
-    """``[num_drafted]``: how many tokens it prefers to the drafted one; of equals the lower id."""
-    tokens: torch.Tensor
-    """``[num_drafted]``: its own."""
+    drafted: list[int]
+    ranks: list[int]
+    """How many tokens the guide prefers to the drafted one, of equals the lower id; of several tokens that it reads the
+    drafted one as, the most."""
+    tokens: list[int]
+    """Its own."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A draft as the guide reads it."""
+
+    canvas: Canvas
+    drafted: list[int]
+    reading: Reading
+    judged: list[int]
+    """Which of the guide's tokens have to be judged, ascending."""
 
 
 class CausalPass(LayerPass):
@@ -81,10 +100,11 @@ class CausalPass(LayerPass):
 class Guide:
     """A loaded guide."""
 
-    def __init__(
-        self, name: str, hf_config: Any, vllm_config: VllmConfig, mask_token_id: int, device: torch.device
-    ) -> None:
-        """``name``: folder or Hugging Face name of the checkpoint; raises ``ValueError`` for what cannot guide."""
+    def __init__(self, hf_config: Any, reader: GuideReader, vllm_config: VllmConfig, device: torch.device) -> None:
+        """Load the engine's ``guide_model``, of configuration ``hf_config``."""
+        options = EngineOptions.from_vllm_config(vllm_config)
+        assert options.guide_model is not None
+        assert options.guide_shape is not None
         dtype = vllm_config.model_config.dtype
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), device:
             model = CausalModel(vllm_config=vllm_config, hf_config=hf_config)
@@ -92,10 +112,11 @@ class Guide:
             for parameter in model.parameters():
                 initialize_single_dummy_weight(parameter)
         else:
-            model.load_weights(_weights(name, vllm_config))
+            model.load_weights(_weights(options.guide_model, vllm_config))
         process_weights_after_loading(model, vllm_config.model_config, device)
         self.model = model.eval()
-        self.mask_token_id = mask_token_id
+        self.reader = reader
+        self.shape = options.guide_shape
         self.pages: PageView | None = None
 
     def attach(self, memory: PageMemory) -> None:
@@ -103,59 +124,81 @@ class Guide:
         self.pages = memory.view_for(self.model.num_kv_heads, self.model.shape.head_dim)
 
     def check(self, drafts: list[Draft]) -> list[Verdict]:
-        """Judge drafts, each in its canvas with the drafted tokens in place.
+        """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all.
 
-        Feeds what the pages do not hold yet, and at least the row before the first drafted position.
+        Feeds what the pages do not hold yet, and at least the row before the first token to be judged. Tokens that the
+        guide cannot read, or that its pages have no room for, it ranks behind all others.
         """
+        asked = [self._question(draft) for draft in drafts]
+        asking = [question for question in asked if question.judged]
+        judged = iter(self._ask(asking) if asking else ())
+        return [self._verdict(question, next(judged) if question.judged else {}) for question in asked]
+
+    def _question(self, draft: Draft) -> _Question:
+        positions, tokens = draft.positions.tolist(), draft.tokens.tolist()
+        text = draft.canvas.tokens[: positions[-1] + 1].tolist()
+        for position, token in zip(positions, tokens, strict=True):
+            text[position] = token
+        reading = self.reader.read(text, positions)
+        room = self.shape.num_tokens(draft.canvas.spec.canvas_length - 1)
+        # Token t is judged by row t - 1, so that t of them are kept in pages.
+        judged = sorted({t for span in reading.spelling for t in range(*span) if t > 0})
+        if judged and judged[-1] > room:
+            logger.warning_once(
+                "guide_tokens_per_token=%s: a text takes more tokens of the guide than that reserves pages for; drafts "
+                "beyond are unmasked unchecked, one a step. Start the engine with a larger one.",
+                self.shape.tokens_per_token,
+            )
+        return _Question(draft.canvas, tokens, reading, [t for t in judged if t <= room])
+
+    def _ask(self, questions: list[_Question]) -> list[dict[int, tuple[int, int]]]:
+        """Per question the rank and the guide's own token of each token to be judged, by the token's index."""
         assert self.pages is not None
-        device = drafts[0].positions.device
-        texts, spans = [], []
-        for draft in drafts:
-            text = draft.canvas.tokens.clone()
-            text[draft.positions] = draft.tokens
-            ends = draft.positions[[0, -1]].tolist()
-            texts.append(text)
-            spans.append((min(draft.canvas.guide_cached, ends[0] - 1), ends[1]))
-        bounds = list(accumulate((stop - start for start, stop in spans), initial=0))
+        device = self.pages.keys.device
+        spans = []
+        for question in questions:
+            known, text = question.canvas.guide_text, question.reading.tokens
+            kept = next((i for i, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]), len(known))
+            spans.append(Span(min(kept, question.judged[0] - 1), question.judged[-1]))
+            question.canvas.guide_text = text[: question.judged[-1]]
+        bounds = list(accumulate((span.size for span in spans), initial=0))
+        fed = [token for q, span in zip(questions, spans, strict=True) for token in q.reading.tokens[slice(*span)]]
         batch = StepBatch(
             request_ids=[],
             plans=[],
-            canvases=[draft.canvas for draft in drafts],
+            canvases=[question.canvas for question in questions],
             cu_seqlens=bounds,
-            input_ids=torch.cat([text[start:stop] for text, (start, stop) in zip(texts, spans, strict=True)]),
-            positions=torch.cat([torch.arange(start, stop, device=device) for start, stop in spans]),
+            input_ids=torch.tensor(fed, device=device),
+            positions=torch.cat([torch.arange(*span, device=device) for span in spans]),
         )
-        layer_pass = CausalPass(batch, self.pages, [stop for _, stop in spans])
+        layer_pass = CausalPass(batch, self.pages, [span.stop for span in spans])
         hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-        predicting = torch.cat(
-            [
-                draft.positions - 1 - start + first
-                for draft, (start, _), first in zip(drafts, spans, bounds, strict=False)
-            ]
-        )
-        ranks, tokens = self._judge(hidden[predicting], torch.cat([draft.tokens for draft in drafts]))
-        for draft, text, (_, stop) in zip(drafts, texts, spans, strict=True):
-            draft.canvas.guide_text = text[:stop]
-        sizes = [draft.positions.numel() for draft in drafts]
-        return [Verdict(*parts) for parts in zip(ranks.split(sizes), tokens.split(sizes), strict=True)]
+        rows = [t - 1 - span.start + b for q, span, b in zip(questions, spans, bounds, strict=False) for t in q.judged]
+        tokens = [q.reading.tokens[t] for q in questions for t in q.judged]
+        ranks, own = self._judge(hidden[torch.tensor(rows, device=device)], torch.tensor(tokens, device=device))
+        answers = zip(ranks.tolist(), own.tolist(), strict=True)
+        return [{t: next(answers) for t in question.judged} for question in questions]
 
-    @staticmethod
-    def roll_back(canvas: Canvas) -> None:
-        """After tokens were unmasked: keep of the last check what stands in the canvas now."""
-        text = canvas.guide_text
-        assert text is not None
-        stop = text.numel()
-        wrong = canvas.masked[:stop] | (canvas.tokens[:stop] != text)
-        canvas.guide_cached = int(wrong.int().argmax()) if bool(wrong.any()) else stop
+    def _verdict(self, question: _Question, answers: dict[int, tuple[int, int]]) -> Verdict:
+        """``answers``: as of ``_ask``."""
+        ranks, tokens = [], []
+        for index, (draft, span) in enumerate(zip(question.drafted, question.reading.spelling, strict=True)):
+            read = range(*span)
+            if read and answers.keys() >= set(read):
+                ranks.append(max(answers[t][0] for t in read))
+                tokens.append(self.reader.answer(question.reading, index, draft, [answers[t][1] for t in read]))
+            else:
+                ranks.append(self.model.shape.vocab_size)
+                tokens.append(draft)
+        return Verdict(question.drafted, ranks, tokens)
 
     def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shard: VocabularyShard = self.model.compute_logits(hidden)
         logits, first = shard.logits.float(), shard.first_token
         size = logits.shape[1]
-        column = self.mask_token_id - first
-        if 0 <= column < size:
-            # It could not be told from a position that is still open.
-            logits[:, column] = -torch.inf
+        for token in self.reader.never_said:
+            if 0 <= token - first < size:
+                logits[:, token - first] = -torch.inf
         best, tokens = logits.max(dim=1)
         tokens = tokens + first
         local = drafted - first

@@ -24,6 +24,7 @@ from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.checkpoint import check_safetensors
 from dllm_engine.model_executor.guide import Draft, Guide
+from dllm_engine.model_executor.guide_text import GuideReader, Retokenizer, SameTokens
 from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
 from dllm_engine.model_executor.layer_profile import ProfilingPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
@@ -104,10 +105,17 @@ class DiffusionModelRunner:
         self.guide: Guide | None = None
         if self.options.guide_model is not None:
             config = AutoConfig.from_pretrained(self.options.guide_model)
-            self.guide = Guide(self.options.guide_model, config, self.vllm_config, self.mask_token_id, self.device)
+            self.guide = Guide(config, self._guide_reader(), self.vllm_config, self.device)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
         )
+
+    def _guide_reader(self) -> GuideReader:
+        assert self.options.guide_model is not None
+        assert self.options.guide_shape is not None
+        if self.options.guide_shape.same_tokens:
+            return SameTokens(self.mask_token_id)
+        return Retokenizer.between(self.model_config, self.options.guide_model)
 
     def get_model(self) -> DiffusionDecoder:
         return self.model
@@ -404,16 +412,15 @@ class DiffusionModelRunner:
             assert canvas.spec.guidance is not None
             chosen = select_guided(
                 canvas.spec.guidance,
-                draft.tokens.tolist(),
+                verdict.drafted,
                 probability,
-                verdict.ranks.tolist(),
-                verdict.tokens.tolist(),
+                verdict.ranks,
+                verdict.tokens,
                 first_needed=plan.quota.first_needed,
             )
             positions = draft.positions[list(chosen)]
             canvas.tokens[positions] = torch.tensor(list(chosen.values()), device=self.device)
             canvas.masked[positions] = False
-            self.guide.roll_back(canvas)
             filled.append(sorted(positions.tolist()))
         return filled
 

@@ -28,10 +28,8 @@ class Canvas:
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
     """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
-    guide_cached: int = 0
-    """Leading tokens that the guide's pages hold as they stand."""
-    guide_text: torch.Tensor | None = None
-    """What the guide was last shown, from the first token on."""
+    guide_text: list[int] = field(default_factory=list)
+    """The guide's tokens whose keys and values its pages hold."""
     logprobs: TokenLogprobs | None = None
     """Of each canvas position, as of the last step that predicted it; None where the request does not ask."""
     confidences: torch.Tensor | None = None

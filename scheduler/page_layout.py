@@ -75,7 +75,10 @@ class PoolGeometry:
         return pages_for(num_rows, self.feature_rows_per_page)
 
     def guide_pages(self, num_tokens: int) -> PageCounts:
-        """Tables of the guide's K/V of ``num_tokens``; raises ``ValueError`` where a page holds no token of them."""
+        """Tables of the guide's K/V of a text of ``num_tokens``.
+
+        Raises ``ValueError`` where a page holds no token of the guide's.
+        """
         assert self.guide is not None
         elements = 2 * self.page_size * self.num_kv_heads * self.head_dim
         per_page = elements // (2 * self.guide.num_kv_heads * self.guide.head_dim)
@@ -84,7 +87,7 @@ class PoolGeometry:
                 f"page_size={self.page_size} is too small: a page of {elements} numbers holds no token of the guide's "
                 f"{self.guide.num_kv_heads} KV heads of {self.guide.head_dim}; raise it"
             )
-        return {PageKind.GUIDE: [pages_for(num_tokens, per_page)] * self.guide.num_layers}
+        return {PageKind.GUIDE: [pages_for(self.guide.num_tokens(num_tokens), per_page)] * self.guide.num_layers}
 
     def uniform(self, num_tokens: int) -> PageCounts:
         """Tables of K/V alone, with as many tokens in every layer."""

@@ -1,14 +1,26 @@
 """Guided Diffusion in the engine against the plain one, and what it promises beyond that."""
 
 import random
+import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from dllm_engine.demo import DEMO_GUIDE_DIR
+from dllm_engine.demo.tasks import TASKS, make_examples
+from tests.byte_level_tokenizers import NOTE, TALE, copy_renumbered, spelled, train_tokenizer
 from tests.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
-from tests.plain_guided import plain_guided
+from tests.plain_guided import Texts, plain_guided
 from tests.plain_reference import PlainModel
 
 VOCABULARY = 512
@@ -74,9 +86,37 @@ def engine(engines, reference_checkpoints, guides):
     return make
 
 
+GUIDED_BY = {"llada-tiny-a": "llama", "dream-tiny-a": "qwen2"}
+SPELLING = (TALE, 480), (NOTE, 400, "<stop>")
+"""Tokenizers of the models and of their guides, where they differ."""
+
+
 def prompt(length: int) -> list[int]:
     draw = random.Random(length)
     return [draw.randrange(480) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory, reference_checkpoints, guides):
+    """Folders of a model and a guide that spell differently, by the model's name."""
+    folders = {}
+    for model, guide in GUIDED_BY.items():
+        folders[model] = tmp_path_factory.mktemp("pairs") / model, tmp_path_factory.mktemp("pairs") / guide
+        shutil.copytree(reference_checkpoints / model, folders[model][0], copy_function=shutil.copyfile)
+        shutil.copytree(guides[guide], folders[model][1])
+        for folder, tokenizer in zip(folders[model], SPELLING, strict=True):
+            train_tokenizer(*tokenizer).save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture
+def text_engine(engines, pairs):
+    def make(model="llada-tiny-a", cache_method="none", **settings):
+        folder, guide = pairs[model]
+        settings = {"max_model_len": 128, "page_size": 8} | settings
+        return engines(folder, guide_model=str(guide), cache_method=cache_method, skip_tokenizer_init=False, **settings)
+
+    return make
 
 
 def ask(llm, lengths=LENGTHS, **options):
@@ -119,6 +159,105 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
     assert compared >= 2, "the cases decide by rounding; choose others"
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("model", GUIDED_BY)
+def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine, pairs, model, settings):
+    plain_model = PlainModel(pairs[model][0])
+    judge = AutoModelForCausalLM.from_pretrained(pairs[model][1]).eval()
+
+    def judged(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return judge(torch.tensor([ids])).logits[0]
+
+    own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
+    texts = Texts(
+        spelled(own),
+        lambda text: other.encode(text, add_special_tokens=False),
+        spelled(other),
+        {plain_model.config["eos_token_id"]: other.eos_token_id},
+    )
+    options = {OPTION_OF[name]: value for name, value in SETTINGS[settings].items()}
+    compared = 0
+    outputs = ask(text_engine(model, guide_tokens_per_token=8.0), **options)
+    for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
+        plain = plain_guided(
+            plain_model,
+            judged,
+            prompt(length),
+            gen_length=gen_length,
+            block_length=block_length,
+            texts=texts,
+            **SETTINGS[settings],
+        )
+        if plain["closest"] < 1e-4:
+            continue
+        figures = output.outputs[0].diffusion
+        assert list(output.outputs[0].token_ids) == plain["tokens"]
+        assert figures.unmasked_per_step == plain["order"]
+        assert figures.forward_passes == plain["forwards"]
+        compared += 1
+    assert compared >= 2, "the cases decide by rounding; choose others"
+
+
+def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
+    """The demo guide with its tokens renumbered reads the same text as other ids, and says the same."""
+    from dllm_engine import DiffusionParams
+
+    copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")
+    asked = [
+        [{"role": "user", "content": example.prompt}] for task in TASKS for example in make_examples(task, 3, seed=8)
+    ]
+    answers = []
+    for guide in ("demo", str(tmp_path / "guide")):
+        llm = engines("demo", guide_model=guide, skip_tokenizer_init=False)
+        params = DiffusionParams(gen_length=32, block_length=8)
+        answers.append([output.outputs[0] for output in llm.chat(asked, params, use_tqdm=False)])
+    assert runner_of(llm).guide.shape.tokens_per_token == 2.0, "it is read as text"
+    for same, other in zip(*answers, strict=True):
+        assert other.text == same.text
+        assert other.diffusion.forward_passes == same.diffusion.forward_passes
+
+
+@pytest.mark.parametrize("cache_method", ["dual", "freecache", "maskkv"])
+def test_a_guide_of_another_tokenizer_in_a_batch(text_engine, cache_method):
+    llm = text_engine("llada-tiny-a", cache_method, guide_tokens_per_token=8.0)
+    together = [list(output.outputs[0].token_ids) for output in ask(llm, guide_threshold=0.2)]
+    alone = [list(ask(llm, [case], guide_threshold=0.2)[0].outputs[0].token_ids) for case in LENGTHS]
+    assert together == alone
+    assert_nothing_left(llm)
+
+
+def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(text_engine):
+    from dllm_engine import DiffusionParams
+
+    llm = text_engine("llada-tiny-a", guide_tokens_per_token=1.25)
+    settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
+    (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
+    first, *others = output.outputs[0].diffusion.unmasked_per_step
+    assert first == [*range(6, 6 + len(first))]
+    assert 1 < len(first) < 24, "what there is room for is checked, and passes"
+    assert others == [[position] for position in range(6 + len(first), 30)]
+    assert_nothing_left(llm)
+
+    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(6)}, DiffusionParams(**settings))
+    llm.llm_engine.step()
+    pool = scheduler_of(llm).pages
+    # 1.25 · 29 are 37 tokens. A page holds 8 tokens of 4 heads of 32, or 16 of the guide's 4 heads of 16, in each of
+    # its 3 layers.
+    assert pool.num_allocated == pool.num_reserved == 3 * 3
+    llm.llm_engine.abort_request(["one"])
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def test_a_guide_whose_tokenizer_spells_no_bytes_is_refused(tmp_path):
+    shutil.copytree(DEMO_GUIDE_DIR, tmp_path / "guide")
+    words = Tokenizer(WordLevel({"▁hello": 0, "?": 1}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="?").save_pretrained(tmp_path / "guide")
+    with pytest.raises(ValueError, match="does not spell bytes"):
+        start_engine("demo", guide_model=str(tmp_path / "guide"), skip_tokenizer_init=False)
+
+
 METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache", "es_dllm"]
 
 
@@ -148,7 +287,7 @@ def test_a_useless_guide_costs_one_step_a_token_and_fills_left_to_right(engine, 
     check = guide.check
 
     def disagree(drafts):
-        return [type(v)(torch.full_like(v.ranks, 9), v.tokens) for v in check(drafts)]
+        return [type(v)(v.drafted, [9] * len(v.ranks), v.tokens) for v in check(drafts)]
 
     monkeypatch.setattr(guide, "check", disagree)
     (output,) = ask(llm, [(10, 24, 8)], guide_fallback="draft")
@@ -247,23 +386,6 @@ def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(ValueError, match="'gpt2' cannot guide; guides are Qwen2ForCausalLM, LlamaForCausalLM"):
         start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(tmp_path))
-
-
-def test_a_guide_with_another_tokenizer_is_refused(tmp_path, reference_checkpoints):
-    import shutil
-
-    from tokenizers import Tokenizer
-
-    shutil.copytree(DEMO_GUIDE_DIR, tmp_path / "guide")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "guide" / "tokenizer.json"))
-    tokens = tokenizer.get_vocab()
-    text = (tmp_path / "guide" / "tokenizer.json").read_text()
-    a, b = "a", "b"
-    assert {a, b} <= tokens.keys()
-    swapped = text.replace(f'"{a}": {tokens[a]}', f'"{a}": -1').replace(f'"{b}": {tokens[b]}', f'"{b}": {tokens[a]}')
-    (tmp_path / "guide" / "tokenizer.json").write_text(swapped.replace(f'"{a}": -1', f'"{a}": {tokens[b]}'))
-    with pytest.raises(ValueError, match="has another tokenizer"):
-        start_engine("demo", guide_model=str(tmp_path / "guide"), skip_tokenizer_init=False)
 
 
 def test_the_demo_guide_answers_in_few_passes(engines):

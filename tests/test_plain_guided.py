@@ -1,6 +1,7 @@
 """The plain Guided Diffusion itself: toy logits, and guides whose answers are known beforehand."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,42 +24,53 @@ def model(request: pytest.FixtureRequest, reference_checkpoints: Path) -> PlainM
 ROWS = torch.tensor([[1.0, 2.0, 3.0, 0.0], [9.0, 1.0, 0.0, 5.0], [0.0, 4.0, 4.0, 1.0]])
 
 
+BEST = [2, 0, 1]
+
+
+def ranks(drafts: list[int]) -> list[float]:
+    return [rank(row, draft) for row, draft in zip(ROWS, drafts, strict=False)]
+
+
+def chosen(drafts: list[int], probabilities: list[float], **settings: Any) -> dict[int, int]:
+    return select(drafts, probabilities, ranks(drafts), BEST, **settings)
+
+
 def test_rank() -> None:
     assert [rank(ROWS[0], token) for token in range(4)] == [2, 1, 0, 3]
     assert [rank(ROWS[2], token) for token in range(4)] == [3, 0, 1, 2], "the lower id goes first"
 
 
 def test_agreeing_prefix() -> None:
-    assert agreeing_prefix([2, 0, 1], ROWS, 1) == 3
-    assert agreeing_prefix([2, 3, 1], ROWS, 1) == 1, "what agrees behind a disagreement does not count"
-    assert agreeing_prefix([2, 3, 1], ROWS, 2) == 3
-    assert agreeing_prefix([1, 0, 1], ROWS, 1) == 0
-    assert agreeing_prefix([1, 0, 3], ROWS, 2) == 2
-    assert agreeing_prefix([2, 0, 2], ROWS, 1) == 2, "the guide's argmax is the other one of the two"
+    assert agreeing_prefix(ranks([2, 0, 1]), 1) == 3
+    assert agreeing_prefix(ranks([2, 3, 1]), 1) == 1, "what agrees behind a disagreement does not count"
+    assert agreeing_prefix(ranks([2, 3, 1]), 2) == 3
+    assert agreeing_prefix(ranks([1, 0, 1]), 1) == 0
+    assert agreeing_prefix(ranks([1, 0, 3]), 2) == 2
+    assert agreeing_prefix(ranks([2, 0, 2]), 1) == 2, "the guide's argmax is the other one of the two"
 
 
 def test_selection() -> None:
     sure = [0.4, 0.5, 0.9]
-    assert select([2, 3, 2], sure, ROWS) == {0: 2}
-    assert select([2, 3, 2], sure, ROWS, confidence_threshold=0.5) == {0: 2, 2: 2}, "strictly more than the threshold"
-    assert select([2, 3, 2], sure, ROWS, top_k=2) == {0: 2, 1: 3, 2: 2}
+    assert chosen([2, 3, 2], sure) == {0: 2}
+    assert chosen([2, 3, 2], sure, confidence_threshold=0.5) == {0: 2, 2: 2}, "strictly more than the threshold"
+    assert chosen([2, 3, 2], sure, top_k=2) == {0: 2, 1: 3, 2: 2}
 
 
 def test_fallback() -> None:
-    assert select([1, 0, 1], [0.4, 0.5, 0.9], ROWS) == {0: 2}
-    assert select([1, 0, 1], [0.4, 0.5, 0.9], ROWS, fallback="draft") == {0: 1}
-    assert select([1, 0, 1], [0.4, 0.5, 0.9], ROWS, confidence_threshold=0.8) == {2: 1}, "something is selected already"
+    assert chosen([1, 0, 1], [0.4, 0.5, 0.9]) == {0: 2}
+    assert chosen([1, 0, 1], [0.4, 0.5, 0.9], fallback="draft") == {0: 1}
+    assert chosen([1, 0, 1], [0.4, 0.5, 0.9], confidence_threshold=0.8) == {2: 1}, "something is selected already"
     with pytest.raises(ValueError):
-        select([1], [0.4], ROWS[:1], fallback="none")
+        chosen([1], [0.4], fallback="none")
 
 
 def test_correction_comes_after_the_selection() -> None:
     # With top_k 2 all three are selected; the second is the guide's second choice, and so is the third.
-    assert select([2, 3, 2], [0.4, 0.5, 0.9], ROWS, top_k=2, correction=True) == {0: 2, 1: 0, 2: 1}
+    assert chosen([2, 3, 2], [0.4, 0.5, 0.9], top_k=2, correction=True) == {0: 2, 1: 0, 2: 1}
     # Selected for its probability against the guide, then overwritten.
-    chosen = select([1, 3, 2], [0.4, 0.5, 0.9], ROWS, confidence_threshold=0.6, correction=True)
-    assert chosen == {2: 1}
-    assert select([1, 3, 2], [0.4, 0.5, 0.9], ROWS, fallback="draft", correction=True) == {0: 2}
+    sure = chosen([1, 3, 2], [0.4, 0.5, 0.9], confidence_threshold=0.6, correction=True)
+    assert sure == {2: 1}
+    assert chosen([1, 3, 2], [0.4, 0.5, 0.9], fallback="draft", correction=True) == {0: 2}
 
 
 def one_hot(tokens: list[int]) -> torch.Tensor:

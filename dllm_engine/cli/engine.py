@@ -63,8 +63,14 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--guide-model",
         metavar="MODEL",
-        help="small autoregressive model of the same tokenizer that checks drafts (Guided Diffusion); `demo`: the demo "
-        "model's",
+        help="small autoregressive model that checks drafts (Guided Diffusion), as text if its tokenizer is another; "
+        "`demo`: the demo model's",
+    )
+    group.add_argument(
+        "--guide-tokens-per-token",
+        type=float,
+        metavar="R",
+        help="tokens of a guide with another tokenizer that pages are reserved for per token of the model (default: 2)",
     )
     group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
 
@@ -152,6 +158,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         options["page_size"] = args.page_size
     if args.guide_model is not None:
         options["guide_model"] = args.guide_model
+    if args.guide_tokens_per_token is not None:
+        options["guide_tokens_per_token"] = args.guide_tokens_per_token
     EngineOptions.parse(options)
     return options
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SOME_FAILED = 1
 _SETTINGS = (
     *("model", "dtype", "raw", "cache_method", "cache_option", "retention_ratio", "guide_model"),
+    "guide_tokens_per_token",
     *("gen_length", "block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin"),
     *("temperature", "top_p", "top_k", "seed", "ignore_eos"),
 )

@@ -107,6 +107,8 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         options = options | {"page_size": args.page_size}
     if args.guide_model is not None:
         options = options | {"guide_model": args.guide_model}
+    if args.guide_tokens_per_token is not None:
+        options = options | {"guide_tokens_per_token": args.guide_tokens_per_token}
     if args.refresh_ratio is not None:
         options = options | {"refresh_ratio": args.refresh_ratio}
     if args.steps_per_dispatch is not None:

@@ -21,11 +21,10 @@ def main() -> None:
         checkpoint,
         tensor_parallel_size=int(size),
         distributed_executor_backend=backend,
-        skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=512,
         trace=True,
-        **task["engine"],
+        **{"skip_tokenizer_init": True, **task["engine"]},
     )
     pages = watch_pages(llm)
     aborted = task.get("aborted", [])

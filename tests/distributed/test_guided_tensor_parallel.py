@@ -4,6 +4,7 @@ import pytest
 
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
+from tests.byte_level_tokenizers import copy_renumbered
 from tests.distributed.test_adaptive_tensor_parallel import answer_sharded
 from tests.engines import generate
 
@@ -33,11 +34,20 @@ def demo_prompts() -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("cache_method", ["freecache", "dllm_cache"])
-def test_two_ranks_follow_the_guide_as_one_does(engines, cache_method):
+@pytest.mark.parametrize(("cache_method", "other_tokenizer"), [("freecache", False), ("dllm_cache", True)])
+def test_two_ranks_follow_the_guide_as_one_does(engines, tmp_path, cache_method, other_tokenizer):
     from dllm_engine import DiffusionParams
 
-    engine = {"cache_method": cache_method, "guide_model": str(DEMO_GUIDE_DIR), "page_size": 16}
+    guide = DEMO_GUIDE_DIR
+    if other_tokenizer:
+        guide = tmp_path / "guide"
+        copy_renumbered(DEMO_GUIDE_DIR, guide)
+    engine = {
+        "cache_method": cache_method,
+        "guide_model": str(guide),
+        "page_size": 16,
+        "skip_tokenizer_init": not other_tokenizer,
+    }
     prompts = demo_prompts()
     params = [{"gen_length": 32, "block_length": 8} | ASKED[i % len(ASKED)] for i in range(len(prompts))]
     requests = [{"prompt": prompt, "params": of_one} for prompt, of_one in zip(prompts, params, strict=True)]
