@@ -3,7 +3,7 @@
 
 def register() -> None:
     """Teach vLLM our models, their configs and tokenizers, the checks and figures of their requests, metrics, and
-    the playground.
+    what its HTTP server has of ours.
 
     Idempotent.
     """
@@ -11,7 +11,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from dllm_engine import admission, figures, metrics, playground, provisional
+    from dllm_engine import admission, figures, metrics, provisional, server_app
     from dllm_engine.config_hook import DiffusionConfig
     from dllm_engine.families import FAMILIES
     from dllm_engine.model_executor.models import configs
@@ -32,4 +32,4 @@ def register() -> None:
     figures.install()
     provisional.install()
     metrics.install()
-    playground.install()
+    server_app.install()

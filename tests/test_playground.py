@@ -6,62 +6,40 @@ import re
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from dllm_engine import playground
+from dllm_engine import playground, server_app
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import merged_config
 from dllm_engine.options import EngineOptions
+from tests.http_app import app_client
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def make_client():
-    """A client of vLLM's whole HTTP application, told that it serves a model of ours or another one."""
-    from starlette.testclient import TestClient
-    from vllm.entrypoints.launchers import app as launcher
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from dllm_engine.plugin import register
-
-    register()
-
-    def make(*arguments: str, ours: bool = True) -> TestClient:
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
-        model_config = SimpleNamespace(get_pooling_task=lambda tasks: None)
-        if ours:
-            model_config.is_dllm_engine = True
-        return TestClient(launcher.build_app(args, (), model_config), raise_server_exceptions=False)
-
-    return make
-
-
-def test_the_server_has_the_page(make_client):
-    answer = make_client().get("/playground")
+def test_the_server_has_the_page():
+    answer = app_client().get("/playground")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.text == playground.page()
 
 
-def test_servers_of_other_models_do_not(make_client):
-    assert make_client(ours=False).get("/playground").status_code == 404
+def test_servers_of_other_models_do_not():
+    assert app_client(ours=False).get("/playground").status_code == 404
 
 
-def test_it_can_be_left_out(make_client):
-    client = make_client("--additional-config", '{"dllm": {"playground": false}}')
+def test_it_can_be_left_out():
+    client = app_client("--additional-config", '{"dllm": {"playground": false}}')
     assert client.get("/playground").status_code == 404
     args, _ = build_parser().parse_known_args(["serve", "demo", "--no-playground"])
     assert merged_config(args) == {"dllm": {"playground": False}}
     assert not EngineOptions.parse({"playground": False}).playground
 
 
-def test_with_an_api_key_the_page_loads_and_nothing_else_does(make_client):
-    client = make_client("--api-key", "secret")
+def test_with_an_api_key_the_page_loads_and_nothing_else_does():
+    client = app_client("--api-key", "secret")
     page = client.get("/playground")
     assert page.status_code == 200
     assert "secret" not in page.text
@@ -69,11 +47,11 @@ def test_with_an_api_key_the_page_loads_and_nothing_else_does(make_client):
     assert client.post("/v1/chat/completions", json={}).status_code == 401
 
 
-def test_installing_again_changes_nothing(make_client):
+def test_installing_again_changes_nothing():
     from vllm.entrypoints.launchers import app as launcher
 
     before = launcher.register_api_routers
-    playground.install()
+    server_app.install()
     assert launcher.register_api_routers is before
 
 

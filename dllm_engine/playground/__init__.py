@@ -8,14 +8,11 @@ import base64
 import functools
 import hashlib
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 PATH = "/playground"
 _PAGE = Path(__file__).with_name("page.html")
-# vLLM's `register_api_routers(args, app, supported_tasks, model_config)` is patched where it is called.
-_INSTALLED = "_dllm_playground"
 
 
 @functools.cache
@@ -60,35 +57,3 @@ def add_route(app: Any) -> None:
         return HTMLResponse(page(), headers=page_headers())
 
     app.add_api_route(PATH, playground, methods=["GET", "HEAD"], include_in_schema=False, response_class=HTMLResponse)
-
-
-def is_wanted(args: Namespace) -> bool:
-    """Whether ``additional_config`` leaves the playground on; its values were checked with the engine's options."""
-    from dllm_engine.options import OPTIONS_KEY
-
-    additional = getattr(args, "additional_config", None)
-    options = additional.get(OPTIONS_KEY) if isinstance(additional, dict) else None
-    return not isinstance(options, dict) or options.get("playground", True) is not False
-
-
-def install() -> None:
-    """Make vLLM's HTTP server answer ``/playground`` where it serves one of our models. Idempotent.
-
-    vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only what the variable ``VLLM_PLUGINS`` names, and that
-    would then have to name every other plugin as well; so the route is added with vLLM's.
-    """
-    from vllm.entrypoints.launchers import app as launcher
-
-    if getattr(launcher, _INSTALLED, False):
-        return
-    register_api_routers = launcher.register_api_routers
-
-    def register_with_playground(
-        args: Namespace, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
-    ) -> None:
-        register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
-        if getattr(model_config, "is_dllm_engine", False) and is_wanted(args):
-            add_route(app)
-
-    launcher.register_api_routers = register_with_playground
-    setattr(launcher, _INSTALLED, True)

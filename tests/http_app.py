@@ -1,0 +1,24 @@
+"""vLLM's HTTP application without an engine."""
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.testclient import TestClient
+
+
+def app_client(*arguments: str, ours: bool = True) -> "TestClient":
+    """A client of the application that ``vllm serve`` with these arguments builds for a model of ours or another."""
+    from starlette.testclient import TestClient
+    from vllm.entrypoints.launchers import app as launcher
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from dllm_engine.plugin import register
+
+    register()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
+    model_config = SimpleNamespace(get_pooling_task=lambda tasks: None)
+    if ours:
+        model_config.is_dllm_engine = True
+    return TestClient(launcher.build_app(args, (), model_config), raise_server_exceptions=False)

@@ -1,0 +1,87 @@
+"""Bodies that vLLM's request classes would trip over, against its HTTP application without an engine."""
+
+import asyncio
+import json
+
+import pytest
+
+from dllm_engine.request_bodies import BodyCheck
+from tests.http_app import app_client
+
+PATH = "/v1/completions"
+ODD = ["text", 7, 0.5, True, ["json"], []]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_structured_outputs_that_is_no_object_is_refused_by_name(odd):
+    answer = app_client().post(PATH, json={"model": "demo", "prompt": "x", "structured_outputs": odd})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert type(odd).__name__ in error["message"]
+    assert "leave it unset" in error["message"]
+
+
+def test_its_name_may_be_written_with_escapes():
+    body = b'{"structured\\u005foutputs": "text"}'
+    assert app_client().post(PATH, content=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "structured_outputs"}',
+        b'{"structured_outputs": null}',
+        b'{"structured_outputs": {"regex": "a"}}',
+        b'{"nested": {"structured_outputs": 7}}',
+        b'["structured_outputs"]',
+        b'{"structured_outputs": ',
+        b'{"structured_outputs":' + b"[" * 100_000,
+        b"",
+    ],
+    ids=lambda body: body[:40].decode(),
+)
+def test_everything_else_is_left_to_vllm(body):
+    # An application without an engine has no such route.
+    assert app_client().post(PATH, content=body).status_code == 404
+
+
+def test_servers_of_other_models_are_left_alone():
+    assert app_client(ours=False).post(PATH, json={"structured_outputs": "text"}).status_code == 404
+
+
+def test_the_key_is_asked_for_first():
+    client = app_client("--api-key", "secret")
+    assert client.post(PATH, json={"structured_outputs": "text"}).status_code == 401
+    headers = {"Authorization": "Bearer secret"}
+    assert client.post(PATH, json={"structured_outputs": "text"}, headers=headers).status_code == 400
+
+
+def through_the_check(*messages):
+    """What the application behind the check receives of these messages."""
+    received = []
+
+    async def application(scope, receive, send):
+        for _ in range(2):
+            received.append(await receive())
+
+    pending = list(messages)
+
+    async def receive():
+        return pending.pop(0)
+
+    asyncio.run(BodyCheck(application)({"type": "http", "method": "POST"}, receive, None))
+    return received
+
+
+def test_bodies_arrive_whole_and_what_follows_them_as_it_comes():
+    body = json.dumps({"prompt": "x" * 100}).encode()
+    parts = [{"type": "http.request", "body": body[i : i + 30], "more_body": True} for i in range(0, len(body), 30)]
+    gone = {"type": "http.disconnect"}
+    whole = {"type": "http.request", "body": body, "more_body": False}
+    assert through_the_check(*parts, {"type": "http.request"}, gone) == [whole, gone]
+
+
+def test_clients_that_leave_midway_are_gone_for_the_application_as_well():
+    gone = {"type": "http.disconnect"}
+    assert through_the_check({"type": "http.request", "body": b"{", "more_body": True}, gone, gone) == [gone, gone]
