@@ -4,6 +4,10 @@ import os
 
 # One process: tests look into the scheduler and the runner. Read when the first engine starts.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Beside other processes of this run, which would all bind to the same cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from pathlib import Path
