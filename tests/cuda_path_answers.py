@@ -1,0 +1,64 @@
+"""Answers prompts the way a GPU would, as far as a CPU can: every kernel's CUDA implementation (Triton, in
+its interpreter) stands in for its CPU one, and the rest of the engine is as always.
+
+Reads a JSON list of ``{"model", "settings", "requests": [{"prompt", "params"}]}`` and writes the answers of each, with
+how often each kernel ran, as the last line.
+"""
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+import dllm_engine.kernels
+from tests.engines import generate, start_engine
+
+
+def run_cuda_kernels() -> Counter[str]:
+    """Let CPU tensors take the way of CUDA ones; returns a count of calls that grows."""
+    calls: Counter[str] = Counter()
+    # Asked for the number of processors to spread over.
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
+
+    def counted(name, kernel):
+        def run(*args):
+            calls[name] += 1
+            return kernel(*args)
+
+        return run
+
+    for module in pkgutil.iter_modules(dllm_engine.kernels.__path__):
+        for value in vars(importlib.import_module(f"dllm_engine.kernels.{module.name}")).values():
+            kernels = value._backend_fns if isinstance(value, CustomOpDef) else {}
+            if "cuda" in kernels and not hasattr(kernels["cpu"], "stands_in"):
+                value.register_kernel("cpu")(counted(value._name, kernels["cuda"]))
+                value._backend_fns["cpu"].stands_in = True
+    return calls
+
+
+def main() -> None:
+    from dllm_engine import DiffusionParams
+
+    calls = run_cuda_kernels()
+    results = []
+    engines = []  # shutting one down would take vLLM's process groups from the others
+    for task in json.load(sys.stdin):
+        calls.clear()
+        engines.append(start_engine(task["model"], **task["settings"]))
+        params = [DiffusionParams(**request["params"]) for request in task["requests"]]
+        outputs = generate(engines[-1], [request["prompt"] for request in task["requests"]], params)
+        answers = [
+            {"tokens": list(output.outputs[0].token_ids), "order": output.outputs[0].diffusion.unmasked_per_step}
+            for output in outputs
+        ]
+        results.append({"answers": answers, "calls": dict(calls)})
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

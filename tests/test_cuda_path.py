@@ -1,0 +1,80 @@
+"""The engine with the kernels that a GPU runs gives the tokens of the engine with those of a CPU, in every method."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines import generate
+
+pytestmark = pytest.mark.slow
+
+INTERVALS = {"prompt_refresh_interval": 3, "response_refresh_interval": 2}
+TASKS = {
+    "none": ("dream-tiny-a", {}),
+    "prefix": ("dream-tiny-a", {}),
+    "dual": ("llada-tiny-a", {}),
+    "sparse": ("dream-tiny-a", {}),
+    "dkv": ("llada-tiny-a", {"refresh_interval": 3}),
+    "dllm_cache": ("dream-tiny-a", INTERVALS),
+    "maskkv": ("llada-tiny-a", INTERVALS | {"kv_budget": 8}),
+    "freecache": ("dream-tiny-a", {}),
+    "es_dllm": ("llada-tiny-a", {"retention_ratio": 0.5}),
+}
+"""Model and cache options of each method."""
+KERNELS = {
+    "none": {"rotate", "token_statistics"},
+    "prefix": {"paged_attention", "write_slots"},
+    "dual": {"paged_attention", "write_slots"},
+    "sparse": {"paged_attention", "mean_query_scores", "write_retained"},
+    "dkv": {"paged_attention", "write_slots"},
+    "dllm_cache": {"paged_attention", "similarity_sums", "write_features", "add_features"},
+    "maskkv": {"paged_attention", "voting_scores", "write_retained"},
+    "freecache": {"paged_attention", "write_slots"},
+    "es_dllm": {"paged_attention", "write_retained"},
+}
+"""Kernels without which a method would not be itself."""
+
+
+def prompt(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(480) for _ in range(length)]
+
+
+def test_every_cache_method(engines, reference_checkpoints):
+    from dllm_engine import DiffusionParams
+
+    requests = [
+        {"prompt": prompt(13), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
+        {"prompt": prompt(9), "params": {"gen_length": 10, "block_length": 6, "ignore_eos": True, "threshold": 0.2}},
+    ]
+    tasks = [
+        {
+            "model": str(reference_checkpoints / model),
+            "settings": {"cache_method": method, "cache_options": options, "page_size": 4, "max_model_len": 64},
+            "requests": requests,
+        }
+        for method, (model, options) in TASKS.items()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cuda_path_answers"],
+        input=json.dumps(tasks),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        cwd=Path(__file__).parents[1],
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    params = [DiffusionParams(**request["params"]) for request in requests]
+    for method, task, result in zip(TASKS, tasks, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        outputs = generate(engines(task["model"], **task["settings"]), [r["prompt"] for r in requests], params)
+        for output, answer in zip(outputs, result["answers"], strict=True):
+            assert answer["tokens"] == list(output.outputs[0].token_ids), method
+            assert answer["order"] == output.outputs[0].diffusion.unmasked_per_step, method
+        assert KERNELS[method] <= result["calls"].keys(), method
