@@ -5,8 +5,9 @@ Most of a prompt is filler nobody asks about. A response is scored per asked ite
     python benchmarks/retention_quality.py [--count 180] [--profile FILE] [--output FILE.json] [--figures FOLDER]
 
 Parts, all by default: `budgets` (share of the prompt retained × scorer, with and without filler), `layers` (layer
-budgets × head budgets at 25%), `settings` (what else could matter, at 50%), `spared` (all layers but one evict, at
-50%), `depth` (a needle in a haystack: prompt length × place of the one asked item). All engines of a part are of one
+budgets × head budgets at 25%), `settings` (what else could matter, at 50%), `pooled` (votes pooled over neighbours),
+`spared` (all layers or heads but one evict, at 50%), `foresight` (whether a head looks in the first pass where it looks
+later), `depth` (a needle in a haystack: prompt length × place of the one asked item). All engines of a part are of one
 process; greedy decoding, so that a run repeats exactly. `--profile` is a file of `dllm profile`; without one the layer
 budgets that need it are uniform.
 """
@@ -17,6 +18,7 @@ import math
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -26,17 +28,22 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import torch
+
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import machine
 from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.table import format_table
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import LIST_TASKS, RECALL_TASKS, Example, item_matches, make_examples
+from dllm_engine.model_executor.cache_methods import maskkv
 from dllm_engine.scheduler import refresh_plan
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 """Shares of the prompt that a KV head retains on average; 1.0 evicts nothing, whatever the scorer."""
 SCORERS = ("mask_voting", "mean_query", "snapkv", "random")
+WIDTHS = (1, 3, 5, 7)
+"""Windows that votes are pooled over; 1 is the paper's, 5 SnapKV's."""
 LAYER_BUDGETS = ("uniform", "boundary", "pyramid", "squeeze")
 HEAD_BUDGETS = ("uniform", "prompt_preference", "adaptive")
 FILLER, PAIRS = 0.7, {"names": 12, "keys": 10, "facts": 10}
@@ -262,30 +269,142 @@ def settings_part(engines: DemoEngines, count: int, seed: int, ratio: float = 0.
     return {"ratio": ratio, "cells": cells}
 
 
+def pooled_part(engines: DemoEngines, count: int, seed: int) -> dict[str, Any]:
+    """Votes pooled over windows of ``WIDTHS``, with filler and where all of the prompt is asked for; differences are of
+    the same prompts, from no eviction and (with filler) from as many tokens at random."""
+    kinds = {
+        "with filler": {t: make_examples(t, count, seed, filler=FILLER, max_pairs=PAIRS[t]) for t in RECALL_TASKS},
+        "lists, all of it asked": {t: make_examples(t, count, seed) for t in LIST_TASKS},
+    }
+    report: dict[str, Any] = {}
+    for kind, prompts in kinds.items():
+
+        def measure(ratio: float, prompts: dict[str, list[Example]] = prompts, **options: Any) -> dict[str, Score]:
+            llm = engines(**options)
+            return {task: ask(llm, examples, ratio) for task, examples in prompts.items()}
+
+        whole, chance = measure(1.0), measure(0.25, scorer="random")
+        table, cells = [("WIDTH", "retained", "items", "below no eviction", "above random at 25%", *prompts)], []
+        for width, ratio in product(WIDTHS, (0.25, 0.5)):
+            scores = measure(ratio, pool_kernel_size=width)
+            figures = figures_of(scores) | {"pool_kernel_size": width, "ratio": ratio}
+            shown = []
+            for name, other in (("loss", whole), ("lead_over_random_at_25", chance)):
+                both = [Score.pooled(by_task.values()) for by_task in (scores, other)]
+                gain = both[0].rate - both[1].rate
+                figures[name] = round(-gain if other is whole else gain, 4)
+                figures[f"{name}_margin"] = round(both[0].margin_over(both[1]), 4)
+                shown.append(f"{percent(figures[name])} ± {percent(figures[f'{name}_margin'])}")
+            cells.append(figures)
+            by_task = map(percent, figures["by_task"].values())
+            table.append((str(width), f"{ratio:.0%}", percent(figures["items"]), *shown, *by_task))
+        show(f"Items right (%), votes pooled, {kind}", table)
+        report[kind] = {"no eviction": figures_of(whole), "random at 25%": figures_of(chance), "cells": cells}
+    return report
+
+
 def spared_part(engines: DemoEngines, count: int, seed: int, ratio: float = 0.5) -> dict[str, Any]:
-    """Which layer's eviction costs the answers: one at a time keeps the whole prompt, which no option asks for."""
+    """Which layer's and which head's eviction costs the answers: one at a time keeps the whole prompt, which no option
+    asks for."""
     prompts = {t: make_examples(t, count, seed, filler=FILLER, max_pairs=PAIRS[t]) for t in RECALL_TASKS}
-    llm = engines(layer_budget="uniform", head_budget="uniform")
-    layer_budgets = refresh_plan.layer_budgets
-    table, cells = [("LAYER KEPT WHOLE", "all", *RECALL_TASKS)], []
+    llm = engines()
+    config = llm.model_config.hf_config
+    vote, head_budgets, layer_budgets = maskkv.MaskKVPass._vote, maskkv.head_budgets, refresh_plan.layer_budgets
+    voting, spared = 0, (-1, -1)
+
+    def noting(self: maskkv.MaskKVPass, layer: int, *args: Any) -> None:
+        nonlocal voting
+        voting = layer
+        vote(self, layer, *args)
+
+    def sparing(kind: str, scores: torch.Tensor, *args: Any, **kwargs: Any) -> list[int]:
+        heads, prompt_length = scores.shape
+        layer, head = spared
+        whole = [voting == layer and head in (number, -1) for number in range(heads)]
+        return [prompt_length if keeps else int(prompt_length * ratio) for keeps in whole]
+
+    table, cells = [("KEPT WHOLE", "all", *RECALL_TASKS)], []
+    # Pages for any head to keep the whole prompt; the heads' own budgets are in `sparing`.
+    refresh_plan.layer_budgets = lambda *args, **kwargs: [args[4]] * args[3]
+    maskkv.MaskKVPass._vote, maskkv.head_budgets = noting, sparing
+    refresh_plan.prompt_budgets.cache_clear()
+    layers, heads = range(config.num_hidden_layers), range(config.num_attention_heads)
     try:
-        for spared in (None, *range(llm.model_config.hf_config.num_hidden_layers)):
-
-            def sparing(*args: Any, spared: int | None = spared, **kwargs: Any) -> list[int]:
-                budgets, prompt_length = layer_budgets(*args, **kwargs), args[4]
-                return [prompt_length if layer == spared else budget for layer, budget in enumerate(budgets)]
-
-            refresh_plan.layer_budgets = sparing
-            refresh_plan.prompt_budgets.cache_clear()
+        for spared in [(-1, -1), *((layer, -1) for layer in layers), *product(layers, heads)]:
+            layer, head = spared
             figures = figures_of({task: ask(llm, examples, ratio) for task, examples in prompts.items()})
-            cells.append({"layer_kept_whole": spared} | figures)
-            name = "none" if spared is None else str(spared)
+            cells.append({"layer": None if layer < 0 else layer, "head": None if head < 0 else head} | figures)
+            name = "none" if layer < 0 else f"layer {layer}" if head < 0 else f"layer {layer}, head {head}"
             table.append((name, *map(percent, (figures["items"], *figures["by_task"].values()))))
     finally:
         refresh_plan.layer_budgets = layer_budgets
+        maskkv.MaskKVPass._vote, maskkv.head_budgets = vote, head_budgets
         refresh_plan.prompt_budgets.cache_clear()
-    show(f"Items right (%) at {ratio:.0%}, layers and heads alike, but one layer that evicts nothing", table)
+    show(f"Items right (%) at {ratio:.0%}, layers and heads alike, but one layer or head that evicts nothing", table)
     return {"ratio": ratio, "cells": cells}
+
+
+# Whether the first pass knows
+
+
+@torch.inference_mode()
+def attention(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
+    """Of a dense pass, ``[layers, heads, rows, keys]``."""
+    hidden, phases = model.embed_input_ids(torch.tensor(token_ids)), model.rotary(torch.arange(len(token_ids)))
+    found = []
+    for layer in model.layers:
+        q, k, v = layer.qkv(layer.attn_norm(hidden))
+        scores = torch.einsum("qhd,khd->hqk", layer.rope(q, phases), layer.rope(k, phases)) / q.shape[-1] ** 0.5
+        found.append(scores.softmax(dim=-1))
+        hidden = hidden + layer.o_proj(torch.einsum("hqk,khd->qhd", found[-1], v))
+        hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+    return torch.stack(found)
+
+
+def foresight_part(engines: DemoEngines, count: int, seed: int) -> dict[str, Any]:
+    """Of each token of an answer that is copied from the prompt (a city, a digit), decoded without a cache: what a
+    head's mask pays its source in the first pass and in the one that fills the mask in, and how much of the prompt
+    gets more votes than the source in the first pass."""
+    llm = LLM(model=DEMO_MODEL, cache_method="none", trace=True)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    tokenizer, mask = llm.get_tokenizer(), runner.mask_token_id
+    report: dict[str, Any] = {}
+    for task in RECALL_TASKS:
+        examples = make_examples(task, count, seed, filler=FILLER, max_pairs=PAIRS[task])
+        conversations = [[{"role": "user", "content": example.prompt}] for example in examples]
+        params = DiffusionParams(**DEMO_LENGTHS, ignore_eos=True)
+        measured = defaultdict(list)
+        for example, output in zip(examples, llm.chat(conversations, params, use_tqdm=False), strict=True):
+            prompt, response = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+            canvas, length = prompt + response, len(prompt)
+            steps = enumerate(output.outputs[0].diffusion.unmasked_per_step)
+            turn = dict.fromkeys(range(length), -1) | {position: step for step, found in steps for position in found}
+            first = attention(runner.model, prompt + [mask] * len(response))[:, :, :, :length]
+            votes = first[:, :, length:].sum(dim=2)
+            for item in example.items:
+                tokens = tokenizer.encode(f" {item}", add_special_tokens=False)
+                source, target = find(tokens, prompt), length + find(tokens, response)
+                for place in range(len(tokens) - (1 if task == "facts" else 2), len(tokens)):
+                    row, key = target + place, source + place
+                    known = [token if turn[p] < turn[row] else mask for p, token in enumerate(canvas)]
+                    measured["first pass"].append(first[:, :, row, key])
+                    measured["own pass"].append(attention(runner.model, known)[:, :, row, key])
+                    measured["ranked above"].append((votes > votes[:, :, key, None]).double().mean(dim=-1))
+        means = {name: torch.stack(values).double().mean(dim=0) for name, values in measured.items()}
+        table, cells = [("LAYER", "HEAD", *means)], []
+        for layer, head in product(*map(range, means["first pass"].shape)):
+            figures = {name: round(mean[layer, head].item(), 4) for name, mean in means.items()}
+            cells.append({"layer": layer, "head": head} | figures)
+            table.append((str(layer), str(head), *map(percent, figures.values())))
+        number = len(measured["first pass"])
+        show(f"A mask's attention (%) to what it will copy, and prompt tokens (%) with more votes; {task}", table)
+        report[task] = {"tokens": number, "cells": cells}
+    return report
+
+
+def find(tokens: list[int], text: list[int]) -> int:
+    """Where ``tokens`` begin in ``text``."""
+    return next(i for i in range(len(text)) if text[i : i + len(tokens)] == tokens)
 
 
 # Needle in a haystack
@@ -438,7 +557,9 @@ PARTS = {
     "budgets": budget_part,
     "layers": layer_part,
     "settings": settings_part,
+    "pooled": pooled_part,
     "spared": spared_part,
+    "foresight": foresight_part,
     "depth": depth_part,
 }
 

@@ -5,9 +5,9 @@ import math
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 
@@ -45,6 +45,15 @@ def read_profile(path: str) -> list[float]:
         ) from None
 
 
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError("must be odd, so that the window has a middle")
+    return value
+
+
+WindowWidth = Annotated[int, Field(ge=1), AfterValidator(_odd)]
+
+
 class CacheOptions(BaseModel):
     """Options of a cache method; the methods without any use this class itself."""
 
@@ -56,7 +65,7 @@ class SparseOptions(CacheOptions):
 
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the block) that a layer retains."""
-    pool_kernel_size: int = Field(default=3, ge=1)
+    pool_kernel_size: WindowWidth = 3
     """Width of the max-pooling over importance scores; odd, 1 is none."""
     update_delay: int = Field(default=1, ge=0)
     """FULL steps of a block before the one that selects what is retained."""
@@ -66,13 +75,6 @@ class SparseOptions(CacheOptions):
     """Last prompt tokens that vote, for ``scorer="snapkv"``."""
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
     """Candidates on both sides of the block (Algorithm 4), or before it only, with the suffix kept whole (5)."""
-
-    @field_validator("pool_kernel_size")
-    @classmethod
-    def _odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError("must be odd, so that the window has a middle")
-        return value
 
 
 class DKVOptions(CacheOptions):
@@ -123,6 +125,10 @@ class MaskKVOptions(DLLMCacheOptions):
     """What tells how much a prompt token matters to a head."""
     observation_window: int = Field(default=32, ge=1)
     """Last prompt tokens that vote, for ``scorer="snapkv"``."""
+    pool_kernel_size: WindowWidth = 1
+    """Width of the max-pooling over a head's scores before its tokens are ranked, so that what stands beside an
+    important token is kept with it (as in SnapKV, not in the paper); odd, 1 is none. Budgets go by the unpooled scores.
+    """
     layer_budget: LayerBudgetName = "boundary"
     """How the budget is shared between layers: by the groups of MaskKV (``boundary``), PyramidKV's slope
     (``pyramid``), SqueezeAttention's clusters (``squeeze``), or not at all. ``boundary`` and ``squeeze`` go by

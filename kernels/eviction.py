@@ -154,6 +154,11 @@ def mean_query_scores_reference(q: torch.Tensor, k: torch.Tensor) -> torch.Tenso
     return torch.einsum("hd,jhd->j", q.double().mean(dim=0), keys)
 
 
+def max_pooled(scores: torch.Tensor, width: int) -> torch.Tensor:
+    """Scores ``[rows, tokens]`` where each token counts as the best within ``width // 2`` places; ``width`` is odd."""
+    return scores if width == 1 else F.max_pool1d(scores, width, stride=1, padding=width // 2)
+
+
 def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> torch.Tensor:
     """The candidates to retain.
 
@@ -174,9 +179,8 @@ def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> 
         raise ValueError(f"count={count} of scores {list(scores.shape)}: 0 to the number of candidates can be retained")
     if pool_kernel_size < 1 or pool_kernel_size % 2 == 0:
         raise ValueError(f"pool_kernel_size={pool_kernel_size} is not a positive odd number")
-    if pool_kernel_size > 1 and count:
-        pooled = F.max_pool1d(scores[None], pool_kernel_size, stride=1, padding=pool_kernel_size // 2)
-        scores = pooled[0]
+    if count:
+        scores = max_pooled(scores[None], pool_kernel_size)[0]
     return scores.topk(count).indices.sort().values
 
 

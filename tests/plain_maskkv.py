@@ -17,6 +17,8 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
   lacks the most of its share; to the lowest index if two lack the same.
 * Shares are computed in double precision, pool times mass before the division.
 * Equal votes: the lowest position is kept first.
+* ``pool_kernel_size`` (not of the paper) above 1: a head ranks positions by the most votes within so wide a window.
+  Its mass, which its budget goes by, stays that of the votes themselves.
 * A budget of at least the prompt's length evicts nothing.
 * Prompt refreshes gather the positions that the first pass chose. A refresh of only the prompt reuses the response
   fully; nothing is verified then.
@@ -46,6 +48,14 @@ def mask_votes(q: torch.Tensor, k: torch.Tensor, prompt_length: int) -> torch.Te
         attention = (q[:, h] @ k[:, g].T / math.sqrt(q.shape[-1])).softmax(-1)
         votes[g] += attention.sum(0)[:prompt_length] / (heads // kv_heads)
     return votes
+
+
+def pooled(votes: torch.Tensor, width: int) -> torch.Tensor:
+    """The most votes within ``width // 2`` places of each position."""
+    out = torch.empty_like(votes)
+    for j in range(votes.shape[-1]):
+        out[:, j] = votes[:, max(0, j - width // 2) : j + width // 2 + 1].max(-1).values
+    return out
 
 
 def keep_top(votes: torch.Tensor, count: int) -> list[int]:
@@ -135,6 +145,7 @@ class MaskKVModel(DllmCacheModel):
         head_budget: str,
         alpha: float,
         redistribute: bool,
+        pool_kernel_size: int,
         prompt_refresh_interval: int,
         response_refresh_interval: int,
         update_ratio: float,
@@ -152,6 +163,7 @@ class MaskKVModel(DllmCacheModel):
             count_tokens=count_tokens,
         )
         self.budgets, self.head_budget, self.alpha, self.redistribute = budgets, head_budget, alpha, redistribute
+        self.pool_kernel_size = pool_kernel_size
         self.heads_keep: list[list[int]] = []
         self.retained: list[list[list[int]]] = []
         self.closest_vote = math.inf
@@ -183,11 +195,15 @@ class MaskKVModel(DllmCacheModel):
             redistribute=self.redistribute,
         )
         self.heads_keep.append(keep)
-        self.retained.append([keep_top(votes[g], keep[g]) for g in range(self.kv_heads)])
+        ranked = pooled(votes, self.pool_kernel_size)
+        self.retained.append([keep_top(ranked[g], keep[g]) for g in range(self.kv_heads)])
         for g, count in enumerate(keep):
-            ordered = votes[g].double().sort(descending=True).values
+            ordered = ranked[g].double().sort(descending=True).values
             if 0 < count < len(ordered):
-                self.closest_vote = min(self.closest_vote, float(1 - ordered[count] / ordered[count - 1]))
+                last = ordered[count - 1]
+                # Neighbours with the same maximum are equal in any arithmetic.
+                others = ordered[ordered != last] if self.pool_kernel_size > 1 else ordered[count:]
+                self.closest_vote = min([self.closest_vote, *(1 - others / last).abs().tolist()])
         if self.head_budget != "uniform" and not self.redistribute and budget < self.prompt_length:
             shares = head_shares(masses, budget, self.alpha)
             self.closest_share = min([self.closest_share, *(abs(share - round(share)) for share in shares)])
@@ -210,6 +226,7 @@ def plain_maskkv(
     head_budget: str = "prompt_preference",
     alpha: float = 0.1,
     redistribute: bool = False,
+    pool_kernel_size: int = 1,
     unmasking: str = "low_confidence",
     first_layer_always: bool = False,
     threshold: float | None = None,
@@ -244,6 +261,7 @@ def plain_maskkv(
         head_budget=head_budget,
         alpha=alpha,
         redistribute=redistribute,
+        pool_kernel_size=pool_kernel_size,
         prompt_refresh_interval=prompt_refresh_interval,
         response_refresh_interval=response_refresh_interval,
         update_ratio=update_ratio,

@@ -192,6 +192,7 @@ def test_lowering_retention_needs_a_method_that_evicts(engine):
     [
         ("sparse", {"retention_ratio": 1.5}, "retention_ratio=1.5"),
         ("sparse", {"pool_kernel_size": 4}, "pool_kernel_size=4"),
+        ("maskkv", {"pool_kernel_size": 2}, "pool_kernel_size=2"),
         ("sparse", {"update_delay": -1}, "update_delay=-1"),
         ("sparse", {"scope": "suffix"}, "scope='suffix'"),
         ("sparse", {"ratio": 0.5}, "'ratio'=0.5"),

@@ -19,6 +19,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "profile": {"profile": PROFILE},
     "even": {"layer_budget": "uniform", "head_budget": "uniform"},
     "exact": {"profile": PROFILE, "redistribute": True},
+    "pooled": {"profile": PROFILE, "pool_kernel_size": 5},
     "first layer": {"refresh_first_layer": True, "profile": PROFILE},
     "response alone": {"prompt_refresh_interval": 100, "response_refresh_interval": 1},
     "prompt alone": {"prompt_refresh_interval": 2, "response_refresh_interval": 5, "update_ratio": 0.0},

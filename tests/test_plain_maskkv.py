@@ -49,6 +49,13 @@ def test_lowest_of_equal_votes_is_kept() -> None:
     assert m.keep_top(torch.tensor([1.0, 3.0]), 0) == []
 
 
+def test_pooled_votes() -> None:
+    votes = torch.tensor([[1.0, 0.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 3.0]])
+    assert m.pooled(votes, 1).tolist() == votes.tolist()
+    assert m.pooled(votes, 3).tolist() == [[1, 1, 2, 2, 2], [0, 0, 0, 3, 3]]
+    assert m.pooled(votes, 9).tolist() == [[2] * 5, [3] * 5], "wider than the prompt"
+
+
 def test_layer_importance() -> None:
     # Cosines 1 / sqrt(2) and 1.
     h_in, h_out = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[1.0, 1.0], [0.0, 5.0]])

@@ -12,6 +12,7 @@ from vllm.distributed import (
 )
 
 from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.kernels.eviction import max_pooled
 from dllm_engine.kernels.paged_attention import attention_with_lse, paged_attention
 from dllm_engine.model_executor.adaptive_pass import AdaptivePass, ComputedRows
 from dllm_engine.model_executor.batch_tables import BatchTables
@@ -219,7 +220,8 @@ class MaskKVPass(AdaptivePass):
                 redistribute=options.redistribute,
             )
         kept = kept_of_all[first_head : first_head + heads]
-        ranking = scores.sort(dim=1, descending=True, stable=True).indices
+        pooled = max_pooled(scores, options.pool_kernel_size)
+        ranking = pooled.sort(dim=1, descending=True, stable=True).indices
         within = torch.arange(spec.prompt_length, device=q.device) < torch.tensor(kept, device=q.device)[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
         self.head_tables.retain(layer, index, chosen, kept)
