@@ -25,8 +25,8 @@ from dllm_engine.kernels._triton import jit, tl, triton
 
 _ENTROPY_EPS = 1e-10
 _TILE = 128
-_LOGITS_PER_CHUNK = 1 << 18
-"""Logits the CPU holds in float32 at once: 1 MiB, about what stays in a cache between the passes."""
+_LOGITS_PER_CHUNK = 1 << 17
+"""Logits the CPU goes over at once: with their exponentials 1 MiB, which stays in a core's cache between the passes."""
 
 
 @jit
@@ -142,25 +142,37 @@ def token_statistics(
             forbidden column outside them.
     """
     _check(logits, forbidden_token, with_margin)
-    results = _empty_results(logits, with_entropy, with_margin)
-    token, token_logit, log_total, negative_entropy, top2 = results
-    rows_per_chunk = max(1, _LOGITS_PER_CHUNK // logits.shape[1])
-    for start in range(0, logits.shape[0], rows_per_chunk):
+    num_rows, vocab_size = logits.shape
+    *_, totals, negative_entropy, top2 = _empty_results(logits, with_entropy, with_margin)
+    tiles = logits.new_empty(num_rows, -(-vocab_size // _tile_width(vocab_size)), dtype=torch.float32)
+    rows_per_chunk = max(1, _LOGITS_PER_CHUNK // vocab_size)
+    exponentials = logits.new_empty(min(rows_per_chunk, num_rows), vocab_size, dtype=torch.float32)
+    # Logits come from memory once; what takes several passes over a row takes them here.
+    for start in range(0, num_rows, rows_per_chunk):
         rows = slice(start, start + rows_per_chunk)
         chunk = logits[rows].float()
-        token[rows], token_logit[rows] = highest_token, highest = _best_token(chunk)
-        log_total[rows] = (chunk - highest[:, None]).exp_().sum(dim=-1).log_().add_(highest)
-        barred = (highest_token == forbidden_token).nonzero()[:, 0]
-        if barred.numel():
-            others = chunk[barred]
-            others[:, forbidden_token] = -torch.inf
-            token[rows][barred], token_logit[rows][barred] = _best_token(others)
-        if with_margin:
-            top2[rows] = chunk.topk(2, dim=-1).values
+        tiles[rows] = of_chunk = _tile_maxima(chunk)
+        p = torch.sub(chunk, of_chunk.amax(dim=-1, keepdim=True), out=exponentials[: chunk.shape[0]]).exp_()
+        totals[rows] = p.sum(dim=-1)
         if with_entropy:
-            p = (chunk - log_total[rows, None]).exp_()
+            p.div_(totals[rows, None])
             negative_entropy[rows] = (p + _ENTROPY_EPS).log_().mul_(p).sum(dim=-1)
-    return results
+    token, window = _best_token(logits, tiles)
+    token_logit = window.amax(dim=-1)
+    log_total = totals.log_().add_(token_logit)
+    if with_margin:
+        # The second largest is in the same tile, or the largest of its own.
+        largest = torch.cat(
+            (window.topk(min(2, window.shape[1])).values, tiles.topk(min(2, tiles.shape[1])).values[:, 1:]), 1
+        )
+        top2 = largest.topk(2).values
+    barred = (token == forbidden_token).nonzero()[:, 0]
+    if barred.numel():
+        others = logits[barred].float()
+        others[:, forbidden_token] = -torch.inf
+        token[barred], window = _best_token(others, _tile_maxima(others))
+        token_logit[barred] = window.amax(dim=-1)
+    return token, token_logit, log_total, negative_entropy, top2
 
 
 @token_statistics.register_kernel("cuda")
@@ -224,20 +236,30 @@ def token_statistics_reference(
     )
 
 
-def _best_token(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(argmax, maximum). The maxima of tiles first: they vectorise, where a maximum with its index does not."""
+def _tile_width(vocab_size: int) -> int:
+    return min(_TILE, vocab_size)
+
+
+def _tile_maxima(logits: torch.Tensor) -> torch.Tensor:
+    """The maximum of each run of ``_TILE`` columns ``[num_rows, tiles]``; the last run may be shorter."""
     vocab_size = logits.shape[1]
-    if vocab_size < 2 * _TILE:
-        best, token = logits.max(dim=-1)
-        return token, best
-    whole = vocab_size // _TILE * _TILE
-    tiles = logits[:, :whole].unflatten(1, (-1, _TILE)).amax(dim=-1)
-    if whole < vocab_size:
-        tiles = torch.cat((tiles, logits[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
+    width = _tile_width(vocab_size)
+    whole = vocab_size // width * width
+    tiles = logits[:, :whole].unflatten(1, (-1, width)).amax(dim=-1)
+    return tiles if whole == vocab_size else torch.cat((tiles, logits[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
+
+
+def _best_token(logits: torch.Tensor, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(argmax ``[num_rows]``, float32 ``[num_rows, _TILE]``: the logits around it), from the maxima of the tiles.
+
+    Maxima vectorise, where a maximum with its index does not.
+    """
+    vocab_size = logits.shape[1]
+    width = _tile_width(vocab_size)
     # The last tile may reach back into the one before, which holds nothing as large where it is not the first itself.
-    start = (tiles.max(dim=-1).indices * _TILE).clamp(max=vocab_size - _TILE)[:, None]
-    best, place = logits.gather(1, start + torch.arange(_TILE)).max(dim=-1)
-    return start[:, 0] + place, best
+    start = (tiles.argmax(dim=-1) * width).clamp(max=vocab_size - width)[:, None]
+    window = logits.gather(1, start + torch.arange(width)).float()
+    return start[:, 0] + window.argmax(dim=-1), window
 
 
 def _empty_results(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.page_memory import PageView
@@ -19,12 +20,11 @@ class BatchTables:
         held = [table for table in tables if table is not None]
         num_layers = held[0].shape[0] if held else 0
         widest = max((table.shape[1] for table in held), default=0)
-        device = batch.positions.device
-        self.tables = torch.zeros(num_layers, len(tables), widest, dtype=torch.int32, device=device)
+        none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.positions.device)
+        same = [none if table is None else table for table in tables]
+        same = [F.pad(table, (0, widest - table.shape[1])) if table.shape[1] < widest else table for table in same]
+        self.tables = torch.stack(same, dim=1)
         """``[num_layers, num_requests, most pages]``"""
-        for i, table in enumerate(tables):
-            if table is not None:
-                self.tables[:, i, : table.shape[1]] = table
 
     def slots(self, layer: int, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
         """Physical places, ``page · per_page + offset``, of items numbered in each request's table.

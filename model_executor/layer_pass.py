@@ -31,6 +31,9 @@ class LayerPass(ABC):
     """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
     rows predict a token."""
 
+    observes = False
+    """Whether the pass wants to be told what was predicted."""
+
     @abstractmethod
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows.
@@ -39,7 +42,7 @@ class LayerPass(ABC):
         """
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:  # noqa: B027
-        """Told what was predicted at masked positions of a request, before any of them is unmasked."""
+        """What was predicted at masked positions of a request, before any of them is unmasked."""
 
     def rows_computed(self, index: int, num_rows: int) -> int:
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""

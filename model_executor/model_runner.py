@@ -4,7 +4,6 @@ import itertools
 import math
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from dllm_engine.families import family_of
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
+from dllm_engine.model_executor.candidates import BatchCandidates, Candidates
+from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.checkpoint import check_safetensors
 from dllm_engine.model_executor.guide import Draft, Guide
 from dllm_engine.model_executor.guide_text import GuideReader, Retokenizer, SameTokens
@@ -30,13 +31,14 @@ from dllm_engine.model_executor.layer_profile import ProfilingPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.guided import select_guided
-from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, UnmaskingPolicy
+from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import model_end_tokens
+from dllm_engine.scheduler.decoding import DecodingSpec, Span
 from dllm_engine.scheduler.messages import (
     BlockState,
     DiffusionRunnerOutput,
@@ -50,19 +52,7 @@ from dllm_engine.scheduler.step_plan import RowRule, StepPlan
 
 logger = init_logger(__name__)
 
-
-@dataclass(frozen=True)
-class Candidates:
-    """The masked positions of one request that a step may fill."""
-
-    index: int
-    """Of the request in the batch."""
-    canvas: Canvas
-    plan: StepPlan
-    positions: torch.Tensor
-    """``[num_candidates]``, in the canvas."""
-    rows: torch.Tensor
-    """``[num_candidates]``: the batch rows that predict them."""
+_BY_MASK = (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST)
 
 
 class DiffusionModelRunner:
@@ -84,6 +74,7 @@ class DiffusionModelRunner:
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
         self.plan = REFRESH_PLANS[self.options.cache_method].plan
         self.canvases: dict[str, Canvas] = {}
+        self.store = CanvasStore(device)
         self.pages: PageMemory | None = None
         self.model_memory_usage = 0
         # vLLM's CPU worker reads it; there are none outside the page pool.
@@ -244,18 +235,21 @@ class DiffusionModelRunner:
         reports: dict[str, StepReport] = {}
         for of_batch in together:
             batch = self._build_batch(of_batch)
+            # Before the forward pass: a device that still computes would have to be waited for.
+            candidates = BatchCandidates.of(batch, self.store)
             layer_pass = self.make_layer_pass(batch, self.pages)
             hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-            reports |= self._report(batch, self._unmask(batch, hidden, layer_pass), layer_pass)
+            reports |= self._report(batch, self._unmask(candidates, hidden, layer_pass), layer_pass)
         return reports
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec
-        tokens = torch.full((spec.canvas_length,), self.mask_token_id, dtype=torch.int64, device=self.device)
-        tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
-        masked = torch.zeros(spec.canvas_length, dtype=torch.bool, device=self.device)
-        masked[spec.prompt_length :] = True
-        canvas = Canvas(spec, _signed_seed(request.seed), tokens, masked, masked_before=masked)
+        canvas = Canvas(spec, _signed_seed(request.seed), _sampling_settings(spec))
+        self.store.add(canvas, list(self.canvases.values()))
+        canvas.tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=self.device)
+        canvas.tokens[spec.prompt_length :] = self.mask_token_id
+        canvas.masked[: spec.prompt_length] = False
+        canvas.masked[spec.prompt_length :] = True
         if spec.num_logprobs is not None:
             shape = (spec.canvas_length, spec.num_logprobs)
             canvas.logprobs = TokenLogprobs(
@@ -275,124 +269,131 @@ class DiffusionModelRunner:
         return torch.tensor(padded, dtype=torch.int32, device=self.device)
 
     def _build_batch(self, plans: dict[str, StepPlan]) -> StepBatch:
-        positions = {request_id: self._positions(plan, self.canvases[request_id]) for request_id, plan in plans.items()}
+        spans = {request_id: _row_span(plan, self.canvases[request_id]) for request_id, plan in plans.items()}
         # Sequences of equal length side by side share one attention call.
-        ordered = sorted(plans, key=lambda request_id: (positions[request_id].numel(), plans[request_id].read))
+        ordered = sorted(plans, key=lambda request_id: (spans[request_id].size, plans[request_id].read))
+        in_order = [plans[request_id] for request_id in ordered]
         canvases = [self.canvases[request_id] for request_id in ordered]
-        of_rows = [positions[request_id] for request_id in ordered]
+        sizes = [spans[request_id].size for request_id in ordered]
+        requests, positions = ranges([spans[request_id].start for request_id in ordered], sizes, self.device)
+        if any(plan.rows in _BY_MASK for plan in in_order):
+            fed = self._fed(in_order, canvases, requests, positions)
+            requests, positions = requests[fed], positions[fed]
+            sizes = requests.bincount(minlength=len(ordered)).tolist()
+        starts = torch.tensor([canvas.start for canvas in canvases], device=self.device)
         return StepBatch(
             request_ids=ordered,
-            plans=[plans[request_id] for request_id in ordered],
+            plans=in_order,
             canvases=canvases,
-            cu_seqlens=list(itertools.accumulate((rows.numel() for rows in of_rows), initial=0)),
-            input_ids=torch.cat([canvas.tokens[rows] for canvas, rows in zip(canvases, of_rows, strict=True)]),
-            positions=torch.cat(of_rows),
+            cu_seqlens=list(itertools.accumulate(sizes, initial=0)),
+            input_ids=self.store.tokens[starts[requests] + positions],
+            positions=positions,
         )
 
-    def _positions(self, plan: StepPlan, canvas: Canvas) -> torch.Tensor:
-        """The canvas positions that a plan computes, ascending."""
-        if plan.rows in (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST):
-            was_masked = canvas.masked_before[slice(*plan.span)].nonzero()[:, 0] + plan.span.start
-            predicting = was_masked - 1 if canvas.spec.shifts_logits else was_masked
-            last = torch.arange(plan.span.stop - 1, plan.span.stop, device=self.device)
-            return torch.cat((predicting, last)) if plan.rows is RowRule.MASKED_BEFORE_AND_LAST else predicting
-        start = plan.span.start
-        if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
-            start = min(start, max(canvas.last_unmasked[0] - canvas.spec.shifts_logits, 0))
-        return torch.arange(start, plan.span.stop, device=self.device)
+    def _fed(
+        self, plans: list[StepPlan], canvases: list[Canvas], requests: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Which rows of the plans' spans are fed to the model, where masks decide; bool, one per row."""
+        was_masked = self.store.masked.clone()
+        last = [canvas.start + position for canvas in canvases for position in canvas.last_unmasked]
+        was_masked[torch.tensor(last, dtype=torch.int64, device=self.device)] = True
 
-    def _unmask(self, batch: StepBatch, hidden: torch.Tensor, layer_pass: LayerPass) -> list[list[int]]:
+        def per_row(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, device=self.device)[requests]
+
+        # The last row of a canvas predicts nothing with shifted logits: what follows in the store is another's.
+        predicted = positions + int(canvases[0].spec.shifts_logits)
+        stops = per_row([plan.span.stop for plan in plans])
+        places = per_row([canvas.start for canvas in canvases]) + predicted.minimum(stops - 1)
+        by_mask = was_masked[places] & (predicted < stops)
+        and_last = per_row([plan.rows is RowRule.MASKED_BEFORE_AND_LAST for plan in plans]) & (positions == stops - 1)
+        return by_mask | and_last | per_row([plan.rows not in _BY_MASK for plan in plans])
+
+    def _unmask(self, candidates: BatchCandidates, hidden: torch.Tensor, layer_pass: LayerPass) -> list[list[int]]:
         """Fill the positions each plan asks for; returns them, sorted, per request of the batch."""
-        for canvas in batch.canvases:
-            canvas.masked_before = canvas.masked.clone()
-        groups: dict[SamplingSettings, list[Candidates]] = defaultdict(list)
+        batch = candidates.batch
+        if layer_pass.finished is not None:
+            candidates = candidates.take(layer_pass.finished[candidates.rows].nonzero()[:, 0])
+        groups: dict[SamplingSettings, list[int]] = defaultdict(list)
+        for index in candidates.members:
+            groups[batch.canvases[index].settings].append(index)
         drafted: list[tuple[Candidates, TokenStatistics]] = []
         unmasked: list[list[int]] = [[] for _ in batch.plans]
-        for index in range(len(batch.plans)):
-            candidates = self._candidates(batch, index, layer_pass.finished)
-            if candidates is not None:
-                groups[_sampling_settings(candidates.canvas)].append(candidates)
-        for settings, group in groups.items():
-            for candidates, statistics in zip(group, self._predict(hidden, settings, group), strict=True):
-                if candidates.canvas.spec.delay_eos:
-                    statistics.held_back = _ends_too_early(candidates, statistics.token, self.end_tokens)
-                layer_pass.observe(candidates.index, candidates.positions, statistics)
-                if candidates.canvas.spec.guidance is not None:
-                    drafted.append((candidates, statistics))
-                else:
-                    unmasked[candidates.index] = _fill(candidates, statistics)
-                _record(candidates, statistics)
+        for settings, members in groups.items():
+            group = candidates.of_requests(members)
+            if not group.positions.numel():
+                continue
+            statistics = self._predict(hidden, settings, group)
+            if any(batch.canvases[index].spec.delay_eos for index in members):
+                statistics.held_back = self._held_back(group, statistics.token)
+            if layer_pass.observes or any(_is_watched(batch.canvases[index]) for index in members):
+                for of_request, its_statistics in group.split(statistics):
+                    layer_pass.observe(of_request.index, of_request.positions, its_statistics)
+                    _record(of_request, its_statistics)
+                    if of_request.canvas.spec.guidance is not None:
+                        drafted.append((of_request, its_statistics))
+            for index, position in self._fill(group, statistics):
+                unmasked[index].append(position)
         if drafted:
-            for (candidates, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
-                unmasked[candidates.index] = filled
+            for (of_request, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
+                unmasked[of_request.index] = filled
         for canvas, positions in zip(batch.canvases, unmasked, strict=True):
             canvas.last_unmasked = positions
         return unmasked
 
-    def _candidates(self, batch: StepBatch, index: int, finished: torch.Tensor | None = None) -> Candidates | None:
-        plan, canvas = batch.plans[index], batch.canvases[index]
-        counted = plan.quota.parallel is None and not _policy(canvas).draws_each_position
-        if counted and plan.quota.count == 0:
-            return None
-        first, stop = plan.quota.candidates
-        positions = canvas.masked[first:stop].nonzero()[:, 0] + first
-        if not positions.numel():
-            return None
-        predicting = (positions - 1).clamp(min=0) if canvas.spec.shifts_logits else positions
-        rows = batch.rows(index)
-        if plan.rows is RowRule.ALL:
-            # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
-            places = (predicting - plan.span.start).clamp(min=0)
-        else:
-            computed = batch.positions[rows]
-            places = torch.searchsorted(computed, predicting).clamp(max=computed.numel() - 1)
-            predicted = computed[places] == predicting
-            positions, places = positions[predicted], places[predicted]
-        if finished is not None:
-            predicted = finished[rows][places]
-            positions, places = positions[predicted], places[predicted]
-        return Candidates(index, canvas, plan, positions, places + rows.start) if positions.numel() else None
+    def _predict(self, hidden: torch.Tensor, settings: SamplingSettings, group: BatchCandidates) -> TokenStatistics:
+        """Statistics of the candidates, in one pass through the head."""
+        canvases = [group.batch.canvases[index] for index in group.members]
+        policies = [UNMASKING_POLICIES[name] for name in {canvas.spec.unmasking for canvas in canvases}]
+        needs_noise = any(policy.needs_noise for policy in policies)
+        counters = None
+        if needs_noise or settings.temperature > 0:
 
-    def _predict(
-        self, hidden: torch.Tensor, settings: SamplingSettings, group: list[Candidates]
-    ) -> list[TokenStatistics]:
-        """Statistics of each request's candidates; one pass through the head for all of them."""
-        sizes = [c.positions.numel() for c in group]
+            def per_candidate(values: list[int]) -> torch.Tensor:
+                return torch.tensor(values, device=self.device)[group.requests]
 
-        def per_row(values: list[int]) -> torch.Tensor:
-            repeats = torch.tensor(sizes, device=self.device)
-            return torch.tensor(values, dtype=torch.int64, device=self.device).repeat_interleave(repeats)
-
-        counters = Counters(
-            seeds=per_row([c.canvas.seed for c in group]),
-            forwards=per_row([c.plan.forward for c in group]),
-            positions=torch.cat([c.positions for c in group]),
-        )
-        num_logprobs = [c.canvas.spec.num_logprobs for c in group if c.canvas.spec.num_logprobs is not None]
+            counters = Counters(
+                per_candidate([canvas.seed for canvas in group.batch.canvases]),
+                per_candidate([plan.forward for plan in group.batch.plans]),
+                group.positions,
+            )
+        num_logprobs = [canvas.spec.num_logprobs for canvas in canvases if canvas.spec.num_logprobs is not None]
         statistics = self.predictor.predict(
-            hidden[torch.cat([c.rows for c in group])],
+            hidden[group.rows],
             settings,
             counters,
-            with_entropy=any(_policy(c.canvas).needs_entropy for c in group),
-            with_margin=any(_policy(c.canvas).needs_margin for c in group),
+            with_entropy=any(policy.needs_entropy for policy in policies),
+            with_margin=any(policy.needs_margin for policy in policies),
             num_logprobs=max(num_logprobs, default=None),
         )
-        if any(_policy(c.canvas).needs_noise for c in group):
+        if needs_noise and counters is not None:
             statistics.noise = uniform(
                 counters.seeds, counters.forwards, counters.positions, torch.full_like(counters.positions, NO_TOKEN)
             )
-        split = [
-            parts.split(sizes) if parts is not None else [None] * len(sizes)
-            for parts in (
-                statistics.token,
-                statistics.probability,
-                statistics.negative_entropy,
-                statistics.margin,
-                statistics.noise,
-            )
-        ]
-        split.append(_split_logprobs(statistics.logprobs, sizes))
-        return [TokenStatistics(*parts) for parts in zip(*split, strict=True)]
+        return statistics
+
+    def _held_back(self, group: BatchCandidates, tokens: torch.Tensor) -> torch.Tensor:
+        """Predicted end tokens after a masked position, while the response has none, where the request delays them;
+        bool ``[num_candidates]``."""
+        canvases = group.batch.canvases
+        delays = [canvas.spec.delay_eos for canvas in canvases]
+        starts = [canvas.start + canvas.spec.prompt_length for canvas in canvases]
+        sizes = [canvas.spec.gen_length * delayed for canvas, delayed in zip(canvases, delays, strict=True)]
+        owners, places = ranges(starts, sizes, self.device)
+        ends = torch.isin(self.store.tokens[places], self.end_tokens)
+        num_ends = torch.zeros(len(canvases), dtype=torch.int64, device=self.device).index_add_(0, owners, ends.long())
+        delayed = torch.tensor(delays, device=self.device) & (num_ends == 0)
+        after_mask = self.store.masked[group.places - 1]
+        return torch.isin(tokens, self.end_tokens) & after_mask & delayed[group.requests]
+
+    def _fill(self, group: BatchCandidates, statistics: TokenStatistics) -> list[tuple[int, int]]:
+        """Unmask the plans' quotas of the candidates; returns them as (number in the batch, position), sorted."""
+        chosen = group.choose(statistics)
+        self.store.tokens[group.places] = torch.where(chosen, statistics.token, self.mask_token_id)
+        self.store.masked[group.places] = ~chosen
+        requests, positions, filled = torch.stack((group.requests, group.positions, chosen.long())).cpu()
+        kept = filled.bool()
+        return list(zip(requests[kept].tolist(), positions[kept].tolist(), strict=True))
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[list[int]]:
         """Unmask what the guide lets pass of each request's draft; returns the positions, sorted, per request."""
@@ -426,11 +427,14 @@ class DiffusionModelRunner:
 
     def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> dict[str, StepReport]:
         reports = {}
-        for index, (request_id, plan, canvas) in enumerate(
-            zip(batch.request_ids, batch.plans, batch.canvases, strict=True)
+        starts = [canvas.start + plan.block.start for canvas, plan in zip(batch.canvases, batch.plans, strict=True)]
+        owners, places = ranges(starts, [plan.block.size for plan in batch.plans], self.device)
+        num_masked = torch.zeros(len(starts), dtype=torch.int64, device=self.device)
+        num_masked.index_add_(0, owners, self.store.masked[places].long())
+        for index, (request_id, plan, canvas, left) in enumerate(
+            zip(batch.request_ids, batch.plans, batch.canvases, num_masked.tolist(), strict=True)
         ):
-            block = slice(*plan.block)
-            done = not canvas.masked[block].any()
+            block, done = slice(*plan.block), left == 0
             reports[request_id] = StepReport(
                 rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
                 num_unmasked=len(unmasked[index]),
@@ -468,13 +472,6 @@ def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
     kept.top[positions] = made.top[:, :wanted]
 
 
-def _split_logprobs(logprobs: TokenLogprobs | None, sizes: list[int]) -> list[TokenLogprobs | None]:
-    if logprobs is None:
-        return [None] * len(sizes)
-    parts = (logprobs.token, logprobs.rank, logprobs.top_tokens, logprobs.top)
-    return [TokenLogprobs(*of_request) for of_request in zip(*(part.split(sizes) for part in parts), strict=True)]
-
-
 def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
     """In vLLM's form: the committed token first, then the likeliest ones."""
     kept = canvas.logprobs
@@ -494,8 +491,17 @@ def _block_state(canvas: Canvas, block: slice) -> BlockState:
     )
 
 
-def _policy(canvas: Canvas) -> UnmaskingPolicy:
-    return UNMASKING_POLICIES[canvas.spec.unmasking]
+def _row_span(plan: StepPlan, canvas: Canvas) -> Span:
+    """The canvas positions that a plan's rows are chosen from; all of them, unless masks decide."""
+    if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
+        first = max(canvas.last_unmasked[0] - canvas.spec.shifts_logits, 0)
+        return Span(min(plan.span.start, first), plan.span.stop)
+    return plan.span
+
+
+def _is_watched(canvas: Canvas) -> bool:
+    """Whether more is wanted of a request's predictions than to unmask the best of them."""
+    return canvas.confidences is not None or canvas.logprobs is not None or canvas.spec.guidance is not None
 
 
 def _signed_seed(seed: int) -> int:
@@ -504,43 +510,11 @@ def _signed_seed(seed: int) -> int:
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
-def _sampling_settings(canvas: Canvas) -> SamplingSettings:
+def _sampling_settings(spec: DecodingSpec) -> SamplingSettings:
     """Settings of a request; those that make no difference are equal, so that such requests share the head."""
-    spec = canvas.spec
     greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
-    tempered = _policy(canvas).tempered and not greedy_unfiltered
+    tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
     if spec.temperature == 0 and not tempered:
         # The most likely token survives every filter.
         return SamplingSettings(0.0, 1.0, 0, False)
     return SamplingSettings(spec.temperature, spec.top_p, spec.top_k, tempered)
-
-
-def _ends_too_early(candidates: Candidates, tokens: torch.Tensor, end_tokens: torch.Tensor) -> torch.Tensor:
-    """Predicted end tokens after a masked position, while the response has none; ``[num_candidates]`` bool."""
-    canvas = candidates.canvas
-    ended = torch.isin(canvas.tokens[canvas.spec.prompt_length :], end_tokens).any()
-    after_mask = canvas.masked[(candidates.positions - 1).clamp(min=0)]
-    return torch.isin(tokens, end_tokens) & after_mask & ~ended
-
-
-def _fill(candidates: Candidates, statistics: TokenStatistics) -> list[int]:
-    """Unmask the plan's quota of the candidates in their canvas; returns the positions, sorted."""
-    canvas, quota = candidates.canvas, candidates.plan.quota
-    allowed = None if statistics.held_back is None else (~statistics.held_back).nonzero()[:, 0]
-    confidence = _policy(canvas).confidence(statistics)
-    if allowed is not None:
-        confidence = confidence[allowed]
-    if not confidence.numel():
-        return []
-    if quota.parallel is not None:
-        chosen = PARALLEL_RULES[quota.parallel.kind].select(confidence, quota.parallel.value)
-    elif _policy(canvas).draws_each_position:
-        chosen = (confidence < quota.ratio).nonzero()[:, 0]
-    else:
-        chosen = confidence.topk(min(quota.count, confidence.numel())).indices
-    if allowed is not None:
-        chosen = allowed[chosen]
-    positions = candidates.positions[chosen]
-    canvas.tokens[positions] = statistics.token[chosen]
-    canvas.masked[positions] = False
-    return sorted(positions.tolist())

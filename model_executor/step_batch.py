@@ -1,10 +1,13 @@
 """The rows of one forward pass: all scheduled requests, flattened."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.unmasking.policy import TokenLogprobs
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
@@ -18,12 +21,13 @@ class Canvas:
     spec: DecodingSpec
     seed: int
     """Key of its random numbers, as the int64 of the same bits."""
-    tokens: torch.Tensor
+    settings: SamplingSettings
+    start: int = field(init=False)
+    """Of its part of the ``CanvasStore``, whose views these two are:"""
+    tokens: torch.Tensor = field(init=False)
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
-    masked: torch.Tensor
+    masked: torch.Tensor = field(init=False)
     """``[canvas_length]`` bool."""
-    masked_before: torch.Tensor
-    """``masked`` as it was when the last step began."""
     last_unmasked: list[int] = field(default_factory=list)
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
@@ -62,4 +66,16 @@ class StepBatch:
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
         sizes = torch.tensor([self.num_rows(i) for i in range(len(self.canvases))], device=self.positions.device)
-        return torch.arange(len(self.canvases), device=self.positions.device).repeat_interleave(sizes)
+        requests = torch.arange(len(self.canvases), device=self.positions.device)
+        return requests.repeat_interleave(sizes, output_size=self.cu_seqlens[-1])
+
+
+def ranges(starts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranges of integers end to end: the number of the range that each belongs to, and the integers; int64 each."""
+    before = accumulate(sizes, initial=0)
+    shifts = [start - first for start, first in zip(starts, before, strict=False)]
+    of_ranges = torch.tensor([sizes, shifts], dtype=torch.int64, device=device)
+    # Without the length of the result a device would have to be asked for it.
+    total = sum(sizes)
+    owners = torch.arange(len(sizes), device=device).repeat_interleave(of_ranges[0], output_size=total)
+    return owners, torch.arange(total, device=device) + of_ranges[1, owners]

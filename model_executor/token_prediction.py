@@ -67,7 +67,7 @@ class TokenPredictor:
         self,
         hidden: torch.Tensor,
         settings: SamplingSettings,
-        counters: Counters,
+        counters: Counters | None,
         with_entropy: bool,
         with_margin: bool,
         num_logprobs: int | None = None,
@@ -76,13 +76,14 @@ class TokenPredictor:
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
         argmax of logits + T · Gumbel noise. ``num_logprobs`` is how many of the likeliest tokens get log-probabilities
-        beside the predicted one; None: not even that.
+        beside the predicted one; None: not even that. ``counters`` are needed for sampling alone.
         """
         chunks = []
         for start in range(0, hidden.shape[0], self.max_rows):
             rows = slice(start, start + self.max_rows)
             shard = self.compute_logits(hidden[rows])
-            chunks.append(self._reduce(shard, settings, counters.rows(rows), with_entropy, with_margin, num_logprobs))
+            of_rows = None if counters is None else counters.rows(rows)
+            chunks.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs))
         return TokenStatistics(
             token=torch.cat([c.token for c in chunks]),
             probability=torch.cat([c.probability for c in chunks]),
@@ -116,7 +117,7 @@ class TokenPredictor:
         self,
         shard: VocabularyShard,
         settings: SamplingSettings,
-        counters: Counters,
+        counters: Counters | None,
         with_entropy: bool,
         with_margin: bool,
         num_logprobs: int | None,
@@ -138,6 +139,7 @@ class TokenPredictor:
         )
         best = token_logit
         if settings.temperature > 0:
+            assert counters is not None
             best, token = _draw(drawn_from, counters, first_token, mask_column)
             token_logit = measured.gather(-1, token[:, None])[:, 0].float()
         winner = plain = None

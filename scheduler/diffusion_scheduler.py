@@ -297,12 +297,16 @@ class DiffusionScheduler(SchedulerInterface):
         outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         finished: set[Request] = set()
         if isinstance(model_runner_output, DiffusionRunnerOutput):
+            assert isinstance(scheduler_output, DiffusionSchedulerOutput)
             self._stats.engine_steps += len(model_runner_output.reports)
+            plans = dict(scheduler_output.plans)
             for request_id, report in itertools.chain.from_iterable(r.items() for r in model_runner_output.reports):
                 state = self.states.get(request_id)
                 if state is None:  # aborted while the step ran
                     continue
-                output = self._account(state, report)
+                # The steps after the first were planned by the runner.
+                plan = plans.pop(request_id, None) or self.plan(state.spec, state.progress)
+                output = self._account(state, plan, report)
                 if output is not None:
                     outputs[state.request.client_index].append(output)
                 if state.request.is_finished():
@@ -323,12 +327,11 @@ class DiffusionScheduler(SchedulerInterface):
         self._rejected.clear()
         return self._per_client(outputs)
 
-    def _account(self, state: RequestState, report: StepReport) -> EngineCoreOutput | None:
+    def _account(self, state: RequestState, plan: StepPlan, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did to a request; returns what its client gets to see."""
         if report.kv_slots is not None:
             self._settle_pages(state, report.kv_slots)
         progress, spec = state.progress, state.spec
-        plan = self.plan(spec, progress)
         self._stats.add_step(plan, spec, report.num_unmasked, report.rows_computed)
         shown = provisional_message(spec, progress, report.block_state) if report.block_state is not None else {}
         if plan.state is RefreshState.UPDATE:

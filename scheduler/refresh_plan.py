@@ -32,11 +32,9 @@ def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Fast-dLLM's prefix cache: a block's first step keeps what lies before it, the others compute all from it on."""
     retained = retained_prefix(spec, progress.block)
     if progress.step == 0:
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
-        return replace(plan, retained=retained)
-    block = spec.block_span(progress.block)
-    plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(block.start, spec.canvas_length))
-    return replace(plan, read=retained, retained=retained)
+        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=retained)
+    span = Span(spec.block_span(progress.block).start, spec.canvas_length)
+    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=retained, retained=retained)
 
 
 def plan_dual(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -54,10 +52,9 @@ def _plan_eviction(spec: DecodingSpec, progress: Progress, update_step: int, ret
     if progress.step < update_step:
         return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span)
     if progress.step == update_step:
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
-        return replace(plan, retained=retained)
-    plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, spec.block_span(progress.block))
-    return replace(plan, read=retained, retained=retained)
+        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=retained)
+    span = spec.block_span(progress.block)
+    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=retained, retained=retained)
 
 
 def plan_dkv(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -205,14 +202,13 @@ def plan_freecache(spec: DecodingSpec, progress: Progress) -> StepPlan:
     block, clean = spec.block_span(progress.block), retained_prefix(spec, progress.block)
     stop = spec.canvas_length if options.include_suffix else block.stop
     if progress.step > 0:
-        plan = step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(block.start, stop))
-        return replace(plan, read=clean, retained=clean)
+        span = Span(block.start, stop)
+        return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=clean, retained=clean)
     if progress.block == 0:
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
-        return replace(plan, retained=clean)
+        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=clean)
     clean_before = retained_prefix(spec, progress.block - 1)
-    plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, Span(clean_before, stop))
-    return replace(plan, read=clean_before, retained=clean)
+    span = Span(clean_before, stop)
+    return step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, span, read=clean_before, retained=clean)
 
 
 def live_start(spec: DecodingSpec) -> int:

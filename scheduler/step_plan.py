@@ -126,7 +126,15 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> U
 
 
 def step_plan(
-    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, block_alone: bool = True
+    spec: DecodingSpec,
+    progress: Progress,
+    state: RefreshState,
+    scope: Scope,
+    span: Span,
+    *,
+    block_alone: bool = True,
+    read: int = 0,
+    retained: int = 0,
 ) -> StepPlan:
     """A step that computes all rows of ``span``; ``block_alone`` as in ``unmask_quota``."""
     return StepPlan(
@@ -138,4 +146,6 @@ def step_plan(
         block=spec.block_span(progress.block),
         quota=unmask_quota(spec, progress, block_alone),
         forward=progress.num_forwards,
+        read=read,
+        retained=retained,
     )

@@ -183,10 +183,11 @@ class PlainCanvas:
         predicting = (positions - 1).clamp(min=first_row) if self.spec.shifts_logits else positions
         statistics = self._statistics(self.model.logits(hidden[predicting - first_row]))
         confidence = UNMASKING_POLICIES[self.spec.unmasking].confidence(statistics)
+        ordered, order = confidence.sort(descending=True, stable=True)
         if quota.parallel is not None:
-            chosen = PARALLEL_RULES[quota.parallel.kind].select(confidence, quota.parallel.value)
+            chosen = order[PARALLEL_RULES[quota.parallel.kind].passes(ordered, quota.parallel.value)]
         else:
-            chosen = confidence.topk(min(quota.count, confidence.numel())).indices
+            chosen = order[: quota.count]
         self.tokens[positions[chosen]] = statistics.token[chosen]
         return chosen.numel()
 

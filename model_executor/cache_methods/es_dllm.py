@@ -85,6 +85,8 @@ class Cut:
 class EarlySkipPass(LayerPass):
     """Writes the K/V of every row a layer computes to its position, attends to the canvas as kept, and drops rows."""
 
+    observes = True
+
     def __init__(self, batch: StepBatch, pages: PageMemory, options: ESDLLMOptions) -> None:
         self.batch, self.pages, self.options = batch, pages, options
         device = batch.positions.device

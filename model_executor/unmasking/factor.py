@@ -5,14 +5,13 @@ import torch
 from dllm_engine.model_executor.unmasking.parallel import ParallelUnmasking
 
 
-def select_by_factor(confidence: torch.Tensor, value: float) -> torch.Tensor:
-    """The n most confident positions, n the largest with (n + 1) · (1 − the n-th confidence) < ``value``, or one."""
-    ordered, order = confidence.sort(descending=True, stable=True)
-    numbers = torch.arange(1, ordered.numel() + 1, device=ordered.device)
+def surer_the_more(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """The n most confident ones, n the largest with (n + 1) · (1 − the n-th confidence) < ``value``, or one."""
+    numbers = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
     # Both factors grow with n, so those that pass come first.
     passes = (numbers + 1) * (1 - ordered) < value
-    passes[0] = True
-    return order[passes]
+    passes[..., 0] = True
+    return passes
 
 
-FACTOR = ParallelUnmasking("factor", measures="probability", select=select_by_factor)
+FACTOR = ParallelUnmasking("factor", measures="probability", passes=surer_the_more)

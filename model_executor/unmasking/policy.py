@@ -23,6 +23,10 @@ class TokenLogprobs:
     top: torch.Tensor
     """``[num_rows, num_logprobs]`` float32: theirs."""
 
+    def split(self, sizes: list[int]) -> list["TokenLogprobs"]:
+        """Of so many rows each."""
+        return [TokenLogprobs(*parts) for parts in zip(*(x.split(sizes) for x in vars(self).values()), strict=True)]
+
 
 @dataclass
 class TokenStatistics:
@@ -41,7 +45,12 @@ class TokenStatistics:
     logprobs: TokenLogprobs | None = None
     """None where no request of the batch asks."""
     held_back: torch.Tensor | None = None
-    """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where the request allows them."""
+    """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where every request allows them."""
+
+    def split(self, sizes: list[int]) -> list["TokenStatistics"]:
+        """Of so many rows each."""
+        columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in vars(self).values()]
+        return [TokenStatistics(*parts) for parts in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,22 @@ import torch
 from dllm_engine.model_executor.unmasking.parallel import ParallelUnmasking
 
 
-def select_reaching(confidence: torch.Tensor, value: float) -> torch.Tensor:
-    """All positions at least as confident as ``value``, and always the most confident one."""
-    reaching = confidence >= value
-    reaching[confidence.argmax()] = True
-    return reaching.nonzero()[:, 0]
+def reaching(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """All at least as confident as ``value``, and always the most confident one."""
+    passes = ordered >= value
+    passes[..., 0] = True
+    return passes
 
 
-def select_exceeding(confidence: torch.Tensor, value: float) -> torch.Tensor:
-    """All positions more confident than ``value``, and always the most confident one."""
-    exceeding = confidence > value
-    exceeding[confidence.argmax()] = True
-    return exceeding.nonzero()[:, 0]
+def exceeding(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """All more confident than ``value``, and always the most confident one."""
+    passes = ordered > value
+    passes[..., 0] = True
+    return passes
 
 
 # Fast-dLLM's Dream sampler takes a threshold with every policy and ignores it with most.
-THRESHOLD = ParallelUnmasking("threshold", measures="probability", select=select_reaching, else_counted=True)
+THRESHOLD = ParallelUnmasking("threshold", measures="probability", passes=reaching, else_counted=True)
 EXCEEDED_THRESHOLD = ParallelUnmasking(
-    "exceeded_threshold", measures="probability", select=select_exceeding, else_counted=True
+    "exceeded_threshold", measures="probability", passes=exceeding, else_counted=True
 )

@@ -1,14 +1,18 @@
 """How the runner lays out a batch and finds the rows that predict each masked position; no model involved."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.refresh_plan import plan_none
+from dllm_engine.scheduler.step_plan import RowRule
 
 MASK = 99
 
@@ -18,6 +22,7 @@ def make_runner(*, shifts_logits: bool) -> DiffusionModelRunner:
     runner.device, runner.mask_token_id = torch.device("cpu"), MASK
     runner.model = SimpleNamespace(layers=[None, None])
     runner.canvases, runner.shifts_logits = {}, shifts_logits
+    runner.store = CanvasStore(runner.device)
     return runner
 
 
@@ -64,16 +69,46 @@ def test_candidates_are_the_masked_positions_of_the_block(shifts_logits, block, 
     runner = make_runner(shifts_logits=shifts_logits)
     plans = {"other": add(runner, "other", [1], gen_length=4), "a": add(runner, "a", [5, 6, 7], block=block)}
     batch = runner._build_batch(plans)
-    candidates = runner._candidates(batch, batch.request_ids.index("a"))
-    assert candidates.positions.tolist() == expected
+    candidates = BatchCandidates.of(batch, runner.store)
+    assert candidates.requests.tolist() == [0] * 4 + [1] * len(expected)
+    assert candidates.positions.tolist() == [1, 2, 3, 4, *expected]
     # Behind the 5 rows of the other request; Dream's are predicted by the row before.
-    assert candidates.rows.tolist() == [p + 5 - shifts_logits for p in expected]
+    assert candidates.rows.tolist() == [p - shifts_logits for p in [1, 2, 3, 4, *(p + 5 for p in expected)]]
+    assert runner.store.masked[candidates.places].all()
 
 
 def test_positions_already_filled_are_no_candidates():
     runner = make_runner(shifts_logits=False)
     batch = runner._build_batch({"a": add(runner, "a", [5, 6, 7])})
     runner.canvases["a"].masked[[3, 5]] = False
-    assert runner._candidates(batch, 0).positions.tolist() == [4, 6]
+    assert BatchCandidates.of(batch, runner.store).positions.tolist() == [4, 6]
     runner.canvases["a"].masked[:7] = False
-    assert runner._candidates(batch, 0) is None, "later blocks wait for their turn"
+    assert not BatchCandidates.of(batch, runner.store).positions.numel(), "later blocks wait for their turn"
+
+
+@pytest.mark.parametrize("shifts_logits", [False, True])
+@pytest.mark.parametrize("and_last", [False, True])
+def test_rows_that_masks_decide_are_what_was_masked_before_the_last_step(shifts_logits, and_last):
+    runner = make_runner(shifts_logits=shifts_logits)
+    rule = RowRule.MASKED_BEFORE_AND_LAST if and_last else RowRule.MASKED_BEFORE
+    plans = {
+        "before": add(runner, "before", [1, 2], gen_length=4),
+        "a": replace(add(runner, "a", [5, 6, 7]), rows=rule),
+        "after": add(runner, "after", [3] * 20, gen_length=4),
+    }
+    canvas = runner.canvases["a"]
+    canvas.tokens[[4, 6]], canvas.masked[[4, 6]] = 50, False
+    canvas.last_unmasked = [6]
+    batch = runner._build_batch(plans)
+    assert batch.request_ids == ["before", "a", "after"]
+    predicting = [p - shifts_logits for p in (3, 5, 6, 7, 8, 9, 10, 11)]
+    expected = sorted({*predicting, 11} if and_last else {*predicting})
+    assert batch.positions[batch.rows(1)].tolist() == expected
+    assert batch.input_ids[batch.rows(1)].tolist() == canvas.tokens[expected].tolist()
+    assert [batch.num_rows(0), batch.num_rows(2)] == [6, 24]
+    # What was filled already is predicted by none of them, or by a row that is no longer asked.
+    candidates = BatchCandidates.of(batch, runner.store)
+    mine = candidates.requests == 1
+    assert candidates.positions[mine].tolist() == [3, 5]
+    rows = candidates.rows[mine] - batch.rows(1).start
+    assert [expected[row] for row in rows] == [p - shifts_logits for p in (3, 5)]

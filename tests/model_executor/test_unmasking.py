@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from dllm_engine.model_executor.model_runner import Candidates, Canvas, _fill, _sampling_settings
+from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.model_runner import DiffusionModelRunner, _sampling_settings
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics
@@ -29,21 +32,45 @@ ORDERS = {
 }
 
 
-def canvas_of(unmasking: str, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> Canvas:
-    spec = DecodingSpec(4, 10, 5, 10, "uniform", unmasking, temperature, top_p, top_k)
-    tokens = torch.full((14,), MASK)
-    tokens[:4], tokens[6] = 1, 60
-    return Canvas(spec, seed=0, tokens=tokens, masked=tokens == MASK, masked_before=tokens == MASK)
+def spec_of(unmasking: str, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> DecodingSpec:
+    return DecodingSpec(4, 10, 5, 10, "uniform", unmasking, temperature, top_p, top_k)
 
 
-def fill(
-    unmasking: str, count: int, ratio: float = 0.5, parallel: ParallelRule | None = None
-) -> tuple[Canvas, list[int]]:
-    canvas = canvas_of(unmasking)
-    quota = UnmaskQuota(BLOCK, count, ratio, parallel)
-    plan = StepPlan(RefreshState.FULL, Scope.ALL, RowRule.ALL, Span(0, 14), 14, BLOCK, quota, 0)
-    positions = torch.tensor([4, 5, 7, 8])
-    return canvas, _fill(Candidates(0, canvas, plan, positions, positions), STATISTICS)
+def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | None = None) -> list:
+    """(canvas, positions filled) of each (policy, quota), all in one batch; every request has the same statistics."""
+    runner = object.__new__(DiffusionModelRunner)
+    runner.mask_token_id, runner.store = MASK, CanvasStore(torch.device("cpu"))
+    canvases, plans = [], []
+    for unmasking, quota in requests:
+        spec = spec_of(unmasking)
+        canvas = Canvas(spec, seed=0, settings=_sampling_settings(spec))
+        runner.store.add(canvas, canvases)
+        canvas.tokens[:] = MASK
+        canvas.tokens[:4], canvas.tokens[6] = 1, 60
+        canvas.masked[:] = canvas.tokens == MASK
+        canvases.append(canvas)
+        plans.append(StepPlan(RefreshState.FULL, Scope.ALL, RowRule.ALL, Span(0, 14), 14, BLOCK, quota, 0))
+    batch = StepBatch(
+        [*"abc"[: len(plans)]],
+        plans,
+        canvases,
+        [14 * i for i in range(len(plans) + 1)],
+        runner.store.tokens,
+        torch.arange(14).repeat(len(plans)),
+    )
+    candidates = BatchCandidates.of(batch, runner.store)
+    filled: list[list[int]] = [[] for _ in plans]
+    repeated = {name: torch.cat([x] * len(plans)) for name, x in vars(STATISTICS).items() if x is not None}
+    if held_back is not None:
+        repeated["held_back"] = torch.tensor(held_back * len(plans))
+    for index, position in runner._fill(candidates, TokenStatistics(**repeated)):
+        filled[index].append(position)
+    return list(zip(canvases, filled, strict=True))
+
+
+def fill(unmasking: str, count: int, ratio: float = 0.5, parallel: ParallelRule | None = None):
+    (one,) = fill_together((unmasking, UnmaskQuota(BLOCK, count, ratio, parallel)))
+    return one
 
 
 @pytest.mark.parametrize("unmasking", ORDERS)
@@ -58,6 +85,30 @@ def test_most_confident_positions_are_filled_with_their_tokens(unmasking, count)
 
 def test_count_beyond_the_candidates_fills_all():
     assert fill("low_confidence", 10)[1] == [4, 5, 7, 8]
+
+
+def test_requests_of_a_batch_keep_to_their_own_policies_and_quotas():
+    by_threshold = UnmaskQuota(BLOCK, 1, 0.5, ParallelRule("threshold", 0.4))
+    by_chance = UnmaskQuota(BLOCK, 1, 0.65)
+    together = fill_together(
+        ("low_confidence", by_threshold), ("origin", by_chance), ("low_confidence", UnmaskQuota(BLOCK, 3, 0.5))
+    )
+    assert [filled for _, filled in together] == [[4, 8], [5, 7], [4, 7, 8]]
+    for canvas, filled in together:
+        assert canvas.tokens.tolist()[4:9] == [p * 10 if p in [*filled, 6] else MASK for p in range(4, 9)]
+        assert canvas.tokens.tolist()[:4] == [1] * 4
+
+
+def test_what_is_held_back_is_not_filled():
+    quota = UnmaskQuota(BLOCK, 2, 0.5)
+    held_back = [True, False, False, True]
+    threshold = UnmaskQuota(BLOCK, 2, 0.5, ParallelRule("threshold", 0.1))
+    together = fill_together(
+        ("low_confidence", quota), ("entropy", quota), ("low_confidence", threshold), held_back=held_back
+    )
+    assert [filled for _, filled in together] == [[5, 7]] * 3
+    (nothing,) = fill_together(("low_confidence", threshold), held_back=[True] * 4)
+    assert nothing[1] == []
 
 
 @pytest.mark.parametrize(("ratio", "expected"), [(0.05, []), (0.5, [7]), (0.65, [5, 7]), (1.0, [4, 5, 7, 8])])
@@ -102,16 +153,16 @@ def test_every_policy_is_found_by_its_name_and_says_what_it_needs():
 
 
 @pytest.mark.parametrize(
-    ("canvas", "expected"),
+    ("spec", "expected"),
     [
-        (canvas_of("low_confidence"), SamplingSettings(0.0, 1.0, 0, False)),
+        (spec_of("low_confidence"), SamplingSettings(0.0, 1.0, 0, False)),
         # The most likely token survives the filters, and LLaDA's confidence is of the plain softmax.
-        (canvas_of("low_confidence", top_p=0.9, top_k=5), SamplingSettings(0.0, 1.0, 0, False)),
-        (canvas_of("low_confidence", 0.7, 0.9, 5), SamplingSettings(0.7, 0.9, 5, False)),
-        (canvas_of("entropy"), SamplingSettings(0.0, 1.0, 0, False)),
-        (canvas_of("entropy", top_k=5), SamplingSettings(0.0, 1.0, 5, True)),
-        (canvas_of("entropy", 0.7), SamplingSettings(0.7, 1.0, 0, True)),
+        (spec_of("low_confidence", top_p=0.9, top_k=5), SamplingSettings(0.0, 1.0, 0, False)),
+        (spec_of("low_confidence", 0.7, 0.9, 5), SamplingSettings(0.7, 0.9, 5, False)),
+        (spec_of("entropy"), SamplingSettings(0.0, 1.0, 0, False)),
+        (spec_of("entropy", top_k=5), SamplingSettings(0.0, 1.0, 5, True)),
+        (spec_of("entropy", 0.7), SamplingSettings(0.7, 1.0, 0, True)),
     ],
 )
-def test_settings_that_make_no_difference_are_shared(canvas, expected):
-    assert _sampling_settings(canvas) == expected
+def test_settings_that_make_no_difference_are_shared(spec, expected):
+    assert _sampling_settings(spec) == expected

@@ -87,7 +87,8 @@ def test_dream_feeds_the_rows_before_those_it_predicts():
 def test_a_threshold_must_be_exceeded():
     request = replace(spec(), parallel=ParallelRule("threshold", 0.9))
     assert {plan.quota.parallel for plan in plans_of(request, (3, 2, 1))} == {ParallelRule("exceeded_threshold", 0.9)}
-    assert PARALLEL_RULES["exceeded_threshold"].select(torch.tensor([0.5, 0.75, 0.875]), 0.75).tolist() == [2]
+    exceeded = PARALLEL_RULES["exceeded_threshold"].passes(torch.tensor([0.875, 0.75, 0.5]), 0.75)
+    assert exceeded.tolist() == [True, False, False]
 
 
 def test_without_an_indicator_no_row_is_skipped_and_blocks_begin_with_the_whole_canvas():

@@ -1,0 +1,138 @@
+"""The masked positions that a step may fill."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
+from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.policy import TokenStatistics
+from dllm_engine.model_executor.unmasking.selection import Rule, drawn_below, first_of_all, select
+from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Those of one request."""
+
+    index: int
+    """Of the request in the batch."""
+    canvas: Canvas
+    plan: StepPlan
+    positions: torch.Tensor
+    """``[num_candidates]``, in the canvas."""
+
+
+@dataclass(frozen=True)
+class BatchCandidates:
+    """Those of several requests of a batch, ascending by request and position.
+
+    The tensors are int64 ``[num_candidates]``.
+    """
+
+    batch: StepBatch
+    members: Sequence[int]
+    """Numbers in the batch of the requests that may have some."""
+    requests: torch.Tensor
+    """Number in the batch of each one's request."""
+    positions: torch.Tensor
+    """In its canvas."""
+    places: torch.Tensor
+    """In the ``CanvasStore``."""
+    rows: torch.Tensor
+    """The batch rows that predict them."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, store: CanvasStore) -> "BatchCandidates":
+        """What is masked of the plans' candidates, where a row of the batch predicts it."""
+        device = batch.positions.device
+        members = [i for i in range(len(batch.plans)) if _fills_any(batch.plans[i], batch.canvases[i])]
+        spans = [batch.plans[i].quota.candidates for i in members]
+        owners, positions = ranges([span.start for span in spans], [span.size for span in spans], device)
+        requests = torch.tensor(members, dtype=torch.int64, device=device)[owners]
+        places = torch.tensor([canvas.start for canvas in batch.canvases], device=device)[requests] + positions
+        masked = store.masked[places].nonzero()[:, 0]
+        requests, positions, places = requests[masked], positions[masked], places[masked]
+
+        # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
+        first_fed = [plan.span.start if plan.rows is RowRule.ALL else 0 for plan in batch.plans]
+        predicting = positions - int(batch.canvases[0].spec.shifts_logits)
+        predicting = torch.maximum(predicting, torch.tensor(first_fed, device=device)[requests])
+        # Rows ascend by request and position, and so do these keys.
+        longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
+        keys, wanted = batch.request_of_row() * longest + batch.positions, requests * longest + predicting
+        rows = torch.searchsorted(keys, wanted).clamp(max=keys.numel() - 1)
+        found = cls(batch, members, requests, positions, places, rows)
+        if all(plan.rows is RowRule.ALL for plan in batch.plans):
+            return found
+        return found.take((keys[rows] == wanted).nonzero()[:, 0])
+
+    def take(self, which: torch.Tensor) -> "BatchCandidates":
+        """Some of them, by their numbers ``[n]``."""
+        return BatchCandidates(
+            self.batch,
+            self.members,
+            self.requests[which],
+            self.positions[which],
+            self.places[which],
+            self.rows[which],
+        )
+
+    def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
+        """Those of some of the members."""
+        if len(members) == len(self.members):
+            return self
+        wanted = torch.isin(self.requests, torch.tensor(members, device=self.requests.device))
+        part = self.take(wanted.nonzero()[:, 0])
+        return BatchCandidates(self.batch, members, part.requests, part.positions, part.places, part.rows)
+
+    def choose(self, statistics: TokenStatistics) -> torch.Tensor:
+        """Which of them the plans' quotas unmask; bool ``[num_candidates]``. Of guided requests none."""
+        plans, canvases = self.batch.plans, self.batch.canvases
+        values: dict[tuple[str, Rule], dict[int, float]] = defaultdict(dict)
+        for i in self.members:
+            if canvases[i].spec.guidance is None:
+                rule, value = _rule(plans[i].quota, canvases[i].spec.unmasking)
+                values[canvases[i].spec.unmasking, rule][i] = value
+        spans = [plan.quota.candidates for plan in plans]
+        starts = torch.tensor([span.start for span in spans], device=self.positions.device)
+        offsets = self.positions - starts[self.requests]
+        width = max(spans[i].size for i in self.members)
+        chosen = torch.zeros_like(self.requests, dtype=torch.bool)
+        for (policy, rule), of_requests in values.items():
+            confidence = UNMASKING_POLICIES[policy].confidence(statistics)
+            if statistics.held_back is not None:
+                confidence = confidence.masked_fill(statistics.held_back, -torch.inf)
+            if len(of_requests) < len(self.members):
+                others = [i not in of_requests for i in range(len(plans))]
+                of_others = torch.tensor(others, device=confidence.device)[self.requests]
+                confidence = confidence.masked_fill(of_others, -torch.inf)
+            of_all = [of_requests.get(i, 0.0) for i in range(len(plans))]
+            chosen |= select(rule, confidence, self.requests, offsets, of_all, width)
+        return chosen
+
+    def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:
+        """Request by request, those that have some, with their statistics."""
+        sizes = self.requests.bincount(minlength=len(self.batch.plans)).tolist()
+        for index, (positions, of_request) in enumerate(
+            zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
+        ):
+            if positions.numel():
+                yield Candidates(index, self.batch.canvases[index], self.batch.plans[index], positions), of_request
+
+
+def _fills_any(plan: StepPlan, canvas: Canvas) -> bool:
+    by_count = plan.quota.parallel is None and not UNMASKING_POLICIES[canvas.spec.unmasking].draws_each_position
+    return plan.quota.count > 0 or not by_count
+
+
+def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
+    """The rule by which a request's positions are chosen, and its value."""
+    if quota.parallel is not None:
+        return PARALLEL_RULES[quota.parallel.kind].passes, quota.parallel.value
+    if UNMASKING_POLICIES[policy].draws_each_position:
+        return drawn_below, quota.ratio
+    return first_of_all, quota.count
