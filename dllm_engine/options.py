@@ -160,7 +160,7 @@ class MaskKVOptions(DLLMCacheOptions):
 
 class ESDLLMOptions(CacheOptions):
     """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over the response, as if every block
-    took all of its steps."""
+    took a step per token."""
 
     indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
     """What a row is remembered by, to tell how much it has changed; ``none``: no row is ever skipped, and each block

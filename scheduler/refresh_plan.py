@@ -115,7 +115,8 @@ def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
 
 
 def plan_es_dllm(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """ES-dLLM, by a clock that runs on to a block's last step where the block is complete before.
+    """ES-dLLM, by a clock that begins a block at the number of response tokens before it, as if every block took a step
+    per token (the authors' code).
 
     UPDATE of ALL is the whole canvas, the only steps that compute what comes after the block; UPDATE of PROMPT is
     everything up to the block's end; UPDATE of ACTIVE is the block with no row skipped. The others REUSE, and skip. A
@@ -123,7 +124,7 @@ def plan_es_dllm(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """
     options = spec.cache
     assert isinstance(options, ESDLLMOptions)
-    clock = sum(spec.steps_in_block(block) for block in range(progress.block)) + progress.step
+    clock = progress.block * spec.block_length + progress.step
     block_due = clock % options.block_refresh_interval == 0
     copying = RetainedCopy.NONE
     if options.evicts and progress.step >= options.update_delay:

@@ -46,7 +46,7 @@ def plans_of(request: DecodingSpec, steps: tuple[int, ...]):
 
 
 def test_what_a_step_computes():
-    # Steps per block: 7, 7 and 6, so that the clock of a block's first step is 0, 7 and 14.
+    # Blocks of 8, so that the clock of a block's first step is 0, 8 and 16.
     plans = plans_of(spec(block_refresh_interval=3, prompt_refresh_interval=5), (7, 7, 6))
     whole, block = (UPDATE, Scope.ALL, Span(0, 30)), (10, 18)
     assert [(plan.state, plan.scope, plan.span) for plan in plans[:7]] == [
@@ -59,7 +59,7 @@ def test_what_a_step_computes():
         (UPDATE, Scope.ACTIVE, block),
     ]
     assert [plan.skips for plan in plans[:7]] == [plan.state is REUSE for plan in plans[:7]]
-    assert [plan.state for plan in plans[7:14]] == [REUSE, REUSE, UPDATE, UPDATE, REUSE, UPDATE, REUSE]
+    assert [plan.state for plan in plans[7:14]] == [REUSE, UPDATE, UPDATE, REUSE, UPDATE, REUSE, REUSE]
     assert {plan.span for plan in plans[7:14]} == {(18, 26), (0, 26)}  # at the clock of 10
     assert all(plan.read == plan.retained == 30 and plan.retained_copy is NONE for plan in plans)
 
@@ -72,15 +72,16 @@ def test_a_blocks_first_step_also_feeds_what_was_unmasked_last():
     assert all(plan.rows is RowRule.ALL and plan.max_rows == plan.span.size for plan in plans if plan not in firsts)
 
 
-def test_the_clock_jumps_where_a_block_is_complete_early():
-    plans = plans_of(spec(block_refresh_interval=7), (3, 2, 1))
+@pytest.mark.parametrize("steps", [20, 10, 3])
+def test_the_clock_jumps_where_a_block_is_complete_early(steps):
+    plans = plans_of(replace(spec(block_refresh_interval=8), steps=steps), (3, 2, 1))
     assert [plan.state for plan in plans] == [UPDATE, REUSE, REUSE, UPDATE, REUSE, UPDATE]
 
 
 def test_dream_feeds_the_rows_before_those_it_predicts():
     plans = plans_of(spec(shifts_logits=True, prompt_refresh_interval=9), (7, 7, 6))
     assert [plan.span for plan in plans[:2]] == [(0, 30), (9, 17)]
-    assert [plan.span for plan in plans[7:10]] == [(17, 25), (17, 25), (0, 25)]
+    assert [plan.span for plan in plans[7:10]] == [(17, 25), (0, 25), (17, 25)]
     assert plans[1].block == plans[1].quota.candidates == (10, 18)
 
 
