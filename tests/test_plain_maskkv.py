@@ -230,6 +230,7 @@ def test_what_an_adaptive_update_leaves_behind(model: PlainModel) -> None:
         head_budget="uniform",
         alpha=0.1,
         redistribute=False,
+        pool_kernel_size=1,
         prompt_refresh_interval=99,
         response_refresh_interval=99,
         update_ratio=0.125,
