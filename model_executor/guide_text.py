@@ -191,7 +191,7 @@ class Retokenizer:
         self.number_of = {spelled: number for number, spelled in sorted(plain.items(), reverse=True)}
         self.longest = max(map(len, self.number_of))
         # Between the special tokens of a chat, all text but the response's stays the same from step to step.
-        self._encode = functools.lru_cache(maxsize=4096)(self._tokens_of_text)
+        self._tokens_of_old_text = functools.lru_cache(maxsize=1024)(self._tokens_of_text)
 
     @classmethod
     def between(cls, model_config: "ModelConfig", guide: str) -> "Retokenizer":
@@ -260,7 +260,8 @@ class Retokenizer:
             return
         spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
         shown = ShownText(b"".join(spelled))
-        read, ends = self._encode(shown.text)
+        encode = self._tokens_of_old_text if wanted.keys().isdisjoint(indices) else self._tokens_of_text
+        read, ends = encode(shown.text)
         for index, (begin, stop) in zip(indices, pairwise(accumulate(map(len, spelled), initial=0)), strict=True):
             if index in wanted:
                 first = bisect_right(ends, shown.character(begin).start)
