@@ -94,11 +94,12 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
         failures.append(check_types(environment))
         failures.append(environment.run("mypy", "scripts"))
         print("Style and types:", "FAILED, see above" if any(failures) else "passed", flush=True)
-    # Tests of one file share engines and servers. More processes would need more memory than their tests are worth.
-    workers = ["--numprocesses", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile", "--durations", "15"]
-    stages = [["-m", "not slow"]] + ([["-m", "slow"]] if slow else [])
+    # Tests of one file share engines. More processes would need more memory than their tests are worth; the slow ones
+    # start processes of their own, which leave no core idle.
+    workers = ["--numprocesses", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    stages = [["-m", "not slow", *workers]] + ([["-m", "slow", "--durations", "15"]] if slow else [])
     for stage in stages:
-        failures.append(environment.run("python", "-m", "pytest", *stage, *workers, *options.pytest))
+        failures.append(environment.run("python", "-m", "pytest", *stage, *options.pytest))
         if failures[-1]:
             break
     return next((status for status in failures if status), 0)

@@ -135,7 +135,9 @@ def test_streamed_chunks_carry_the_figures_so_far(client, model, examples, endpo
         settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
         stream, whole = (create(**settings, stream=s, extra_body=BLOCK | {"ignore_eos": True}) for s in (True, False))
     figures = [figures_of(c.choices[0]) for c in stream if c.choices and "diffusion" in c.choices[0].model_extra]
-    assert [f["forward_passes"] for f in figures] == [8, 16, 24, 32]
+    # A chunk per block; vLLM joins those that its server had no time to send one by one.
+    passes = [f["forward_passes"] for f in figures]
+    assert passes == [n for n in (8, 16, 24, 32) if n in passes]
     assert figures[-1] == figures_of(whole.choices[0])
 
 
