@@ -92,8 +92,8 @@ class ByteVocabulary:
             if not _BYTE_OF_LETTER.keys() >= set(token):
                 raise ValueError(
                     f"the tokenizer of {name!r} does not spell bytes (its token {token!r}), so text cannot be carried "
-                    f"over between model and guide; choose a guide of the model's own tokenizer family, or a pair of "
-                    f"byte-level tokenizers (LLaDA, Dream, Qwen2, Llama 3)"
+                    f"over between model and guide; choose a guide of the model's own tokenizer family, or one "
+                    f"where both have byte-level BPE"
                 )
             self.spelled[number] = bytes(_BYTE_OF_LETTER[letter] for letter in token)
 

@@ -126,18 +126,15 @@ def ask(llm, lengths=LENGTHS, **options):
     return generate(llm, [prompt(length) for length, _, _ in lengths], params)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize(("model", "guide"), [("llada-tiny-a", "llama"), ("dream-tiny-a", "qwen2")])
-def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, model, guide, settings):
-    plain_model = PlainModel(reference_checkpoints / model)
-    judge = AutoModelForCausalLM.from_pretrained(guides[guide]).eval()
+def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
+    """The engine against the plain version: folders of the model and its guide, a name in ``SETTINGS``."""
+    plain_model, judge = PlainModel(model), AutoModelForCausalLM.from_pretrained(guide).eval()
 
     def judged(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
             return judge(torch.tensor([ids])).logits[0]
 
-    options = {OPTION_OF[name]: value for name, value in SETTINGS[settings].items()}
-    outputs = ask(engine(model, guide), **options)
+    outputs = ask(llm, **{OPTION_OF[name]: value for name, value in SETTINGS[settings].items()})
     compared = 0
     for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
         plain = plain_guided(
@@ -146,6 +143,7 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
             prompt(length),
             gen_length=gen_length,
             block_length=block_length,
+            texts=texts,
             **SETTINGS[settings],
         )
         # A decision between numbers this close is rounding's, not the method's.
@@ -160,43 +158,24 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("model", "guide"), GUIDED_BY.items())
+def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, model, guide, settings):
+    llm = engine(model, guide)
+    assert_decodes_as_the_plain_one(llm, reference_checkpoints / model, guides[guide], settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("model", GUIDED_BY)
 def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine, pairs, model, settings):
-    plain_model = PlainModel(pairs[model][0])
-    judge = AutoModelForCausalLM.from_pretrained(pairs[model][1]).eval()
-
-    def judged(ids: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return judge(torch.tensor([ids])).logits[0]
-
     own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
+    llm = text_engine(model, guide_tokens_per_token=8.0)
     texts = Texts(
         spelled(own),
         lambda text: other.encode(text, add_special_tokens=False),
         spelled(other),
-        {plain_model.config["eos_token_id"]: other.eos_token_id},
+        {llm.model_config.hf_config.eos_token_id: other.eos_token_id},
     )
-    options = {OPTION_OF[name]: value for name, value in SETTINGS[settings].items()}
-    compared = 0
-    outputs = ask(text_engine(model, guide_tokens_per_token=8.0), **options)
-    for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
-        plain = plain_guided(
-            plain_model,
-            judged,
-            prompt(length),
-            gen_length=gen_length,
-            block_length=block_length,
-            texts=texts,
-            **SETTINGS[settings],
-        )
-        if plain["closest"] < 1e-4:
-            continue
-        figures = output.outputs[0].diffusion
-        assert list(output.outputs[0].token_ids) == plain["tokens"]
-        assert figures.unmasked_per_step == plain["order"]
-        assert figures.forward_passes == plain["forwards"]
-        compared += 1
-    assert compared >= 2, "the cases decide by rounding; choose others"
+    assert_decodes_as_the_plain_one(llm, *pairs[model], settings, texts)
 
 
 def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):

@@ -5,7 +5,7 @@ import torch
 from dllm_engine.model_executor.unmasking.parallel import ParallelUnmasking
 
 
-def surer_the_more(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+def within_factor(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
     """The n most confident ones, n the largest with (n + 1) · (1 − the n-th confidence) < ``value``, or one."""
     numbers = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
     # Both factors grow with n, so those that pass come first.
@@ -14,4 +14,4 @@ def surer_the_more(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.
     return passes
 
 
-FACTOR = ParallelUnmasking("factor", measures="probability", passes=surer_the_more)
+FACTOR = ParallelUnmasking("factor", measures="probability", passes=within_factor)

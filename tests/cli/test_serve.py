@@ -54,6 +54,7 @@ def test_the_cache_has_arguments_of_its_own():
     assert additional_config("m", "--page-size", "16") == {"dllm": {"page_size": 16}}
     assert additional_config("m", "--refresh-ratio", "0.5") == {"dllm": {"refresh_ratio": 0.5}}
     assert additional_config("m", "--steps-per-dispatch", "4") == {"dllm": {"steps_per_dispatch": 4}}
+    assert additional_config("m", "--guide-tokens-per-token", "3") == {"dllm": {"guide_tokens_per_token": 3}}
 
 
 def test_what_requests_get_by_default_has_arguments_too():
