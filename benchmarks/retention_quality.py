@@ -353,8 +353,8 @@ def attention(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
     hidden, phases = model.embed_input_ids(torch.tensor(token_ids)), model.rotary(torch.arange(len(token_ids)))
     found = []
     for layer in model.layers:
-        q, k, v = layer.qkv(layer.attn_norm(hidden))
-        scores = torch.einsum("qhd,khd->hqk", layer.rope(q, phases), layer.rope(k, phases)) / q.shape[-1] ** 0.5
+        q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
         found.append(scores.softmax(dim=-1))
         hidden = hidden + layer.o_proj(torch.einsum("hqk,khd->qhd", found[-1], v))
         hidden = hidden + layer.mlp(layer.mlp_norm(hidden))

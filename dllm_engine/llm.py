@@ -29,6 +29,8 @@ class LLM(vllm.LLM):
         guide_model: a small autoregressive model that checks drafts (Guided Diffusion), or ``"demo"`` for the demo
             model's. With another tokenizer than the model's it reads them as text.
         guide_tokens_per_token: tokens of such a guide that pages are reserved for per token of the model.
+        cuda_graphs: record REUSE steps as CUDA graphs, so that a GPU does not wait for kernels to be launched; for the
+            cache methods ``prefix``, ``dual``, ``sparse`` and ``freecache``.
         batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
             slower with several requests.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
@@ -51,6 +53,7 @@ class LLM(vllm.LLM):
         steps_per_dispatch: int = 1,
         guide_model: str | None = None,
         guide_tokens_per_token: float = 2.0,
+        cuda_graphs: bool = False,
         batch_invariant: bool = False,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
@@ -65,6 +68,7 @@ class LLM(vllm.LLM):
             "steps_per_dispatch": steps_per_dispatch,
             "guide_model": guide_model,
             "guide_tokens_per_token": guide_tokens_per_token,
+            "cuda_graphs": cuda_graphs,
             "batch_invariant": batch_invariant,
             "request_defaults": request_defaults or {},
             "trace": trace,

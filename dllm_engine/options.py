@@ -223,6 +223,8 @@ CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
     "freecache": FreeCacheOptions,
 }
 """Cache methods and the model their ``cache_options`` are validated with."""
+RECORDABLE = ("prefix", "dual", "sparse", "freecache")
+"""Cache methods whose REUSE steps do the same work on different numbers, so that ``cuda_graphs`` can record them."""
 PAPER = "paper"
 """As ``cache_options``: the settings of the method's paper, which are the defaults."""
 
@@ -271,6 +273,8 @@ class EngineOptions(BaseModel):
     """Tokens of the guide that pages are reserved for per token of the model, where it has another tokenizer."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
+    cuda_graphs: bool = False
+    """Record REUSE steps as CUDA graphs and replay them; for the methods in ``RECORDABLE``, on CUDA."""
     batch_invariant: bool = False
     """Compute every request on its own, so that not a bit of its response depends on what else is running."""
     trace: bool = False
@@ -306,6 +310,11 @@ class EngineOptions(BaseModel):
             known = ", ".join(name for name in cls.model_fields if name != "guide_shape")
             raise ValueError(f"{explain(error, 'engine option')} (engine options: {known})") from None
         _ = options.cache
+        if options.cuda_graphs and options.cache_method not in RECORDABLE:
+            raise ValueError(
+                f"cuda_graphs=True records steps of the cache methods {', '.join(RECORDABLE)}, not of "
+                f"cache_method={options.cache_method!r}; leave it out"
+            )
         if options.request_defaults:
             # What a request may ask for is defined on top of this module, and needs vLLM.
             from dllm_engine.params import check_request_defaults

@@ -19,7 +19,7 @@ from dllm_engine.kernels._triton import jit, tl, triton
 
 @jit
 def _rotate_kernel(
-    x, cos_sin, out, x_row, x_head, num_heads,
+    x, cos_sin, x_row, x_head, num_heads,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -32,64 +32,57 @@ def _rotate_kernel(
     cos = tl.load(cos_sin + row * 2 * HALF + column, mask=exists, other=0.0)[None, :]
     sin = tl.load(cos_sin + row * 2 * HALF + HALF + column, mask=exists, other=0.0)[None, :]
     kept = (head < num_heads) & exists[None, :]
-    source = x + row * x_row + head * x_head + column[None, :]
-    first = tl.load(source, mask=kept, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=kept, other=0.0).to(tl.float32)
-    target = out + (row * num_heads + head) * 2 * HALF + column[None, :]
-    tl.store(target, first * cos - second * sin, mask=kept)
-    tl.store(target + HALF, second * cos + first * sin, mask=kept)
+    place = x + row * x_row + head * x_head + column[None, :]
+    first = tl.load(place, mask=kept, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=kept, other=0.0).to(tl.float32)
+    tl.store(place, first * cos - second * sin, mask=kept)
+    tl.store(place + HALF, second * cos + first * sin, mask=kept)
 
 
-@torch.library.custom_op("dllm::rotate", mutates_args=(), device_types="cpu")
-def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate every head of every row.
+@torch.library.custom_op("dllm::rotate_", mutates_args=("x",), device_types="cpu")
+def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotate every head of every row, in place.
 
     Args:
         x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
         cos_sin: float32, contiguous, ``[num_rows, head_dim]``: a row's cosines, then its sines.
-
-    Returns:
-        A contiguous tensor of the shape and type of ``x``.
 
     Raises:
         ValueError: tensors that do not belong together.
     """
     _check(x, cos_sin)
     # vLLM's compiled rotation, in one pass, where vLLM has loaded it. It computes in the rows' own type.
-    if x.dtype == torch.float32 and hasattr(torch.ops._C, "rotary_embedding"):
-        out = x.clone(memory_format=torch.contiguous_format)
-        rows = torch.arange(x.shape[0])
-        torch.ops._C.rotary_embedding(rows, out.flatten(1), None, x.shape[2], cos_sin, True)
-        return out
+    num_rows, num_heads, head_dim = x.shape
+    together = x.stride(1) == head_dim or num_heads == 1
+    if x.dtype == torch.float32 and together and hasattr(torch.ops._C, "rotary_embedding"):
+        heads = x.view(num_rows, num_heads * head_dim)
+        torch.ops._C.rotary_embedding(torch.arange(num_rows), heads, None, head_dim, cos_sin, True)
+        return
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = x.to(torch.float32).chunk(2, dim=-1)
-    rotated = torch.empty(x.shape, dtype=torch.float32)
-    # Four passes into one buffer; a formula of whole tensors takes seven and as many temporaries.
-    out_first, out_second = rotated.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    return rotated.to(x.dtype)
+    # In two passes each; a formula of whole tensors takes three, and as many temporaries.
+    rotated = torch.mul(first, cos).addcmul_(second, sin, value=-1)
+    x[..., head_dim // 2 :] = torch.mul(second, cos).addcmul_(first, sin)
+    x[..., : head_dim // 2] = rotated
 
 
-@rotate.register_kernel("cuda")
-def rotate_with_triton(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """``rotate`` in Triton."""
+@rotate_.register_kernel("cuda")
+def rotate_with_triton(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """``rotate_`` in Triton."""
     _check(x, cos_sin)
     num_rows, num_heads, head_dim = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if out.numel():
+    if x.numel():
         _rotate_kernel[(num_rows,)](
-            x, cos_sin, out, x.stride(0), x.stride(1), num_heads,
+            x, cos_sin, x.stride(0), x.stride(1), num_heads,
             HALF=head_dim // 2,
             BLOCK_H=triton.next_power_of_2(num_heads),
             BLOCK_D=triton.next_power_of_2(head_dim // 2),
         )  # fmt: skip
-    return out
 
 
-@rotate.register_fake
-def _(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@rotate_.register_fake
+def _(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    _check(x, cos_sin)
 
 
 def rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -174,8 +174,7 @@ class AdaptivePass(LayerPass):
         return {} if updated is None else {"updated_positions": [positions.tolist() for positions in updated]}
 
     def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
-        q, k, v = layer.qkv(layer.attn_norm(hidden))
-        q, k = layer.rope(q, phases), layer.rope(k, phases)
+        q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
         hidden += layer.o_proj(self._attend(index, self.all_rows, None, q, k, v))
         hidden += layer.mlp(layer.mlp_norm(hidden))
 
@@ -190,8 +189,7 @@ class AdaptivePass(LayerPass):
             # Where everything is refreshed there is nothing to gather.
             x = hidden[rows] if self.any_kept else hidden
             of_rows = phases[rows] if self.any_kept else phases
-            q, k, v = self._project(layer, x, fresh_values)
-            q, k = layer.rope(q, of_rows), layer.rope(k, of_rows)
+            q, k, v = self._project(layer, x, of_rows, fresh_values)
             attended = layer.o_proj(self._attend(index, self.some_rows, rows, q, k, v))
             x = x + attended
             update = layer.mlp(layer.mlp_norm(x))
@@ -222,8 +220,7 @@ class AdaptivePass(LayerPass):
         if self.similarity == "value":
             fresh, kept = layer.v(normed), self.pages.values
         else:
-            of_verified = phases[self.verified]
-            fresh, kept = layer.rope(layer.k(normed), of_verified), self.pages.keys
+            fresh, kept = layer.k(normed, phases[self.verified]), self.pages.keys
         verified_slots = self.tables.row_slots(index, self.verified)
         sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
         write_slots(fresh, kept, verified_slots)
@@ -236,22 +233,23 @@ class AdaptivePass(LayerPass):
             chosen = least_similar(similarity[group].view(members.shape), places.shape[1])
             rows[places] = members.gather(1, chosen)
             if values is not None:
-                values[places] = fresh[group].unflatten(0, members.shape)[torch.arange(len(members))[:, None], chosen]
+                which = torch.arange(len(members), device=chosen.device)[:, None]
+                values[places] = fresh[group].unflatten(0, members.shape)[which, chosen]
         for i, updated in self.updated.items():
             stop = self.some_rows.bounds[i + 1]
             updated.append(self.batch.positions[rows[stop - (self.batch.plans[i].num_updated or 0) : stop]])
         return rows, values
 
     def _project(
-        self, layer: DecoderLayer, x: torch.Tensor, values: torch.Tensor | None
+        self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         normed = layer.attn_norm(x)
         if values is None:
-            return layer.qkv(normed)
+            return layer.qkv(normed, phases)
         # The chosen rows have their values; only the refreshed ones lack them.
         if self.refreshed_places.numel():
             values[self.refreshed_places] = layer.v(normed[self.refreshed_places])
-        q, k = layer.qk(normed)
+        q, k = layer.qk(normed, phases)
         return q, k, values
 
     def _attend(

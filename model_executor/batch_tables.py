@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 
 
@@ -35,41 +36,26 @@ class BatchTables:
         return pages.long() * per_page + items % per_page
 
 
-class TokenTables(BatchTables):
-    """Tables of keys and values, token-major: token t of a request follows token t − 1, its heads side by side, so
-    that a table grows by appending pages."""
+class PagedTokens:
+    """What requests attend to in pages, as tensors alone.
 
-    def __init__(
-        self,
-        batch: StepBatch,
-        pages: PageView,
-        head_len: list[int],
-        kind: PageKind | Sequence[PageKind] = PageKind.KV,
-    ) -> None:
-        """``head_len``: per request, the tokens that its rows attend to in pages."""
-        super().__init__(batch, kind)
-        device = batch.positions.device
-        heads, num_requests = pages.num_kv_heads, len(batch.canvases)
-        self.pages = pages
-        self.requests, self.positions = batch.request_of_row(), batch.positions
-        self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, heads)
+    Token-major: token t of a request follows token t − 1, its heads side by side, so that a table grows by appending
+    pages.
+    """
+
+    def __init__(self, pages: PageView, tables: torch.Tensor, head_len: torch.Tensor, max_head_len: int) -> None:
+        """
+        Args:
+            tables: ``[num_layers, num_requests, most pages]`` int32.
+            head_len: tokens that a request's rows attend to, ``[num_requests]`` int32.
+            max_head_len: an upper bound of them, known on the host, so that a GPU launch does not wait to learn it.
+        """
+        heads, num_requests, device = pages.num_kv_heads, head_len.shape[0], head_len.device
+        self.pages, self.tables, self.max_head_len = pages, tables, max_head_len
+        self.head_start = torch.arange(heads, dtype=torch.int32, device=device).repeat(num_requests, 1)
         self.token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
-        self.head_len = torch.tensor(head_len, dtype=torch.int32, device=device)[:, None].expand(num_requests, heads)
-        # On the host already, so that a GPU launch does not wait to learn it.
-        self.max_head_len = max(head_len)
-        self.head_offsets = torch.arange(heads, device=device)
-
-    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all), where canvas position p is token p."""
-        requests, tokens = self.requests, self.positions
-        if rows is not None:
-            requests, tokens = requests[rows], tokens[rows]
-        return self.token_slots(layer, requests, tokens)
-
-    def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""
-        places = self.slots(layer, requests, tokens, self.pages.page_size)
-        return places[:, None] * self.pages.num_kv_heads + self.head_offsets
+        self.head_len = head_len[:, None].repeat(1, heads)
+        """``[num_requests, num_kv_heads]``"""
 
     def attend(
         self,
@@ -100,3 +86,34 @@ class TokenTables(BatchTables):
             max_seqlen=max_seqlen,
             max_head_len=self.max_head_len,
         )
+
+
+class TokenTables(BatchTables, PagedTokens):
+    """Tables of keys and values of a batch's requests, and where their rows lie in them."""
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        pages: PageView,
+        head_len: list[int],
+        kind: PageKind | Sequence[PageKind] = PageKind.KV,
+    ) -> None:
+        """``head_len``: per request, the tokens that its rows attend to in pages."""
+        BatchTables.__init__(self, batch, kind)
+        device = batch.positions.device
+        of_requests = on_device(head_len, device, torch.int32)
+        PagedTokens.__init__(self, pages, self.tables, of_requests, max(head_len))
+        self.requests, self.positions = batch.request_of_row(), batch.positions
+        self.head_offsets = torch.arange(pages.num_kv_heads, device=device)
+
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all), where canvas position p is token p."""
+        requests, tokens = self.requests, self.positions
+        if rows is not None:
+            requests, tokens = requests[rows], tokens[rows]
+        return self.token_slots(layer, requests, tokens)
+
+    def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""
+        places = self.slots(layer, requests, tokens, self.pages.page_size)
+        return places[:, None] * self.pages.num_kv_heads + self.head_offsets

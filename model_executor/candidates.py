@@ -3,11 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics
 from dllm_engine.model_executor.unmasking.selection import Rule, drawn_below, first_of_all, select
@@ -24,6 +27,17 @@ class Candidates:
     plan: StepPlan
     positions: torch.Tensor
     """``[num_candidates]``, in the canvas."""
+
+
+class Filled(NamedTuple):
+    """What a step filled of some candidates; one entry per candidate, ascending by request and position."""
+
+    requests: torch.Tensor
+    """Numbers in the batch."""
+    positions: torch.Tensor
+    """In their canvases."""
+    chosen: torch.Tensor
+    """bool: which of them it filled."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +66,15 @@ class BatchCandidates:
         members = [i for i in range(len(batch.plans)) if _fills_any(batch.plans[i], batch.canvases[i])]
         spans = [batch.plans[i].quota.candidates for i in members]
         owners, positions = ranges([span.start for span in spans], [span.size for span in spans], device)
-        requests = torch.tensor(members, dtype=torch.int64, device=device)[owners]
-        places = torch.tensor([canvas.start for canvas in batch.canvases], device=device)[requests] + positions
+        requests = on_device(members, device)[owners]
+        places = on_device([canvas.start for canvas in batch.canvases], device)[requests] + positions
         masked = store.masked[places].nonzero()[:, 0]
         requests, positions, places = requests[masked], positions[masked], places[masked]
 
         # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
         first_fed = [plan.span.start if plan.rows is RowRule.ALL else 0 for plan in batch.plans]
         predicting = positions - int(batch.canvases[0].spec.shifts_logits)
-        predicting = torch.maximum(predicting, torch.tensor(first_fed, device=device)[requests])
+        predicting = torch.maximum(predicting, on_device(first_fed, device)[requests])
         # Rows ascend by request and position, and so do these keys.
         longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
         keys, wanted = batch.request_of_row() * longest + batch.positions, requests * longest + predicting
@@ -85,12 +99,14 @@ class BatchCandidates:
         """Those of some of the members."""
         if len(members) == len(self.members):
             return self
-        wanted = torch.isin(self.requests, torch.tensor(members, device=self.requests.device))
+        wanted = torch.isin(self.requests, on_device(members, self.requests.device))
         part = self.take(wanted.nonzero()[:, 0])
         return BatchCandidates(self.batch, members, part.requests, part.positions, part.places, part.rows)
 
-    def choose(self, statistics: TokenStatistics) -> torch.Tensor:
-        """Which of them the plans' quotas unmask; bool ``[num_candidates]``. Of guided requests none."""
+    def choose(self, statistics: TokenStatistics, masked: torch.Tensor) -> torch.Tensor:
+        """Which of them the plans' quotas unmask; bool ``[num_candidates]``. Of guided requests none, nor any that is
+        no longer ``masked`` ``[num_candidates]``."""
+        barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
         plans, canvases = self.batch.plans, self.batch.canvases
         values: dict[tuple[str, Rule], dict[int, float]] = defaultdict(dict)
         for i in self.members:
@@ -98,17 +114,15 @@ class BatchCandidates:
                 rule, value = _rule(plans[i].quota, canvases[i].spec.unmasking)
                 values[canvases[i].spec.unmasking, rule][i] = value
         spans = [plan.quota.candidates for plan in plans]
-        starts = torch.tensor([span.start for span in spans], device=self.positions.device)
+        starts = on_device([span.start for span in spans], self.positions.device)
         offsets = self.positions - starts[self.requests]
         width = max(spans[i].size for i in self.members)
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
         for (policy, rule), of_requests in values.items():
-            confidence = UNMASKING_POLICIES[policy].confidence(statistics)
-            if statistics.held_back is not None:
-                confidence = confidence.masked_fill(statistics.held_back, -torch.inf)
+            confidence = UNMASKING_POLICIES[policy].confidence(statistics).masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
                 others = [i not in of_requests for i in range(len(plans))]
-                of_others = torch.tensor(others, device=confidence.device)[self.requests]
+                of_others = on_device(others, confidence.device, torch.bool)[self.requests]
                 confidence = confidence.masked_fill(of_others, -torch.inf)
             of_all = [of_requests.get(i, 0.0) for i in range(len(plans))]
             chosen |= select(rule, confidence, self.requests, offsets, of_all, width)
@@ -136,3 +150,18 @@ def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
     if UNMASKING_POLICIES[policy].draws_each_position:
         return drawn_below, quota.ratio
     return first_of_all, quota.count
+
+
+def positions_of(filled: list[list[Filled]], num_requests: int) -> list[list[list[int]]]:
+    """The positions filled, ascending, per step and request. The device is waited for once."""
+    parts = list(chain.from_iterable(filled))
+    found: list[list[list[int]]] = [[[] for _ in range(num_requests)] for _ in filled]
+    if not parts:
+        return found
+    columns = torch.cat([torch.stack((part.requests, part.positions, part.chosen.long())) for part in parts], dim=1)
+    sizes = [sum(part.chosen.shape[0] for part in of_step) for of_step in filled]
+    for of_step, (requests, positions, chosen) in zip(found, columns.cpu().split(sizes, dim=1), strict=True):
+        kept = chosen.bool()
+        for request, position in zip(requests[kept].tolist(), positions[kept].tolist(), strict=True):
+            of_step[request].append(position)
+    return found

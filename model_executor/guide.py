@@ -84,8 +84,7 @@ class CausalPass(LayerPass):
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(hidden))
-            q, k = layer.rope(q, phases), layer.rope(k, phases)
+            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
             slots = self.tables.row_slots(index)
             write_slots(k, self.pages.keys, slots)
             write_slots(v, self.pages.values, slots)

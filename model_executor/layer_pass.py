@@ -13,11 +13,12 @@ import torch
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import write_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.model_executor.batch_tables import TokenTables
+from dllm_engine.model_executor.batch_tables import BatchTables, PagedTokens
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.retention.scorers import ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
@@ -33,6 +34,11 @@ class LayerPass(ABC):
 
     observes = False
     """Whether the pass wants to be told what was predicted."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the pass, run once more, does the same work on whatever tokens there are then."""
+        return False
 
     @abstractmethod
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
@@ -65,11 +71,14 @@ class DensePass(LayerPass):
         """``cu_seqlens``: first row of each sequence and, last, the number of rows."""
         self.cu_seqlens = cu_seqlens
 
+    @property
+    def repeats(self) -> bool:
+        return True
+
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         for layer in layers:
-            q, k, v = layer.qkv(layer.attn_norm(hidden))
-            attended = bidirectional_attention(layer.rope(q, phases), layer.rope(k, phases), v, self.cu_seqlens)
-            hidden += layer.o_proj(attended)
+            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+            hidden += layer.o_proj(bidirectional_attention(q, k, v, self.cu_seqlens))
             hidden += layer.mlp(layer.mlp_norm(hidden))
         return hidden
 
@@ -84,8 +93,39 @@ class RetentionRule(Protocol):
         """
 
 
-class RetentionPass(LayerPass):
-    """Every computed row through every layer; attention over what is retained in pages and the fresh rows.
+class PagedPass(LayerPass):
+    """Every row through every layer; attention over what is retained in pages and the fresh rows.
+
+    Nothing but tensors on the device enters it, and the host asks nothing of them.
+    """
+
+    def __init__(self, tokens: PagedTokens | None, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
+        """
+        Args:
+            tokens: what is retained; None where that is nothing.
+            cu_seqlens: first row of each request and, last, the number of rows; int32.
+            max_seqlen: the most rows of a request.
+        """
+        self.tokens, self.cu_seqlens, self.max_seqlen = tokens, cu_seqlens, max_seqlen
+
+    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        for index, layer in enumerate(layers):
+            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+            hidden += layer.o_proj(self._attend(index, q, k, v))
+            hidden += layer.mlp(layer.mlp_norm(hidden))
+            self._retain(index, q, k, v)
+        return hidden
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert self.tokens is not None
+        return self.tokens.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=True)
+
+    def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """After a layer, write what it retains to pages."""
+
+
+class RetentionPass(PagedPass):
+    """A paged pass in which UPDATE requests retain tokens.
 
     Requests in every refresh state share the pass: each attends to its own rows and to what its plan reads in pages,
     and after the attention of each layer UPDATE requests write what the rule retains behind what they read.
@@ -109,24 +149,23 @@ class RetentionPass(LayerPass):
             i: [] for i, plan in enumerate(batch.plans) if plan.state is RefreshState.UPDATE
         }
         """Per UPDATE request of the batch: what each layer retained."""
+        device = batch.input_ids.device
         read = [plan.read for plan in batch.plans]
-        self.tables = TokenTables(batch, pages, read) if any(read) else None
-        self.max_seqlen = max(batch.num_rows(i) for i in range(len(batch.plans)))
-        self.cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.input_ids.device)
+        tokens = None
+        if any(read):
+            head_len = on_device(read, device, torch.int32)
+            tokens = PagedTokens(pages, BatchTables(batch, PageKind.KV).tables, head_len, max(read))
+        cu_seqlens = on_device(batch.cu_seqlens, device, torch.int32)
+        super().__init__(tokens, cu_seqlens, max(batch.num_rows(i) for i in range(len(batch.plans))))
 
-    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(hidden))
-            q, k = layer.rope(q, phases), layer.rope(k, phases)
-            hidden += layer.o_proj(self._attend(index, q, k, v))
-            hidden += layer.mlp(layer.mlp_norm(hidden))
-            self._retain(index, q, k, v)
-        return hidden
+    @property
+    def repeats(self) -> bool:
+        return not self.retained
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self.tables is None:
+        if self.tokens is None:
             return bidirectional_attention(q, k, v, self.batch.cu_seqlens)
-        return self.tables.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=True)
+        return super()._attend(layer, q, k, v)
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         for i, retained in self.retained.items():

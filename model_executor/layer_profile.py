@@ -19,8 +19,8 @@ class ProfilingPass(LayerPass):
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         for layer in layers:
-            q, k, v = layer.qkv(layer.attn_norm(hidden))
-            attended = bidirectional_attention(layer.rope(q, phases), layer.rope(k, phases), v, [0, self.num_rows])
+            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+            attended = bidirectional_attention(q, k, v, [0, self.num_rows])
             after = hidden + layer.o_proj(attended)
             after += layer.mlp(layer.mlp_norm(after))
             self.importance.append(

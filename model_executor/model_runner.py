@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from dllm_engine.families import family_of
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
-from dllm_engine.model_executor.candidates import BatchCandidates, Candidates
+from dllm_engine.model_executor.candidates import BatchCandidates, Candidates, Filled, positions_of
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.checkpoint import check_safetensors
+from dllm_engine.model_executor.foresight import foreseen, is_watched
 from dllm_engine.model_executor.guide import Draft, Guide
 from dllm_engine.model_executor.guide_text import GuideReader, Retokenizer, SameTokens
 from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
@@ -32,13 +34,15 @@ from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
+from dllm_engine.model_executor.step_graphs import CudaRecorder, StepGraphs
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.guided import select_guided
 from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import model_end_tokens
-from dllm_engine.scheduler.decoding import DecodingSpec, Span
+from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.messages import (
     BlockState,
     DiffusionRunnerOutput,
@@ -68,6 +72,8 @@ class DiffusionModelRunner:
         self.options = EngineOptions.from_vllm_config(vllm_config)
         if self.options.dense_attention == "xformers":
             check_xformers(device, self.model_config.dtype)
+        if self.options.cuda_graphs and device.type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs a CUDA device, and the engine runs on {device}; leave it out")
         use_dense_backend(self.options.dense_attention)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.end_tokens = torch.tensor(model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=device)
@@ -76,6 +82,7 @@ class DiffusionModelRunner:
         self.canvases: dict[str, Canvas] = {}
         self.store = CanvasStore(device)
         self.pages: PageMemory | None = None
+        self.graphs: StepGraphs | None = None
         self.model_memory_usage = 0
         # vLLM's CPU worker reads it; there are none outside the page pool.
         self.kv_caches: list[torch.Tensor] = []
@@ -148,6 +155,9 @@ class DiffusionModelRunner:
             )
         if self.guide is not None:
             self.guide.attach(self.pages)
+        if self.options.cuda_graphs:
+            longest_table = -(-self.model_config.max_model_len // self.options.page_size)
+            self.graphs = StepGraphs(self.model, self.pages, longest_table, CudaRecorder(self.device))
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Canvases are as long as their requests; nothing here is sized by the longest."""
@@ -213,12 +223,16 @@ class DiffusionModelRunner:
             self.canvases[request_id].page_tables = {kind: self._page_table(ids) for kind, ids in tables.items()}
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        reports = [self._run_step(scheduler_output.plans)]
-        progress = scheduler_output.progress
-        while len(reports) < scheduler_output.num_steps and not any(r.block_tokens for r in reports[-1].values()):
-            for request_id, report in reports[-1].items():
+        plans, progress = scheduler_output.plans, scheduler_output.progress
+        reports: list[dict[str, StepReport]] = []
+        while True:
+            ran = self._run_steps(plans, progress, scheduler_output.num_steps - len(reports))
+            reports += ran
+            if len(reports) == scheduler_output.num_steps or any(r.block_tokens for r in reports[-1].values()):
+                break
+            for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
                 progress[request_id].advance(self.canvases[request_id].spec, report.num_unmasked, block_done=False)
-            reports.append(self._run_step({i: self.plan(self.canvases[i].spec, p) for i, p in progress.items()}))
+            plans = {i: self.plan(self.canvases[i].spec, p) for i, p in progress.items()}
         request_ids = list(reports[-1])
         return DiffusionRunnerOutput(
             req_ids=request_ids,
@@ -227,20 +241,61 @@ class DiffusionModelRunner:
             reports=reports,
         )
 
-    def _run_step(self, plans: dict[str, StepPlan]) -> dict[str, StepReport]:
-        together = [plans]
-        if self.options.batch_invariant:
-            # How a library sums depends on the shapes it is given, so a request is given its own alone.
-            together = [{request_id: plan} for request_id, plan in plans.items()]
+    def _run_steps(
+        self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
+    ) -> list[dict[str, StepReport]]:
+        """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as they are foreseen."""
+        if not self.options.batch_invariant:
+            return self._run_batch(plans, progress, num_steps)
+        # How a library sums depends on the shapes it is given, so a request is given its own alone.
         reports: dict[str, StepReport] = {}
-        for of_batch in together:
-            batch = self._build_batch(of_batch)
-            # Before the forward pass: a device that still computes would have to be waited for.
-            candidates = BatchCandidates.of(batch, self.store)
-            layer_pass = self.make_layer_pass(batch, self.pages)
-            hidden = self.model(batch.input_ids, batch.positions, layer_pass)
-            reports |= self._report(batch, self._unmask(candidates, hidden, layer_pass), layer_pass)
-        return reports
+        for request_id, plan in plans.items():
+            reports |= self._run_batch({request_id: plan}, {}, 1)[0]
+        return [reports]
+
+    def _run_batch(
+        self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
+    ) -> list[dict[str, StepReport]]:
+        batch = self._build_batch(plans)
+        # Before the forward pass: a device that still computes would have to be waited for.
+        candidates = BatchCandidates.of(batch, self.store)
+        layer_pass = self.make_layer_pass(batch, self.pages)
+        run = [plans]
+        if layer_pass.repeats and num_steps > 1:
+            run = foreseen(plans, progress, self.canvases, self.plan, num_steps)
+        return self._report(batch, self._denoise(batch, candidates, layer_pass, run), layer_pass)
+
+    def _denoise(
+        self, batch: StepBatch, candidates: BatchCandidates, layer_pass: LayerPass, run: list[dict[str, StepPlan]]
+    ) -> list[list[list[int]]]:
+        """Run steps of one batch; returns the positions that each filled, sorted, per request of the batch.
+
+        Between steps the device is not waited for.
+        """
+        groups = self._by_settings(candidates)
+        filled = [self._step(batch, groups, layer_pass)]
+        if len(run) > 1:
+            starts = on_device([canvas.start for canvas in batch.canvases], self.device)
+            places = starts[batch.request_of_row()] + batch.positions
+            for plans in run[1:]:
+                in_order = [plans[request_id] for request_id in batch.request_ids]
+                batch = replace(batch, plans=in_order, input_ids=self.store.tokens[places])
+                groups = [replace(group, batch=batch) for group in groups]
+                filled.append(self._step(batch, groups, layer_pass))
+        return positions_of(filled, len(batch.plans))
+
+    def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
+        """Those that go through the head together."""
+        members: dict[SamplingSettings, list[int]] = defaultdict(list)
+        for index in candidates.members:
+            members[candidates.batch.canvases[index].settings].append(index)
+        return [candidates.of_requests(of_group) for of_group in members.values()]
+
+    def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
+        """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read before the next pass."""
+        if self.graphs is not None:
+            return self.graphs(batch, layer_pass)
+        return self.model(batch.input_ids, batch.positions, layer_pass)
 
     def _new_canvas(self, request: NewRequest) -> Canvas:
         spec = request.spec
@@ -280,7 +335,7 @@ class DiffusionModelRunner:
             fed = self._fed(in_order, canvases, requests, positions)
             requests, positions = requests[fed], positions[fed]
             sizes = requests.bincount(minlength=len(ordered)).tolist()
-        starts = torch.tensor([canvas.start for canvas in canvases], device=self.device)
+        starts = on_device([canvas.start for canvas in canvases], self.device)
         return StepBatch(
             request_ids=ordered,
             plans=in_order,
@@ -309,48 +364,40 @@ class DiffusionModelRunner:
         and_last = per_row([plan.rows is RowRule.MASKED_BEFORE_AND_LAST for plan in plans]) & (positions == stops - 1)
         return by_mask | and_last | per_row([plan.rows not in _BY_MASK for plan in plans])
 
-    def _unmask(self, candidates: BatchCandidates, hidden: torch.Tensor, layer_pass: LayerPass) -> list[list[int]]:
-        """Fill the positions each plan asks for; returns them, sorted, per request of the batch."""
-        batch = candidates.batch
+    def _step(self, batch: StepBatch, groups: list[BatchCandidates], layer_pass: LayerPass) -> list[Filled]:
+        """One forward pass, and what it fills of the candidates."""
+        hidden = self.forward(batch, layer_pass)
         if layer_pass.finished is not None:
-            candidates = candidates.take(layer_pass.finished[candidates.rows].nonzero()[:, 0])
-        groups: dict[SamplingSettings, list[int]] = defaultdict(list)
-        for index in candidates.members:
-            groups[batch.canvases[index].settings].append(index)
+            groups = [group.take(layer_pass.finished[group.rows].nonzero()[:, 0]) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []
-        unmasked: list[list[int]] = [[] for _ in batch.plans]
-        for settings, members in groups.items():
-            group = candidates.of_requests(members)
+        filled = []
+        for group in groups:
             if not group.positions.numel():
                 continue
-            statistics = self._predict(hidden, settings, group)
-            if any(batch.canvases[index].spec.delay_eos for index in members):
+            canvases = [batch.canvases[index] for index in group.members]
+            statistics = self._predict(hidden, group)
+            if any(canvas.spec.delay_eos for canvas in canvases):
                 statistics.held_back = self._held_back(group, statistics.token)
-            if layer_pass.observes or any(_is_watched(batch.canvases[index]) for index in members):
+            if layer_pass.observes or any(map(is_watched, canvases)):
                 for of_request, its_statistics in group.split(statistics):
                     layer_pass.observe(of_request.index, of_request.positions, its_statistics)
                     _record(of_request, its_statistics)
                     if of_request.canvas.spec.guidance is not None:
                         drafted.append((of_request, its_statistics))
-            for index, position in self._fill(group, statistics):
-                unmasked[index].append(position)
-        if drafted:
-            for (of_request, _), filled in zip(drafted, self._fill_guided(drafted), strict=True):
-                unmasked[of_request.index] = filled
-        for canvas, positions in zip(batch.canvases, unmasked, strict=True):
-            canvas.last_unmasked = positions
-        return unmasked
+            filled.append(self._fill(group, statistics))
+        return filled + self._fill_guided(drafted)
 
-    def _predict(self, hidden: torch.Tensor, settings: SamplingSettings, group: BatchCandidates) -> TokenStatistics:
-        """Statistics of the candidates, in one pass through the head."""
+    def _predict(self, hidden: torch.Tensor, group: BatchCandidates) -> TokenStatistics:
+        """Statistics of candidates of equal settings, in one pass through the head."""
         canvases = [group.batch.canvases[index] for index in group.members]
+        settings = canvases[0].settings
         policies = [UNMASKING_POLICIES[name] for name in {canvas.spec.unmasking for canvas in canvases}]
         needs_noise = any(policy.needs_noise for policy in policies)
         counters = None
         if needs_noise or settings.temperature > 0:
 
             def per_candidate(values: list[int]) -> torch.Tensor:
-                return torch.tensor(values, device=self.device)[group.requests]
+                return on_device(values, self.device)[group.requests]
 
             counters = Counters(
                 per_candidate([canvas.seed for canvas in group.batch.canvases]),
@@ -382,21 +429,22 @@ class DiffusionModelRunner:
         owners, places = ranges(starts, sizes, self.device)
         ends = torch.isin(self.store.tokens[places], self.end_tokens)
         num_ends = torch.zeros(len(canvases), dtype=torch.int64, device=self.device).index_add_(0, owners, ends.long())
-        delayed = torch.tensor(delays, device=self.device) & (num_ends == 0)
+        delayed = on_device(delays, self.device, torch.bool) & (num_ends == 0)
         after_mask = self.store.masked[group.places - 1]
         return torch.isin(tokens, self.end_tokens) & after_mask & delayed[group.requests]
 
-    def _fill(self, group: BatchCandidates, statistics: TokenStatistics) -> list[tuple[int, int]]:
-        """Unmask the plans' quotas of the candidates; returns them as (number in the batch, position), sorted."""
-        chosen = group.choose(statistics)
-        self.store.tokens[group.places] = torch.where(chosen, statistics.token, self.mask_token_id)
-        self.store.masked[group.places] = ~chosen
-        requests, positions, filled = torch.stack((group.requests, group.positions, chosen.long())).cpu()
-        kept = filled.bool()
-        return list(zip(requests[kept].tolist(), positions[kept].tolist(), strict=True))
+    def _fill(self, group: BatchCandidates, statistics: TokenStatistics) -> Filled:
+        """Unmask the plans' quotas of the candidates."""
+        masked, tokens = self.store.masked[group.places], self.store.tokens[group.places]
+        chosen = group.choose(statistics, masked)
+        self.store.tokens[group.places] = torch.where(chosen, statistics.token, tokens)
+        self.store.masked[group.places] = masked & ~chosen
+        return Filled(group.requests, group.positions, chosen)
 
-    def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[list[int]]:
-        """Unmask what the guide lets pass of each request's draft; returns the positions, sorted, per request."""
+    def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
+        """Unmask what the guide lets pass of each request's draft."""
+        if not drafted:
+            return []
         assert self.guide is not None
         drafts, probabilities = [], []
         for candidates, statistics in drafted:
@@ -422,28 +470,36 @@ class DiffusionModelRunner:
             positions = draft.positions[list(chosen)]
             canvas.tokens[positions] = torch.tensor(list(chosen.values()), device=self.device)
             canvas.masked[positions] = False
-            filled.append(sorted(positions.tolist()))
+            positions = positions.sort().values
+            of_request = torch.full_like(positions, candidates.index)
+            filled.append(Filled(of_request, positions, torch.ones_like(positions, dtype=torch.bool)))
         return filled
 
-    def _report(self, batch: StepBatch, unmasked: list[list[int]], layer_pass: LayerPass) -> dict[str, StepReport]:
-        reports = {}
+    def _report(
+        self, batch: StepBatch, unmasked: list[list[list[int]]], layer_pass: LayerPass
+    ) -> list[dict[str, StepReport]]:
+        """``unmasked``: positions per step and request. No step but the last completes a block."""
         starts = [canvas.start + plan.block.start for canvas, plan in zip(batch.canvases, batch.plans, strict=True)]
         owners, places = ranges(starts, [plan.block.size for plan in batch.plans], self.device)
         num_masked = torch.zeros(len(starts), dtype=torch.int64, device=self.device)
         num_masked.index_add_(0, owners, self.store.masked[places].long())
+        reports: list[dict[str, StepReport]] = [{} for _ in unmasked]
         for index, (request_id, plan, canvas, left) in enumerate(
             zip(batch.request_ids, batch.plans, batch.canvases, num_masked.tolist(), strict=True)
         ):
-            block, done = slice(*plan.block), left == 0
-            reports[request_id] = StepReport(
-                rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
-                num_unmasked=len(unmasked[index]),
-                block_tokens=canvas.tokens[block].tolist() if done else None,
-                trace=_trace(batch, index, unmasked[index], layer_pass) if self.options.trace else None,
-                kv_slots=layer_pass.kv_slots(index),
-                logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
-                block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
-            )
+            block = slice(*plan.block)
+            canvas.last_unmasked = unmasked[-1][index]
+            for number, (of_step, reports_of_step) in enumerate(zip(unmasked, reports, strict=True), start=1):
+                done = number == len(unmasked) and left == 0
+                reports_of_step[request_id] = StepReport(
+                    rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
+                    num_unmasked=len(of_step[index]),
+                    block_tokens=canvas.tokens[block].tolist() if done else None,
+                    trace=_trace(batch, index, of_step[index], layer_pass) if self.options.trace else None,
+                    kv_slots=layer_pass.kv_slots(index),
+                    logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
+                    block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
+                )
         return reports
 
 
@@ -497,11 +553,6 @@ def _row_span(plan: StepPlan, canvas: Canvas) -> Span:
         first = max(canvas.last_unmasked[0] - canvas.spec.shifts_logits, 0)
         return Span(min(plan.span.start, first), plan.span.stop)
     return plan.span
-
-
-def _is_watched(canvas: Canvas) -> bool:
-    """Whether more is wanted of a request's predictions than to unmask the best of them."""
-    return canvas.confidences is not None or canvas.logprobs is not None or canvas.spec.guidance is not None
 
 
 def _signed_seed(seed: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dllm_engine.model_executor.token_prediction import SamplingSettings
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.policy import TokenLogprobs
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PageKind
@@ -65,7 +66,7 @@ class StepBatch:
 
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
-        sizes = torch.tensor([self.num_rows(i) for i in range(len(self.canvases))], device=self.positions.device)
+        sizes = on_device([self.num_rows(i) for i in range(len(self.canvases))], self.positions.device)
         requests = torch.arange(len(self.canvases), device=self.positions.device)
         return requests.repeat_interleave(sizes, output_size=self.cu_seqlens[-1])
 
@@ -74,7 +75,7 @@ def ranges(starts: Sequence[int], sizes: Sequence[int], device: torch.device) ->
     """Ranges of integers end to end: the number of the range that each belongs to, and the integers; int64 each."""
     before = accumulate(sizes, initial=0)
     shifts = [start - first for start, first in zip(starts, before, strict=False)]
-    of_ranges = torch.tensor([sizes, shifts], dtype=torch.int64, device=device)
+    of_ranges = on_device([sizes, shifts], device)
     # Without the length of the result a device would have to be asked for it.
     total = sum(sizes)
     owners = torch.arange(len(sizes), device=device).repeat_interleave(of_ranges[0], output_size=total)

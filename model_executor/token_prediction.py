@@ -125,7 +125,7 @@ class TokenPredictor:
         logits, first_token = shard
         sharded = self.tp_group.world_size > 1
         if sharded and settings.filters:
-            logits, first_token, sharded = torch.cat(self._gather(logits), dim=-1), 0, False
+            logits, first_token, sharded = torch.cat(gather_shards(logits, self.tp_group), dim=-1), 0, False
         column = self.mask_token_id - first_token
         # A position filled with the mask would never count as filled, so the mask is never predicted.
         mask_column = column if 0 <= column < logits.shape[-1] else -1
@@ -187,7 +187,7 @@ class TokenPredictor:
         top_tokens = top_tokens + first_token
         if winner is not None:
             token_logit = torch.stack(self._gather(token_logit)).gather(0, winner)[0]
-            top_tokens, top = torch.cat(self._gather(top_tokens), dim=-1), torch.cat(self._gather(top), dim=-1)
+            top_tokens, top = (torch.cat(gather_shards(x, self.tp_group), dim=-1) for x in (top_tokens, top))
             top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
             top_tokens = top_tokens.gather(-1, kept)
             log_total = torch.logsumexp(torch.stack(self._gather(log_total)), dim=0)
@@ -206,8 +206,15 @@ class TokenPredictor:
 
 
 def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
-    """``values`` of every rank, of any type, in rank order. Shards of a vocabulary may differ in their last
-    dimension."""
+    """``values`` of every rank, of any type but of one shape, in rank order."""
+    values = values.contiguous()
+    received = [torch.empty_like(values) for _ in range(tp_group.world_size)]
+    torch.distributed.all_gather(received, values, group=tp_group.device_group)
+    return received
+
+
+def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
+    """The same where the last dimension differs between ranks, as shards of a vocabulary may. Waits for the device."""
     group = tp_group.device_group
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(tp_group.world_size)]
     torch.distributed.all_gather(

@@ -1,8 +1,9 @@
 """Answers prompts the way a GPU would, as far as a CPU can: every kernel's CUDA implementation (Triton, in
 its interpreter) stands in for its CPU one, and the rest of the engine is as always.
 
-Reads a JSON list of ``{"model", "settings", "requests": [{"prompt", "params"}]}`` and writes the answers of each, with
-how often each kernel ran, as the last line.
+Reads a JSON list of ``{"model", "settings", "recorded", "requests": [{"prompt", "params"}]}`` and writes the answers of
+each, with how often each kernel ran, as the last line. With ``recorded``, a stand-in for CUDA graphs runs what can be
+recorded.
 """
 
 import importlib
@@ -16,7 +17,8 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 import dllm_engine.kernels
-from tests.engines import generate, start_engine
+from tests.engines import generate, runner_of, start_engine
+from tests.stand_in_recorder import record_steps
 
 
 def run_cuda_kernels() -> Counter[str]:
@@ -50,13 +52,14 @@ def main() -> None:
     for task in json.load(sys.stdin):
         calls.clear()
         engines.append(start_engine(task["model"], **task["settings"]))
+        replays = record_steps(runner_of(engines[-1])) if task["recorded"] else None
         params = [DiffusionParams(**request["params"]) for request in task["requests"]]
         outputs = generate(engines[-1], [request["prompt"] for request in task["requests"]], params)
         answers = [
             {"tokens": list(output.outputs[0].token_ids), "order": output.outputs[0].diffusion.unmasked_per_step}
             for output in outputs
         ]
-        results.append({"answers": answers, "calls": dict(calls)})
+        results.append({"answers": answers, "calls": dict(calls), "replays": replays and replays.num_replayed})
     print(json.dumps(results))
 
 

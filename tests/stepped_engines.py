@@ -34,13 +34,13 @@ def run_in_steps(
 ) -> Run:
     """Answer all requests; request i is added before step ``joins[i]`` (all before the first)."""
     runner, run = runner_of(llm), Run()
-    make_layer_pass = runner.make_layer_pass
+    forward = runner.forward
 
-    def recording(batch, pages):
+    def recording(batch, layer_pass):
         run.plans.append(list(batch.plans))
-        return make_layer_pass(batch, pages)
+        return forward(batch, layer_pass)
 
-    runner.make_layer_pass = recording
+    runner.forward = recording
     outputs: dict[int, Any] = {}
     try:
         step = 0
@@ -54,7 +54,7 @@ def run_in_steps(
             after_step()
             step += 1
     finally:
-        runner.make_layer_pass = make_layer_pass
+        runner.forward = forward
     run.tokens = [list(outputs[i].token_ids) for i in range(len(prompts))]
     run.figures = [outputs[i].diffusion for i in range(len(prompts))]
     assert_nothing_left(llm)

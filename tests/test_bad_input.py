@@ -244,7 +244,8 @@ def test_lora_request(llm, healthy):
             (
                 "'cache'",
                 "cache_method, cache_options, page_size, dense_attention, refresh_ratio, steps_per_dispatch, "
-                "guide_model, guide_tokens_per_token, batch_invariant, trace, playground, request_defaults",
+                "guide_model, guide_tokens_per_token, cuda_graphs, batch_invariant, trace, playground, "
+                "request_defaults",
             ),
         ),
         ({"additional_config": {"dllm": "none"}, "vllm": True}, ("additional_config['dllm']='none'",)),

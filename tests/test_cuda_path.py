@@ -41,18 +41,22 @@ def prompt(length: int) -> list[int]:
 
 def test_every_cache_method(engines, reference_checkpoints):
     from dllm_engine import DiffusionParams
+    from dllm_engine.options import RECORDABLE
 
     requests = [
         {"prompt": prompt(13), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
+        {"prompt": prompt(4), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
         {"prompt": prompt(9), "params": {"gen_length": 10, "block_length": 6, "ignore_eos": True, "threshold": 0.2}},
     ]
     tasks = [
         {
             "model": str(reference_checkpoints / model),
             "settings": {"cache_method": method, "cache_options": options, "page_size": 4, "max_model_len": 64},
+            "recorded": recorded,
             "requests": requests,
         }
         for method, (model, options) in TASKS.items()
+        for recorded in ([False, True] if method in RECORDABLE else [False])
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.cuda_path_answers"],
@@ -66,12 +70,14 @@ def test_every_cache_method(engines, reference_checkpoints):
     )
     assert done.returncode == 0, done.stderr[-8000:]
     params = [DiffusionParams(**request["params"]) for request in requests]
-    for method, task, result in zip(TASKS, tasks, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for task, result in zip(tasks, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        method = task["settings"]["cache_method"]
         outputs = generate(engines(task["model"], **task["settings"]), [r["prompt"] for r in requests], params)
         for output, answer in zip(outputs, result["answers"], strict=True):
             assert answer["tokens"] == list(output.outputs[0].token_ids), method
             assert answer["order"] == output.outputs[0].diffusion.unmasked_per_step, method
-        called = {"rotate", "token_statistics"} | KERNELS.get(method, set())
+        called = {"rotate_", "token_statistics"} | KERNELS.get(method, set())
         if method != "none":
             called.add("paged_attention")
         assert called <= result["calls"].keys(), method
+        assert bool(result["replays"]) == task["recorded"], method

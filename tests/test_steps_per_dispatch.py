@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_engine.options import CACHE_OPTIONS
-from tests.engines import assert_nothing_left, generate, scheduler_of
+from tests.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.stepped_engines import run_in_steps
 
 PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
@@ -61,6 +61,58 @@ def test_a_dispatch_ends_with_its_steps_or_with_a_block(pair, monkeypatch):
     ran.clear()
     generate(several, PROMPTS[:1], asked(threshold=1e-6))
     assert ran == [1] * 3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("method", ["none", "sparse", "dual", "freecache"])
+def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, recorded):
+    from tests.stand_in_recorder import AsksNothing, record_steps
+
+    one, several = pair(method, steps_per_dispatch=8)
+    params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
+    expected = [list(output.outputs[0].token_ids) for output in generate(one, PROMPTS, params)]
+    runner = runner_of(several)
+    if recorded and method != "none":
+        monkeypatch.setattr(runner, "graphs", None)
+        record_steps(runner)
+    step, denoise, lengths = runner._step, runner._denoise, []
+
+    def watched(*args):
+        with AsksNothing():
+            return step(*args)
+
+    def counted(batch, candidates, layer_pass, run):
+        lengths.append(len(run))
+        return denoise(batch, candidates, layer_pass, run)
+
+    monkeypatch.setattr(runner, "_step", watched)
+    monkeypatch.setattr(runner, "_denoise", counted)
+    assert [list(output.outputs[0].token_ids) for output in generate(several, PROMPTS, params)] == expected
+    assert max(lengths) >= 3
+    # Alone, a request runs the steps of a block that reuse its cache in one go.
+    lengths.clear()
+    generate(several, PROMPTS[:1], asked())
+    assert lengths == {"none": [8], "sparse": [1, 1, 6], "dual": [1, 7], "freecache": [1, 7]}[method] * 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"threshold": 0.1}, {"unmasking": "origin", "seed": 1}, {"delay_eos": True}, {"logprobs": 1}],
+)
+def test_steps_that_cannot_be_foreseen_run_one_by_one(pair, monkeypatch, settings):
+    one, several = pair("dual")
+    expected = generate(one, PROMPTS, asked(**settings))
+    runner, lengths = runner_of(several), []
+    denoise = runner._denoise
+
+    def counted(batch, candidates, layer_pass, run):
+        lengths.append(len(run))
+        return denoise(batch, candidates, layer_pass, run)
+
+    monkeypatch.setattr(runner, "_denoise", counted)
+    found = generate(several, PROMPTS, asked(**settings))
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert set(lengths) == {1}
 
 
 def test_requests_that_wait_are_looked_at_after_every_step(pair, monkeypatch):

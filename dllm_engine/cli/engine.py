@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
 """What the demo model was trained with; a real checkpoint uses its family's defaults."""
 VLLM_RELEASE = "0.32."
+CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
 
 
@@ -94,6 +95,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     group.add_argument(
         "--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="devices to split the model over"
     )
+    group.add_argument("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
     group.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
     group.add_argument(
         "--engine-arg",
@@ -201,10 +203,12 @@ def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
         "max_model_len": args.max_model_len,
         "tensor_parallel_size": args.tensor_parallel_size,
         "use_tqdm_on_load": False,
+        "cuda_graphs": args.cuda_graphs,
+        "batch_invariant": args.batch_invariant,
         **dict(args.engine_arg),
     }
     try:
-        return LLM(args.model, batch_invariant=args.batch_invariant, trace=trace, **engine_options(args), **arguments)
+        return LLM(args.model, trace=trace, **engine_options(args), **arguments)
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dllm_engine.cli.engine import (
     BATCH_INVARIANT_HELP,
+    CUDA_GRAPHS_HELP,
     add_cache_arguments,
     add_denoising_arguments,
     check_vllm,
@@ -54,6 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "and disconnects wait for them (default: 1)",
     )
     other.add_argument("--no-playground", action="store_true", help="leave out the page /playground")
+    other.add_argument("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
     other.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
     other.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
     other.add_argument(
@@ -118,6 +120,8 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}
     if args.trace:
         options = options | {"trace": True}
+    if args.cuda_graphs:
+        options = options | {"cuda_graphs": True}
     if args.batch_invariant:
         options = options | {"batch_invariant": True}
     if args.no_playground:

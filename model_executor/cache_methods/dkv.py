@@ -34,8 +34,7 @@ class OverwritePass(LayerPass):
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(hidden))
-            q, k = layer.rope(q, phases), layer.rope(k, phases)
+            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
             hidden += layer.o_proj(self._attend(index, q, k, v))
             hidden += layer.mlp(layer.mlp_norm(hidden))
         return hidden

@@ -178,8 +178,7 @@ class EarlySkipPass(LayerPass):
         inside = self.options.indicator != "hidden_state"
         x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(x))
-            q, k = layer.rope(q, phases), layer.rope(k, phases)
+            q, k, v = layer.qkv(layer.attn_norm(x), phases)
             cut = self.cuts.get(index)
             if cut is not None and inside:
                 remembered = {"query": q, "key": k, "value": v}[self.options.indicator]

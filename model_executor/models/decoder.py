@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from dllm_engine.kernels.rotary import rotate
+from dllm_engine.kernels.rotary import rotate_
 
 
 @dataclass(frozen=True)
@@ -117,31 +117,33 @@ class DecoderLayer(nn.Module):
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
 
-    def qkv(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``."""
-        q, k, v = self._split_heads(self.qkv_proj(normed)[0], self.num_heads, self.num_kv_heads, self.num_kv_heads)
+    def qkv(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
+        and keys rotated to their positions."""
+        heads = self._heads(self.qkv_proj(normed)[0])
+        rotate_(heads[:, : self.num_heads + self.num_kv_heads], phases.cos_sin)
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return q, k, v
 
     def v(self, normed: torch.Tensor) -> torch.Tensor:
         """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
         kv_size = self.num_kv_heads * self.head_dim
         start = (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self._projection_rows(normed, start, start + kv_size).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return self._heads(self._projection_rows(normed, start, start + kv_size))
 
-    def k(self, normed: torch.Tensor) -> torch.Tensor:
+    def k(self, normed: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
         start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self._projection_rows(normed, start, start + kv_size).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        keys = self._heads(self._projection_rows(normed, start, start + kv_size))
+        rotate_(keys, phases.cos_sin)
+        return keys
 
-    def qk(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def qk(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
-        fused = self._projection_rows(normed, 0, (self.num_heads + self.num_kv_heads) * self.head_dim)
-        q, k = self._split_heads(fused, self.num_heads, self.num_kv_heads)
-        return q, k
-
-    def rope(self, heads: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        """Queries or keys ``[num_rows, heads, head_dim]`` rotated to their positions."""
-        return rotate(heads, phases.cos_sin)
+        num_heads = self.num_heads + self.num_kv_heads
+        heads = self._heads(self._projection_rows(normed, 0, num_heads * self.head_dim))
+        rotate_(heads, phases.cos_sin)
+        return heads[:, : self.num_heads], heads[:, self.num_heads :]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
@@ -153,9 +155,8 @@ class DecoderLayer(nn.Module):
         # Not vLLM's SiluAndMul, which needs compiled ops on CUDA.
         return self.down_proj(F.silu(gate).mul_(up))[0]
 
-    def _split_heads(self, fused: torch.Tensor, *heads: int) -> tuple[torch.Tensor, ...]:
-        parts = fused.split([n * self.head_dim for n in heads], dim=-1)
-        return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
 
     def _projection_rows(self, normed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Output features ``start:stop`` of the fused projection.

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from dllm_engine.model_executor.transfer import on_device
+
 Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
 """(confidences ``[..., n]`` in descending order, the request's value, a number or ``[..., 1]``) -> bool ``[..., n]``:
 which of them a step fills."""
@@ -42,6 +44,6 @@ def select(
     table[requests, offsets] = confidence
     # What else is in the table must not matter, so that a request gets the same tokens in any batch: hence stable.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
-    per_request = torch.tensor(values, dtype=confidence.dtype, device=confidence.device)[:, None]
+    per_request = on_device(values, confidence.device, confidence.dtype)[:, None]
     passes = rule(ordered, per_request) & (ordered > -torch.inf)
     return torch.zeros_like(passes).scatter_(1, order, passes)[requests, offsets]

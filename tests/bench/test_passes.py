@@ -27,7 +27,7 @@ def run_watched(llm, num_requests=2):
 
 def test_passes_are_seen_with_their_kinds_and_shapes(engines, tiny_llada):
     llm = engines(tiny_llada, cache_method="sparse")
-    make_layer_pass = runner_of(llm).make_layer_pass
+    forward = runner_of(llm).forward
     seen = run_watched(llm)
     assert [forward.kind for forward in seen] == (["whole"] * 2 + ["reuse"] * 6) * 2
     retained = (CANVAS - BLOCK) // 2
@@ -35,7 +35,7 @@ def test_passes_are_seen_with_their_kinds_and_shapes(engines, tiny_llada):
     assert seen[2].shape.requests == ((BLOCK, retained + BLOCK),) * 2
     # One token of each request's block per step.
     assert [forward.shape.head_rows for forward in seen] == [2 * left for left in range(8, 0, -1)] * 2
-    assert runner_of(llm).make_layer_pass is make_layer_pass
+    assert runner_of(llm).forward == forward
 
 
 def test_rows_are_those_that_layers_compute(engines, tiny_llada):

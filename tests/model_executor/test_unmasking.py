@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.model_executor.candidates import BatchCandidates, positions_of
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner, _sampling_settings
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
@@ -59,12 +59,10 @@ def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | No
         torch.arange(14).repeat(len(plans)),
     )
     candidates = BatchCandidates.of(batch, runner.store)
-    filled: list[list[int]] = [[] for _ in plans]
     repeated = {name: torch.cat([x] * len(plans)) for name, x in vars(STATISTICS).items() if x is not None}
     if held_back is not None:
         repeated["held_back"] = torch.tensor(held_back * len(plans))
-    for index, position in runner._fill(candidates, TokenStatistics(**repeated)):
-        filled[index].append(position)
+    (filled,) = positions_of([[runner._fill(candidates, TokenStatistics(**repeated))]], len(plans))
     return list(zip(canvases, filled, strict=True))
 
 

@@ -117,12 +117,16 @@ def test_half_precision_generates_a_full_response(engines, tiny_llada, tiny_drea
 )
 @torch.inference_mode()
 def test_parts_of_a_layer_equal_the_fused_projection(engines, tmp_path, write, config):
+    from dllm_engine.model_executor.models.decoder import RotaryPhases
+
     layer = runner_of(engines(write(tmp_path / "model", **config))).model.layers[1]
     rows = torch.randn(11, 64, generator=torch.Generator().manual_seed(0))
-    q, k, v = layer.qkv(rows)
-    q_alone, k_alone = layer.qk(rows)
+    phases = RotaryPhases.at(torch.arange(11), 16, 10_000.0)
+    q, k, v = layer.qkv(rows, phases)
+    q_alone, k_alone = layer.qk(rows, phases)
     torch.testing.assert_close(q_alone, q)
     torch.testing.assert_close(k_alone, k)
+    torch.testing.assert_close(layer.k(rows, phases), k)
     torch.testing.assert_close(layer.v(rows), v)
     assert q.shape == (11, layer.num_heads, 16)
     assert k.shape == v.shape == (11, layer.num_kv_heads, 16)
@@ -131,14 +135,16 @@ def test_parts_of_a_layer_equal_the_fused_projection(engines, tmp_path, write, c
 
 
 def test_rope_scores_depend_on_the_distance_only():
-    from dllm_engine.kernels.rotary import rotate
+    from dllm_engine.kernels.rotary import rotate_
     from dllm_engine.model_executor.models.decoder import RotaryPhases
 
     q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0))
 
     def score(query_at: int, key_at: int) -> torch.Tensor:
         def turned(x: torch.Tensor, at: int) -> torch.Tensor:
-            return rotate(x, RotaryPhases.at(torch.tensor([at]), 16, 10_000.0).cos_sin)
+            turned = x.clone()
+            rotate_(turned, RotaryPhases.at(torch.tensor([at]), 16, 10_000.0).cos_sin)
+            return turned
 
         return (turned(q, query_at) * turned(k, key_at)).sum(-1)
 
