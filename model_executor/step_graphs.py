@@ -39,7 +39,7 @@ class CudaRecorder:
         # vLLM's context: the all-reduces of tensor parallelism have to know.
         with graph_capture(self.device) as context:
             run()  # compiles kernels and allocates workspaces, which must not happen while recording
-            with torch.cuda.graph(graph, pool=self.pool, stream=context.stream):
+            with torch.cuda.graph(graph, self.pool, context.stream, capture_error_mode="thread_local"):
                 result = run()
 
         def replay() -> torch.Tensor:
