@@ -79,6 +79,8 @@ class DiffusionModelRunner:
         self.end_tokens = torch.tensor(model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=device)
         self.make_layer_pass = CACHE_METHODS[self.options.cache_method]
         self.plan = REFRESH_PLANS[self.options.cache_method].plan
+        # A CPU is never waited for, and what is filled meanwhile would go through the head for nothing.
+        self.looks_ahead = device.type != "cpu"
         self.canvases: dict[str, Canvas] = {}
         self.store = CanvasStore(device)
         self.pages: PageMemory | None = None
@@ -261,7 +263,7 @@ class DiffusionModelRunner:
         candidates = BatchCandidates.of(batch, self.store)
         layer_pass = self.make_layer_pass(batch, self.pages)
         run = [plans]
-        if layer_pass.repeats and num_steps > 1:
+        if self.looks_ahead and layer_pass.repeats and num_steps > 1:
             run = foreseen(plans, progress, self.canvases, self.plan, num_steps)
         return self._report(batch, self._denoise(batch, candidates, layer_pass, run), layer_pass)
 

@@ -26,6 +26,7 @@ TASKS = {
     "es_dllm": ("llada-tiny-a", {"retention_ratio": 0.5}),
 }
 """Model and cache options of each method."""
+SETTINGS = {"page_size": 4, "max_model_len": 64}
 KERNELS = {
     "sparse": {"mean_query_scores", "write_retained"},
     "dllm_cache": {"similarity_sums", "write_features"},
@@ -51,7 +52,8 @@ def test_every_cache_method(engines, reference_checkpoints):
     tasks = [
         {
             "model": str(reference_checkpoints / model),
-            "settings": {"cache_method": method, "cache_options": options, "page_size": 4, "max_model_len": 64},
+            "settings": SETTINGS
+            | {"cache_method": method, "cache_options": options, "steps_per_dispatch": 4 if recorded else 1},
             "recorded": recorded,
             "requests": requests,
         }

@@ -72,6 +72,7 @@ def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, re
     params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
     expected = [list(output.outputs[0].token_ids) for output in generate(one, PROMPTS, params)]
     runner = runner_of(several)
+    monkeypatch.setattr(runner, "looks_ahead", True)
     if recorded and method != "none":
         monkeypatch.setattr(runner, "graphs", None)
         record_steps(runner)
@@ -103,6 +104,7 @@ def test_steps_that_cannot_be_foreseen_run_one_by_one(pair, monkeypatch, setting
     one, several = pair("dual")
     expected = generate(one, PROMPTS, asked(**settings))
     runner, lengths = runner_of(several), []
+    monkeypatch.setattr(runner, "looks_ahead", True)
     denoise = runner._denoise
 
     def counted(batch, candidates, layer_pass, run):

@@ -66,10 +66,11 @@ def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
     assert recorder.num_recorded == 3
 
 
-def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada):
+def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada, monkeypatch):
     settings = {"cache_method": "sparse", "steps_per_dispatch": 4}
     expected = answers(engines(tiny_llada, page_size=4, **settings))
     llm, recorder = recording(tiny_llada, **settings)
+    monkeypatch.setattr(runner_of(llm), "looks_ahead", True)
     assert answers(llm) == expected
     assert recorder.num_replayed
 
