@@ -117,6 +117,7 @@ class Benchmark:
             "weights": "random" if subject.has_random_weights else "checkpoint",
             "shape": asdict(subject.shape),
             "dtype": subject.dtype,
+            "engine_args": s.engine_args,
             "cache_options": {method: subject.options(method).cache.model_dump() for method in s.methods},
             "unmasking": {unmasking.text: unmasking.options for unmasking in s.unmaskings},
             "response": s.lengths.response,

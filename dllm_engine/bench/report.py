@@ -5,7 +5,7 @@ from typing import Any
 
 from dllm_engine.cli.table import format_table
 
-SCHEMA = 1
+SCHEMA = 2
 """Of result files; raised where a reader of older ones would go wrong."""
 MIB = 1 << 20
 NOTHING = "–"
@@ -148,7 +148,7 @@ COMPARED: dict[str, Callable[[dict[str, Any], dict[str, Any]], float | None]] = 
     "REUSE÷": lambda run, cell: cell["reuse"] and cell["reuse"]["time_over_floor"],
     "EXACT": exact_match,
 }
-_RUN_SETTINGS = ("weights", "shape", "dtype", "cache_options", "response", "block_length", "seed")
+_RUN_SETTINGS = ("weights", "shape", "dtype", "engine_args", "response", "block_length", "seed")
 
 
 def comparison(first: Report, second: Report, names: tuple[str, str]) -> str:
@@ -197,3 +197,6 @@ def _differences(first: Report, second: Report) -> Iterator[str]:
         for key in _RUN_SETTINGS:
             if run[key] != other[key]:
                 yield f"{run['model']}: {key} was {run[key]}, then {other[key]}."
+        for method, options in run["cache_options"].items():
+            if options != (others := other["cache_options"].get(method, options)):
+                yield f"{run['model']}: cache_options of {method} were {options}, then {others}."

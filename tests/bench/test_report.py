@@ -50,7 +50,8 @@ def report():
                 "weights": "random",
                 "shape": {"hidden_size": 1024, "num_layers": 8},
                 "dtype": "float32",
-                "cache_options": {},
+                "engine_args": {},
+                "cache_options": {"none": {}, "dual": {}},
                 "response": 32,
                 "block_length": 32,
                 "repeats": 3,
@@ -129,9 +130,14 @@ def test_a_comparison_names_what_else_differs(report):
     after = copy.deepcopy(report)
     after["machine"]["threads"] = 4
     after["runs"][0]["dtype"] = "bfloat16"
+    after["runs"][0]["engine_args"] = {"cuda_graphs": True}
+    after["runs"][0]["cache_options"] = {"dual": {"a": 1}, "sparse": {}}
     text = comparison(report, after, ("a", "b"))
     assert "Note: threads was 1, then 4: times do not compare." in text
     assert "Note: llada-8b/4: dtype was float32, then bfloat16." in text
+    assert "Note: llada-8b/4: engine_args was {}, then {'cuda_graphs': True}." in text
+    assert "Note: llada-8b/4: cache_options of dual were {}, then {'a': 1}." in text
+    assert text.count("cache_options") == 1  # what only one of them measured is no difference
     assert "Note:" not in comparison(report, report, ("a", "a"))
 
 
