@@ -1,11 +1,13 @@
 """The masked positions that a step may fill."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dllm_engine.model_executor.canvas_store import CanvasStore
@@ -42,22 +44,38 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchCandidates:
-    """Those of several requests of a batch, ascending by request and position.
-
-    The tensors are int64 ``[num_candidates]``.
-    """
+    """Those of several requests of a batch, ascending by request and position."""
 
     batch: StepBatch
     members: Sequence[int]
     """Numbers in the batch of the requests that may have some."""
-    requests: torch.Tensor
-    """Number in the batch of each one's request."""
-    positions: torch.Tensor
-    """In its canvas."""
-    places: torch.Tensor
-    """In the ``CanvasStore``."""
-    rows: torch.Tensor
-    """The batch rows that predict them."""
+    table: torch.Tensor
+    """int64 ``[5, num_candidates]``: the columns below, in their order."""
+
+    @cached_property
+    def requests(self) -> torch.Tensor:
+        """Number in the batch of each one's request."""
+        return self.table[0]
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """In its plan's candidates."""
+        return self.table[1]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """In its canvas."""
+        return self.table[2]
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """In the ``CanvasStore``."""
+        return self.table[3]
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The batch rows that predict them."""
+        return self.table[4]
 
     @classmethod
     def of(cls, batch: StepBatch, store: CanvasStore) -> "BatchCandidates":
@@ -65,43 +83,44 @@ class BatchCandidates:
         device = batch.positions.device
         members = [i for i in range(len(batch.plans)) if _fills_any(batch.plans[i], batch.canvases[i])]
         spans = [batch.plans[i].quota.candidates for i in members]
-        owners, positions = ranges([span.start for span in spans], [span.size for span in spans], device)
-        requests = on_device(members, device)[owners]
-        places = on_device([canvas.start for canvas in batch.canvases], device)[requests] + positions
-        masked = store.masked[places].nonzero()[:, 0]
-        requests, positions, places = requests[masked], positions[masked], places[masked]
+        owners, positions = ranges([span.start for span in spans], [span.size for span in spans])
+        requests = np.array(members, dtype=np.int64)[owners]
 
+        def per_candidate(values: Iterable[int]) -> np.ndarray:
+            return np.fromiter(values, dtype=np.int64)[requests]
+
+        offsets = positions - per_candidate(plan.quota.candidates.start for plan in batch.plans)
+        places = positions + per_candidate(canvas.start for canvas in batch.canvases)
         # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
-        first_fed = [plan.span.start if plan.rows is RowRule.ALL else 0 for plan in batch.plans]
-        predicting = positions - int(batch.canvases[0].spec.shifts_logits)
-        predicting = torch.maximum(predicting, on_device(first_fed, device)[requests])
-        # Rows ascend by request and position, and so do these keys.
-        longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
-        keys, wanted = batch.request_of_row() * longest + batch.positions, requests * longest + predicting
-        rows = torch.searchsorted(keys, wanted).clamp(max=keys.numel() - 1)
-        found = cls(batch, members, requests, positions, places, rows)
-        if all(plan.rows is RowRule.ALL for plan in batch.plans):
-            return found
-        return found.take((keys[rows] == wanted).nonzero()[:, 0])
+        first_fed = per_candidate(plan.span.start if plan.rows is RowRule.ALL else 0 for plan in batch.plans)
+        predicting = np.maximum(positions - int(batch.canvases[0].spec.shifts_logits), first_fed)
+        columns = np.stack((requests, offsets, positions, places, predicting))
+        if batch.spans is not None:
+            columns[4] += per_candidate(batch.cu_seqlens[:-1]) - per_candidate(span.start for span in batch.spans)
+            fed = (columns[4] >= per_candidate(batch.cu_seqlens[:-1])) & (
+                columns[4] < per_candidate(batch.cu_seqlens[1:])
+            )
+            columns = columns if fed.all() else columns[:, fed]
+        table = on_device(columns, device)
+        table = table[:, store.masked[table[3]]]
+        if batch.spans is None:
+            # Rows ascend by request and position, and so do these keys.
+            longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
+            keys, wanted = batch.request_of_row() * longest + batch.positions, table[0] * longest + table[4]
+            table[4] = torch.searchsorted(keys, wanted).clamp(max=keys.numel() - 1)
+            table = table[:, keys[table[4]] == wanted]
+        return cls(batch, members, table)
 
     def take(self, which: torch.Tensor) -> "BatchCandidates":
-        """Some of them, by their numbers ``[n]``."""
-        return BatchCandidates(
-            self.batch,
-            self.members,
-            self.requests[which],
-            self.positions[which],
-            self.places[which],
-            self.rows[which],
-        )
+        """Some of them, by their numbers ``[n]``, or by a mask of all."""
+        return BatchCandidates(self.batch, self.members, self.table[:, which])
 
     def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
         """Those of some of the members."""
         if len(members) == len(self.members):
             return self
-        wanted = torch.isin(self.requests, on_device(members, self.requests.device))
-        part = self.take(wanted.nonzero()[:, 0])
-        return BatchCandidates(self.batch, members, part.requests, part.positions, part.places, part.rows)
+        wanted = torch.isin(self.requests, on_device(members, self.table.device))
+        return BatchCandidates(self.batch, members, self.table[:, wanted])
 
     def choose(self, statistics: TokenStatistics, masked: torch.Tensor) -> torch.Tensor:
         """Which of them the plans' quotas unmask; bool ``[num_candidates]``. Of guided requests none, nor any that is
@@ -113,10 +132,7 @@ class BatchCandidates:
             if canvases[i].spec.guidance is None:
                 rule, value = _rule(plans[i].quota, canvases[i].spec.unmasking)
                 values[canvases[i].spec.unmasking, rule][i] = value
-        spans = [plan.quota.candidates for plan in plans]
-        starts = on_device([span.start for span in spans], self.positions.device)
-        offsets = self.positions - starts[self.requests]
-        width = max(spans[i].size for i in self.members)
+        width = max(plans[i].quota.candidates.size for i in self.members)
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
         for (policy, rule), of_requests in values.items():
             confidence = UNMASKING_POLICIES[policy].confidence(statistics).masked_fill(barred, -torch.inf)
@@ -125,7 +141,7 @@ class BatchCandidates:
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
                 confidence = confidence.masked_fill(of_others, -torch.inf)
             of_all = [of_requests.get(i, 0.0) for i in range(len(plans))]
-            chosen |= select(rule, confidence, self.requests, offsets, of_all, width)
+            chosen |= select(rule, confidence, self.requests, self.offsets, of_all, width)
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 from vllm.config import VllmConfig
@@ -332,19 +333,21 @@ class DiffusionModelRunner:
         in_order = [plans[request_id] for request_id in ordered]
         canvases = [self.canvases[request_id] for request_id in ordered]
         sizes = [spans[request_id].size for request_id in ordered]
-        requests, positions = ranges([spans[request_id].start for request_id in ordered], sizes, self.device)
-        if any(plan.rows in _BY_MASK for plan in in_order):
-            fed = self._fed(in_order, canvases, requests, positions)
-            requests, positions = requests[fed], positions[fed]
-            sizes = requests.bincount(minlength=len(ordered)).tolist()
-        starts = on_device([canvas.start for canvas in canvases], self.device)
+        owners, positions = ranges([spans[request_id].start for request_id in ordered], sizes)
+        starts = np.array([canvas.start for canvas in canvases])
+        of_rows = on_device(np.stack((owners, positions, starts[owners] + positions)), self.device)
+        by_mask = any(plan.rows in _BY_MASK for plan in in_order)
+        if by_mask:
+            of_rows = of_rows[:, self._fed(in_order, canvases, of_rows[0], of_rows[1])]
+            sizes = of_rows[0].bincount(minlength=len(ordered)).tolist()
         return StepBatch(
             request_ids=ordered,
             plans=in_order,
             canvases=canvases,
             cu_seqlens=list(itertools.accumulate(sizes, initial=0)),
-            input_ids=self.store.tokens[starts[requests] + positions],
-            positions=positions,
+            input_ids=self.store.tokens[of_rows[2]],
+            positions=of_rows[1],
+            spans=None if by_mask else [spans[request_id] for request_id in ordered],
         )
 
     def _fed(
@@ -370,7 +373,7 @@ class DiffusionModelRunner:
         """One forward pass, and what it fills of the candidates."""
         hidden = self.forward(batch, layer_pass)
         if layer_pass.finished is not None:
-            groups = [group.take(layer_pass.finished[group.rows].nonzero()[:, 0]) for group in groups]
+            groups = [group.take(layer_pass.finished[group.rows]) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []
         filled = []
         for group in groups:
@@ -428,7 +431,7 @@ class DiffusionModelRunner:
         delays = [canvas.spec.delay_eos for canvas in canvases]
         starts = [canvas.start + canvas.spec.prompt_length for canvas in canvases]
         sizes = [canvas.spec.gen_length * delayed for canvas, delayed in zip(canvases, delays, strict=True)]
-        owners, places = ranges(starts, sizes, self.device)
+        owners, places = on_device(np.stack(ranges(starts, sizes)), self.device).unbind()
         ends = torch.isin(self.store.tokens[places], self.end_tokens)
         num_ends = torch.zeros(len(canvases), dtype=torch.int64, device=self.device).index_add_(0, owners, ends.long())
         delayed = on_device(delays, self.device, torch.bool) & (num_ends == 0)
@@ -481,15 +484,13 @@ class DiffusionModelRunner:
         self, batch: StepBatch, unmasked: list[list[list[int]]], layer_pass: LayerPass
     ) -> list[dict[str, StepReport]]:
         """``unmasked``: positions per step and request. No step but the last completes a block."""
-        starts = [canvas.start + plan.block.start for canvas, plan in zip(batch.canvases, batch.plans, strict=True)]
-        owners, places = ranges(starts, [plan.block.size for plan in batch.plans], self.device)
-        num_masked = torch.zeros(len(starts), dtype=torch.int64, device=self.device)
-        num_masked.index_add_(0, owners, self.store.masked[places].long())
         reports: list[dict[str, StepReport]] = [{} for _ in unmasked]
-        for index, (request_id, plan, canvas, left) in enumerate(
-            zip(batch.request_ids, batch.plans, batch.canvases, num_masked.tolist(), strict=True)
+        for index, (request_id, plan, canvas) in enumerate(
+            zip(batch.request_ids, batch.plans, batch.canvases, strict=True)
         ):
             block = slice(*plan.block)
+            left = canvas.num_masked.get(plan.block, plan.block.size) - sum(len(of_step[index]) for of_step in unmasked)
+            canvas.num_masked[plan.block] = left
             canvas.last_unmasked = unmasked[-1][index]
             for number, (of_step, reports_of_step) in enumerate(zip(unmasked, reports, strict=True), start=1):
                 done = number == len(unmasked) and left == 0

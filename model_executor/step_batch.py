@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.policy import TokenLogprobs
-from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.decoding import DecodingSpec, Span
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import StepPlan
 
@@ -29,6 +29,8 @@ class Canvas:
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
     masked: torch.Tensor = field(init=False)
     """``[canvas_length]`` bool."""
+    num_masked: dict[Span, int] = field(default_factory=dict)
+    """Masked positions left in each block in which a step has filled any."""
     last_unmasked: list[int] = field(default_factory=list)
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
@@ -56,6 +58,8 @@ class StepBatch:
     """``[num_rows]``"""
     positions: torch.Tensor
     """``[num_rows]``, positions in each request's canvas; ascending within a request."""
+    spans: Sequence[Span] | None = None
+    """Per request, the positions of its rows, where they are a range; None where masks have chosen them."""
 
     def rows(self, index: int) -> slice:
         """Rows of a request."""
@@ -66,17 +70,13 @@ class StepBatch:
 
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
-        sizes = on_device([self.num_rows(i) for i in range(len(self.canvases))], self.positions.device)
-        requests = torch.arange(len(self.canvases), device=self.positions.device)
-        return requests.repeat_interleave(sizes, output_size=self.cu_seqlens[-1])
+        sizes = np.diff(self.cu_seqlens)
+        return on_device(np.repeat(np.arange(len(sizes)), sizes), self.positions.device)
 
 
-def ranges(starts: Sequence[int], sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Ranges of integers end to end: the number of the range that each belongs to, and the integers; int64 each."""
-    before = accumulate(sizes, initial=0)
-    shifts = [start - first for start, first in zip(starts, before, strict=False)]
-    of_ranges = on_device([sizes, shifts], device)
-    # Without the length of the result a device would have to be asked for it.
-    total = sum(sizes)
-    owners = torch.arange(len(sizes), device=device).repeat_interleave(of_ranges[0], output_size=total)
-    return owners, torch.arange(total, device=device) + of_ranges[1, owners]
+    of_ranges = np.array([starts, sizes], dtype=np.int64)
+    owners = np.repeat(np.arange(len(sizes)), of_ranges[1])
+    shifts = of_ranges[0] - of_ranges[1].cumsum() + of_ranges[1]
+    return owners, np.arange(len(owners)) + shifts[owners]

@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
-def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Numbers of the host as a tensor, without waiting for what the device is doing."""
+def on_device(
+    values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Numbers of the host as a tensor, without waiting for what the device is doing. On a CPU, an array's own memory."""
+    of_host = torch.as_tensor(values, dtype=dtype)
     # Only from pinned memory does a GPU fetch them by itself.
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return of_host if device.type == "cpu" else of_host.pin_memory().to(device, non_blocking=True)
