@@ -1,10 +1,10 @@
 """The masked positions that a step may fill."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -85,25 +85,30 @@ class BatchCandidates:
         spans = [batch.plans[i].quota.candidates for i in members]
         owners, positions = ranges([span.start for span in spans], [span.size for span in spans])
         requests = np.array(members, dtype=np.int64)[owners]
-
-        def per_candidate(values: Iterable[int]) -> np.ndarray:
-            return np.fromiter(values, dtype=np.int64)[requests]
-
-        offsets = positions - per_candidate(plan.quota.candidates.start for plan in batch.plans)
-        places = positions + per_candidate(canvas.start for canvas in batch.canvases)
-        # The first position of a block-only forward has no row before it; Dream fills it in the block's first step.
-        first_fed = per_candidate(plan.span.start if plan.rows is RowRule.ALL else 0 for plan in batch.plans)
-        predicting = np.maximum(positions - int(batch.canvases[0].spec.shifts_logits), first_fed)
-        columns = np.stack((requests, offsets, positions, places, predicting))
-        if batch.spans is not None:
-            columns[4] += per_candidate(batch.cu_seqlens[:-1]) - per_candidate(span.start for span in batch.spans)
-            fed = (columns[4] >= per_candidate(batch.cu_seqlens[:-1])) & (
-                columns[4] < per_candidate(batch.cu_seqlens[1:])
+        by_mask, all_fed = batch.spans is None, all(plan.rows is RowRule.ALL for plan in batch.plans)
+        of_requests = [
+            (
+                plan.quota.candidates.start,
+                canvas.start,
+                # The first position of a block-only forward has no row before it; Dream fills it in the block's first
+                # step.
+                plan.span.start if plan.rows is RowRule.ALL else 0,
+                0 if batch.spans is None else first - batch.spans[i].start,
+                first,
+                stop,
             )
-            columns = columns if fed.all() else columns[:, fed]
+            for i, (plan, canvas, (first, stop)) in enumerate(
+                zip(batch.plans, batch.canvases, pairwise(batch.cu_seqlens), strict=True)
+            )
+        ]
+        start, canvas_start, first_fed, to_row, first, stop = np.array(of_requests)[requests].T
+        rows = np.maximum(positions - int(batch.canvases[0].spec.shifts_logits), first_fed) + to_row
+        columns = np.stack((requests, positions - start, positions, positions + canvas_start, rows))
+        if not by_mask and not all_fed:
+            columns = columns[:, (rows >= first) & (rows < stop)]
         table = on_device(columns, device)
         table = table[:, store.masked[table[3]]]
-        if batch.spans is None:
+        if by_mask:
             # Rows ascend by request and position, and so do these keys.
             longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
             keys, wanted = batch.request_of_row() * longest + batch.positions, table[0] * longest + table[4]

@@ -10,7 +10,10 @@ import torch
 def on_device(
     values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Numbers of the host as a tensor, without waiting for what the device is doing. On a CPU, an array's own memory."""
+    """Numbers of the host as a tensor, without waiting for what the device is doing.
+
+    On a CPU it is the memory of ``values``, where they are an array of that type.
+    """
     of_host = torch.as_tensor(values, dtype=dtype)
     # Only from pinned memory does a GPU fetch them by itself.
     return of_host if device.type == "cpu" else of_host.pin_memory().to(device, non_blocking=True)
