@@ -52,9 +52,9 @@ class PagedTokens:
         """
         heads, num_requests, device = pages.num_kv_heads, head_len.shape[0], head_len.device
         self.pages, self.tables, self.max_head_len = pages, tables, max_head_len
-        self.head_start = torch.arange(heads, dtype=torch.int32, device=device).repeat(num_requests, 1)
+        self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, -1).contiguous()
         self.token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
-        self.head_len = head_len[:, None].repeat(1, heads)
+        self.head_len = head_len[:, None].expand(-1, heads).contiguous()
         """``[num_requests, num_kv_heads]``"""
 
     def attend(
