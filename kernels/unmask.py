@@ -254,12 +254,16 @@ def _best_token(logits: torch.Tensor, tiles: torch.Tensor) -> tuple[torch.Tensor
 
     Maxima vectorise, where a maximum with its index does not.
     """
-    vocab_size = logits.shape[1]
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, vocab_size = logits.shape
     width = _tile_width(vocab_size)
     # The last tile may reach back into the one before, which holds nothing as large where it is not the first itself.
-    start = (tiles.argmax(dim=-1) * width).clamp(max=vocab_size - width)[:, None]
-    window = logits.gather(1, start + torch.arange(width)).float()
-    return start[:, 0] + window.argmax(dim=-1), window
+    start = (tiles.argmax(dim=-1) * width).clamp(max=vocab_size - width)
+    # A window may begin at any number; those that are wanted are copied as a whole, not number by number.
+    num_windows = max(0, (num_rows - 1) * logits.stride(0) + vocab_size - width + 1)
+    windows = logits.as_strided((num_windows, width), (1, 1))
+    window = windows.index_select(0, torch.arange(num_rows) * logits.stride(0) + start).float()
+    return start + window.argmax(dim=-1), window
 
 
 def _empty_results(

@@ -311,11 +311,11 @@ def test_only_masked_rows_of_the_block_are_projected(engine, model, monkeypatch)
 
     every: list[int] = []
 
-    def predict_from_all_rows(hidden, settings, group):
+    def predict_from_all_rows(hidden, group):
         logits, first_token = compute_logits(hidden)
         every.append(len(logits))
         monkeypatch.setattr(runner.predictor, "compute_logits", lambda rows: VocabularyShard(rows, first_token))
-        return predict(logits, settings, group)
+        return predict(logits, group)
 
     monkeypatch.setattr(runner, "_predict", predict_from_all_rows)
     assert answers_without_trace(llm, lengths=[case]) == some
