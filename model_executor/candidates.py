@@ -85,7 +85,6 @@ class BatchCandidates:
         spans = [batch.plans[i].quota.candidates for i in members]
         owners, positions = ranges([span.start for span in spans], [span.size for span in spans])
         requests = np.array(members, dtype=np.int64)[owners]
-        by_mask, all_fed = batch.spans is None, all(plan.rows is RowRule.ALL for plan in batch.plans)
         of_requests = [
             (
                 plan.quota.candidates.start,
@@ -104,17 +103,18 @@ class BatchCandidates:
         start, canvas_start, first_fed, to_row, first, stop = np.array(of_requests)[requests].T
         rows = np.maximum(positions - int(batch.canvases[0].spec.shifts_logits), first_fed) + to_row
         columns = np.stack((requests, positions - start, positions, positions + canvas_start, rows))
-        if not by_mask and not all_fed:
+        if batch.spans is not None and not all(plan.rows is RowRule.ALL for plan in batch.plans):
             columns = columns[:, (rows >= first) & (rows < stop)]
-        table = on_device(columns, device)
-        table = table[:, store.masked[table[3]]]
-        if by_mask:
-            # Rows ascend by request and position, and so do these keys.
-            longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
-            keys, wanted = batch.request_of_row() * longest + batch.positions, table[0] * longest + table[4]
-            table[4] = torch.searchsorted(keys, wanted).clamp(max=keys.numel() - 1)
-            table = table[:, keys[table[4]] == wanted]
-        return cls(batch, members, table)
+        found = cls(batch, members, on_device(columns, device))
+        found = found.take(store.masked[found.places])
+        if batch.spans is not None:
+            return found
+        # Masks chose the rows: so far each one's row is the position that predicts it. Rows ascend by request and
+        # position, and so do these keys.
+        longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
+        keys, wanted = batch.request_of_row() * longest + batch.positions, found.requests * longest + found.rows
+        found.rows.copy_(torch.searchsorted(keys, wanted).clamp(max=keys.numel() - 1))
+        return found.take(keys[found.rows] == wanted)
 
     def take(self, which: torch.Tensor) -> "BatchCandidates":
         """Some of them, by their numbers ``[n]``, or by a mask of all."""

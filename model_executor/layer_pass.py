@@ -99,10 +99,10 @@ class PagedPass(LayerPass):
     Nothing but tensors on the device enters it, and the host asks nothing of them.
     """
 
-    def __init__(self, tokens: PagedTokens | None, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
+    def __init__(self, tokens: PagedTokens, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
         """
         Args:
-            tokens: what is retained; None where that is nothing.
+            tokens: what is retained.
             cu_seqlens: first row of each request and, last, the number of rows; int32.
             max_seqlen: the most rows of a request.
         """
@@ -117,7 +117,6 @@ class PagedPass(LayerPass):
         return hidden
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        assert self.tokens is not None
         return self.tokens.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=True)
 
     def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -151,10 +150,10 @@ class RetentionPass(PagedPass):
         """Per UPDATE request of the batch: what each layer retained."""
         device = batch.input_ids.device
         read = [plan.read for plan in batch.plans]
-        tokens = None
-        if any(read):
-            head_len = on_device(read, device, torch.int32)
-            tokens = PagedTokens(pages, BatchTables(batch, PageKind.KV).tables, head_len, max(read))
+        self.reads = any(read)
+        """Whether any request attends to pages."""
+        tables = BatchTables(batch, PageKind.KV).tables
+        tokens = PagedTokens(pages, tables, on_device(read, device, torch.int32), max(read))
         cu_seqlens = on_device(batch.cu_seqlens, device, torch.int32)
         super().__init__(tokens, cu_seqlens, max(batch.num_rows(i) for i in range(len(batch.plans))))
 
@@ -163,7 +162,7 @@ class RetentionPass(PagedPass):
         return not self.retained
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self.tokens is None:
+        if not self.reads:
             return bidirectional_attention(q, k, v, self.batch.cu_seqlens)
         return super()._attend(layer, q, k, v)
 

@@ -104,10 +104,9 @@ class StepGraphs:
         """Hidden states ``[num_rows, hidden_size]``, to be read before the next pass."""
         num_requests, num_rows = padded_requests(len(batch.plans)), batch.num_rows(0)
         alike = all(batch.num_rows(i) == num_rows for i in range(len(batch.plans)))
-        if alike and num_requests * num_rows <= MAX_ROWS and isinstance(layer_pass, RetentionPass):
-            tokens = layer_pass.tokens
-            if tokens is not None and layer_pass.repeats:
-                return self._graph((num_requests, num_rows))(batch, tokens)
+        fits = alike and num_requests * num_rows <= MAX_ROWS
+        if fits and isinstance(layer_pass, RetentionPass) and layer_pass.repeats and layer_pass.reads:
+            return self._graph((num_requests, num_rows))(batch, layer_pass.tokens)
         return self.model(batch.input_ids, batch.positions, layer_pass)
 
     def _graph(self, size: tuple[int, int]) -> StepGraph:

@@ -63,6 +63,18 @@ def test_a_dispatch_ends_with_its_steps_or_with_a_block(pair, monkeypatch):
     assert ran == [1] * 3
 
 
+def count_runs(runner, monkeypatch):
+    """A list that grows by the number of steps of each run of steps without a look at the device."""
+    denoise, lengths = runner._denoise, []
+
+    def counted(batch, candidates, layer_pass, run):
+        lengths.append(len(run))
+        return denoise(batch, candidates, layer_pass, run)
+
+    monkeypatch.setattr(runner, "_denoise", counted)
+    return lengths
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", ["none", "sparse", "dual", "freecache"])
 def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, recorded):
@@ -76,18 +88,13 @@ def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, re
     if recorded and method != "none":
         monkeypatch.setattr(runner, "graphs", None)
         record_steps(runner)
-    step, denoise, lengths = runner._step, runner._denoise, []
+    step, lengths = runner._step, count_runs(runner, monkeypatch)
 
     def watched(*args):
         with AsksNothing():
             return step(*args)
 
-    def counted(batch, candidates, layer_pass, run):
-        lengths.append(len(run))
-        return denoise(batch, candidates, layer_pass, run)
-
     monkeypatch.setattr(runner, "_step", watched)
-    monkeypatch.setattr(runner, "_denoise", counted)
     assert [list(output.outputs[0].token_ids) for output in generate(several, PROMPTS, params)] == expected
     assert max(lengths) >= 3
     # Alone, a request runs the steps of a block that reuse its cache in one go.
@@ -103,15 +110,9 @@ def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, re
 def test_steps_that_cannot_be_foreseen_run_one_by_one(pair, monkeypatch, settings):
     one, several = pair("dual")
     expected = generate(one, PROMPTS, asked(**settings))
-    runner, lengths = runner_of(several), []
+    runner = runner_of(several)
     monkeypatch.setattr(runner, "looks_ahead", True)
-    denoise = runner._denoise
-
-    def counted(batch, candidates, layer_pass, run):
-        lengths.append(len(run))
-        return denoise(batch, candidates, layer_pass, run)
-
-    monkeypatch.setattr(runner, "_denoise", counted)
+    lengths = count_runs(runner, monkeypatch)
     found = generate(several, PROMPTS, asked(**settings))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert set(lengths) == {1}
