@@ -9,6 +9,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels.xformers_attention import attend_with_xformers
 
 _backend = "sdpa"
@@ -20,7 +21,7 @@ def use_dense_backend(name: str) -> None:
     _backend = name
 
 
-@torch.library.custom_op("dllm::bidirectional_attention", mutates_args=())
+@operator("bidirectional_attention")
 def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) -> torch.Tensor:
     """Attend within each sequence.
 

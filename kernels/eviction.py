@@ -14,6 +14,7 @@ slots 0, 1, … of the request's table, token-major.
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels._triton import jit, tl, triton
 
 # The arguments of Triton kernels have no Python types.
@@ -92,7 +93,7 @@ def _write_retained_kernel(
     tl.store(v_pages + (page * v_page + offset)[:, None] + dim[None, :], values, mask=mask)
 
 
-@torch.library.custom_op("dllm::mean_query_scores", mutates_args=(), device_types="cpu")
+@operator("mean_query_scores")
 def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """How much the block attends to each candidate, before any scale or softmax.
 
@@ -115,7 +116,7 @@ def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return k.flatten(1).float() @ mean.flatten()
 
 
-@mean_query_scores.register_kernel("cuda")
+@mean_query_scores.register_kernel("CUDA")
 def mean_query_scores_with_triton(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     _check_scored(q, k)
     num_candidates, num_kv_heads, head_dim = k.shape
@@ -184,7 +185,7 @@ def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> 
     return scores.topk(count).indices.sort().values
 
 
-@torch.library.custom_op("dllm::write_retained", mutates_args=("k_pages", "v_pages"), device_types="cpu")
+@operator("write_retained", mutates=("k_pages", "v_pages"))
 def write_retained(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -224,7 +225,7 @@ def write_retained(
             pages[rest[num_whole], :num_left] = left
 
 
-@write_retained.register_kernel("cuda")
+@write_retained.register_kernel("CUDA")
 def write_retained_with_triton(
     k: torch.Tensor,
     v: torch.Tensor,

@@ -13,6 +13,7 @@ NaN.
 
 import torch
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels._triton import jit, tl, triton
 
 # The arguments of Triton kernels have no Python types.
@@ -102,7 +103,7 @@ def feature_rows(memory: torch.Tensor, width: int, num_kv_heads: int = 1) -> tor
     return memory.as_strided((num_pages, rows_per_page, width), (page_elements, width, 1))
 
 
-@torch.library.custom_op("dllm::add_features", mutates_args=("hidden",), device_types="cpu")
+@operator("add_features", mutates=("hidden",))
 def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Add to each row of ``hidden`` the row of features in its slot, in their own type.
 
@@ -119,7 +120,7 @@ def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) 
     hidden.index_add_(0, kept, rows[_places(rows, slots[kept])])
 
 
-@add_features.register_kernel("cuda")
+@add_features.register_kernel("CUDA")
 def add_features_with_triton(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     _check_added(hidden, rows, slots)
     if not hidden.shape[0]:
@@ -133,7 +134,7 @@ def _(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     _check_added(hidden, rows, slots)
 
 
-@torch.library.custom_op("dllm::write_features", mutates_args=("rows",), device_types="cpu")
+@operator("write_features", mutates=("rows",))
 def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i]`` to row slot ``slots[i]``.
 
@@ -152,7 +153,7 @@ def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
     rows[_places(rows, slots)] = values
 
 
-@write_features.register_kernel("cuda")
+@write_features.register_kernel("CUDA")
 def write_features_with_triton(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     _check("values", values, rows, slots)
     if not values.shape[0]:
@@ -167,7 +168,7 @@ def _(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     _check("values", values, rows, slots)
 
 
-@torch.library.custom_op("dllm::read_features", mutates_args=(), device_types="cpu")
+@operator("read_features")
 def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The rows of features in ``slots``.
 
@@ -190,7 +191,7 @@ def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@read_features.register_kernel("cuda")
+@read_features.register_kernel("CUDA")
 def read_features_with_triton(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     _check_rows(rows, slots)
     out = rows.new_empty(slots.shape[0], rows.shape[2])

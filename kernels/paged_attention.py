@@ -23,6 +23,7 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels._triton import jit, tl, triton
 
 # The arguments of Triton kernels have no Python types.
@@ -338,7 +339,7 @@ def attention_with_lse(
     )  # fmt: skip
 
 
-@torch.library.custom_op("dllm::write_slots", mutates_args=("pages",), device_types="cpu")
+@operator("write_slots", mutates=("pages",))
 def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i, h]`` to physical slot ``slots[i, h]``.
 
@@ -355,7 +356,7 @@ def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) 
     pages[slots // slots_per_page, slots % slots_per_page] = values
 
 
-@write_slots.register_kernel("cuda")
+@write_slots.register_kernel("CUDA")
 def write_slots_with_triton(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
     _check_slots(values, pages, slots)
     num_rows, num_kv_heads, head_dim = values.shape
@@ -377,7 +378,7 @@ def _(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
     _check_slots(values, pages, slots)
 
 
-@torch.library.custom_op("dllm::paged_attention", mutates_args=(), device_types="cpu")
+@operator("paged_attention")
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -404,7 +405,8 @@ def _attend(
     for (length, retained), members in groups.items():
         rows = _rows(bounds, members, length)
         num_fresh = length if attend_fresh else 0
-        fresh_k, fresh_v = (x[rows].unflatten(0, (len(members), length))[:, :num_fresh] for x in (k, v))
+        fresh_k = k[rows].view(len(members), length, *k.shape[1:])[:, :num_fresh]
+        fresh_v = v[rows].view(len(members), length, *v.shape[1:])[:, :num_fresh]
         if retained is None:
             of_members = torch.tensor(members)
             slots, visible = _slots(
@@ -424,7 +426,7 @@ def _attend(
         if causal:
             seen = _causal(length, keys.shape[1], head_len[members], attend_fresh)
             visible = seen if visible is None else visible & seen
-        group_q = q[rows].unflatten(0, (len(members), length))
+        group_q = q[rows].view(len(members), length, *q.shape[1:])
         group_out, group_lse = _softmax_attention(group_q, keys, values, visible, return_lse)
         if len(groups) == 1 and group_lse is None:
             return group_out.flatten(0, 1).contiguous(), lse
@@ -434,7 +436,7 @@ def _attend(
     return out, lse
 
 
-@_attend.register_kernel("cuda")
+@_attend.register_kernel("CUDA")
 def attend_with_triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -636,7 +638,7 @@ def _gather_whole_pages(
     page_size = pages.shape[1] // num_kv_heads
     joined = fresh.new_empty(group, num_fresh + num_pages * page_size, num_kv_heads, head_dim)
     joined[:, :num_fresh] = fresh
-    for target, request in zip(joined[:, num_fresh:], members, strict=True):
+    for target, request in zip(joined[:, num_fresh:].unbind(), members, strict=True):
         torch.index_select(pages, 0, page_tables[request, :num_pages], out=target.view(-1, *pages.shape[1:]))
     return joined[:, : num_fresh + retained]
 
@@ -686,15 +688,17 @@ def _softmax_attention(
     Returns:
         ``[group, num_rows, num_heads, head_dim]`` and, where asked for, float32 ``[group, num_rows, num_heads]``.
     """
-    sharing = q.shape[2] // k.shape[2]
+    group, num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    sharing = num_heads // num_kv_heads
     # Query heads that share a KV head become further rows of it, so that K and V are not expanded.
-    queries = q.unflatten(2, (-1, sharing)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    queries = q.view(group, num_rows, num_kv_heads, sharing, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     if visible is not None and visible.shape[2] > 1:
         visible = visible.repeat(1, 1, sharing, 1)
 
     def per_query_head(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(2, (sharing, -1)).flatten(1, 2).transpose(1, 2)
+        return x.view(group, num_kv_heads, sharing, num_rows, x.shape[3]).flatten(1, 2).transpose(1, 2)
 
     if return_lse and visible is None and k.shape[1]:
         # What scaled_dot_product_attention calls on a CPU; only by this name does it tell the denominators. Scores of
@@ -702,7 +706,7 @@ def _softmax_attention(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values)
         return per_query_head(out), per_query_head(lse[..., None].float())[..., 0]
     if return_lse:
-        scores = queries.float() @ keys.float().transpose(2, 3) * q.shape[-1] ** -0.5
+        scores = queries.float() @ keys.float().transpose(2, 3) * head_dim**-0.5
         if visible is not None:
             scores = scores.masked_fill(~visible, -torch.inf)
         lse = scores.logsumexp(dim=-1, keepdim=True)

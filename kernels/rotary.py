@@ -11,6 +11,7 @@ LLaDA asks for ``rope_full_precision``.
 
 import torch
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels._triton import jit, tl, triton
 
 # The arguments of Triton kernels have no Python types.
@@ -39,7 +40,7 @@ def _rotate_kernel(
     tl.store(place + HALF, second * cos + first * sin, mask=kept)
 
 
-@torch.library.custom_op("dllm::rotate_", mutates_args=("x",), device_types="cpu")
+@operator("rotate_", mutates=("x",))
 def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotate every head of every row, in place.
 
@@ -66,7 +67,7 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     x[..., : head_dim // 2] = rotated
 
 
-@rotate_.register_kernel("cuda")
+@rotate_.register_kernel("CUDA")
 def rotate_with_triton(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """``rotate_`` in Triton."""
     _check(x, cos_sin)

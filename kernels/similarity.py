@@ -10,6 +10,7 @@ heads each can add theirs before the division.
 
 import torch
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels._triton import jit, tl, triton
 
 # The arguments of Triton kernels have no Python types.
@@ -46,7 +47,7 @@ def _similarity_kernel(
     tl.store(sums + num_rows * 2 + row, tl.sum(tl.sum(b * b, axis=1), axis=0))
 
 
-@torch.library.custom_op("dllm::similarity_sums", mutates_args=(), device_types="cpu")
+@operator("similarity_sums")
 def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """What ``cosine`` needs of each row, over the heads at hand.
 
@@ -82,7 +83,7 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
 
 
-@similarity_sums.register_kernel("cuda")
+@similarity_sums.register_kernel("CUDA")
 def similarity_sums_with_triton(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     _check(fresh, pages, slots)
     num_rows, num_kv_heads, head_dim = fresh.shape

@@ -18,13 +18,14 @@ w_i = exp(log_total_i − log_total), negative_entropy = Σ_i w_i (negative_entr
 
 import torch
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels._triton import jit, tl, triton
 
 # The arguments of Triton kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 _ENTROPY_EPS = 1e-10
-_TILE = 128
+_TILE = 256
 _LOGITS_PER_CHUNK = 1 << 17
 """Logits the CPU goes over at once: with their exponentials 1 MiB, which stays in a core's cache between the passes."""
 
@@ -121,7 +122,7 @@ def _combine_statistics_kernel(
         tl.store(top2 + row * 2 + 1, tl.max(tl.where(split == leader, second, highest), 0))
 
 
-@torch.library.custom_op("dllm::token_statistics", mutates_args=(), device_types="cpu")
+@operator("token_statistics")
 def token_statistics(
     logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -175,7 +176,7 @@ def token_statistics(
     return token, token_logit, log_total, negative_entropy, top2
 
 
-@token_statistics.register_kernel("cuda")
+@token_statistics.register_kernel("CUDA")
 def token_statistics_with_triton(
     logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool, num_splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

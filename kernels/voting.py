@@ -14,6 +14,7 @@ import math
 
 import torch
 
+from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels._triton import jit, tl, triton
 
 # The arguments of Triton kernels have no Python types.
@@ -67,7 +68,7 @@ def _voting_kernel(
     tl.store(scores + kv_head * num_keys + key, total / SHARING, mask=exists)
 
 
-@torch.library.custom_op("dllm::voting_scores", mutates_args=(), device_types="cpu")
+@operator("voting_scores")
 def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The attention each key gets from the voters, summed over them and averaged over the query heads of a KV head.
 
@@ -103,7 +104,7 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
     return scores.div_(sharing)
 
 
-@voting_scores.register_kernel("cuda")
+@voting_scores.register_kernel("CUDA")
 def voting_scores_with_triton(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     _check(q, k, lse)
     scores = _empty_scores(k)

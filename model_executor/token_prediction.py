@@ -160,12 +160,15 @@ class TokenPredictor:
                 negative_entropy = (weights * entropies - torch.special.entr(weights)).sum(dim=0)
             if with_margin:
                 top2 = torch.cat(self._gather(top2), dim=-1).topk(2, dim=-1).values
-        p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1) if with_margin else (None, None)
+        margin = None
+        if with_margin:
+            p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1)
+            margin = p1 - p2
         return TokenStatistics(
             token=token,
             probability=(token_logit - log_total).exp(),
             negative_entropy=negative_entropy if with_entropy else None,
-            margin=p1 - p2 if p1 is not None else None,
+            margin=margin,
             noise=None,
             logprobs=self._logprobs(logits, first_token, *plain, winner, num_logprobs)
             if plain is not None and num_logprobs is not None

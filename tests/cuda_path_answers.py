@@ -14,9 +14,9 @@ from collections import Counter
 from types import SimpleNamespace
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
 import dllm_engine.kernels
+from dllm_engine.kernels._operator import Operator
 from tests.engines import generate, runner_of, start_engine
 from tests.stand_in_recorder import record_steps
 
@@ -36,10 +36,8 @@ def run_cuda_kernels() -> Counter[str]:
 
     for module in pkgutil.iter_modules(dllm_engine.kernels.__path__):
         for value in vars(importlib.import_module(f"dllm_engine.kernels.{module.name}")).values():
-            kernels = value._backend_fns if isinstance(value, CustomOpDef) else {}
-            if "cuda" in kernels and not hasattr(kernels["cpu"], "stands_in"):
-                value.register_kernel("cpu")(counted(value._name, kernels["cuda"]))
-                value._backend_fns["cpu"].stands_in = True
+            if isinstance(value, Operator) and "CUDA" in value.kernels and "CPU" not in value.kernels:
+                value.register_kernel("CPU")(counted(value.name, value.kernels["CUDA"]))
     return calls
 
 

@@ -48,10 +48,16 @@ class DecoderShape:
 class Norm(RMSNorm):
     """vLLM's RMSNorm, which on a CPU uses its compiled kernel only as part of a compiled graph."""
 
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Looked up once: a norm is small beside the search for it.
+        self.compiled = torch.ops._C.rms_norm.default if hasattr(torch.ops._C, "rms_norm") else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cpu and hasattr(torch.ops._C, "rms_norm") and x.dtype == self.weight.dtype and x.is_contiguous():
+        weight = self.weight
+        if self.compiled is not None and x.is_cpu and x.dtype == weight.dtype and x.is_contiguous():
             out = torch.empty_like(x)
-            torch.ops._C.rms_norm(out, x, self.weight, self.variance_epsilon)
+            self.compiled(out, x, weight, self.variance_epsilon)
             return out
         return super().forward(x)
 
@@ -121,9 +127,9 @@ class DecoderLayer(nn.Module):
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
         and keys rotated to their positions."""
         heads = self._heads(self.qkv_proj(normed)[0])
-        rotate_(heads[:, : self.num_heads + self.num_kv_heads], phases.cos_sin)
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        return q, k, v
+        num_heads, num_rotated = self.num_heads, self.num_heads + self.num_kv_heads
+        rotate_(heads[:, :num_rotated], phases.cos_sin)
+        return heads[:, :num_heads], heads[:, num_heads:num_rotated], heads[:, num_rotated:]
 
     def v(self, normed: torch.Tensor) -> torch.Tensor:
         """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
@@ -156,7 +162,7 @@ class DecoderLayer(nn.Module):
         return self.down_proj(F.silu(gate).mul_(up))[0]
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
+        return projected.view(projected.shape[0], projected.shape[1] // self.head_dim, self.head_dim)
 
     def _projection_rows(self, normed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Output features ``start:stop`` of the fused projection.
