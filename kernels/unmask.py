@@ -16,6 +16,7 @@ Shards i of a vocabulary combine from these numbers alone: log_total = log Σ_i 
 w_i = exp(log_total_i − log_total), negative_entropy = Σ_i w_i (negative_entropy_i + log w_i).
 """
 
+import numpy as np
 import torch
 
 from dllm_engine.kernels._operator import operator
@@ -25,7 +26,6 @@ from dllm_engine.kernels._triton import jit, tl, triton
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 _ENTROPY_EPS = 1e-10
-_TILE = 256
 _LOGITS_PER_CHUNK = 1 << 17
 """Logits the CPU goes over at once: with their exponentials 1 MiB, which stays in a core's cache between the passes."""
 
@@ -144,36 +144,32 @@ def token_statistics(
     """
     _check(logits, forbidden_token, with_margin)
     num_rows, vocab_size = logits.shape
-    *_, totals, negative_entropy, top2 = _empty_results(logits, with_entropy, with_margin)
-    tiles = logits.new_empty(num_rows, -(-vocab_size // _tile_width(vocab_size)), dtype=torch.float32)
+    results = token, token_logit, log_total, negative_entropy, top2 = _empty_results(logits, with_entropy, with_margin)
     rows_per_chunk = max(1, _LOGITS_PER_CHUNK // vocab_size)
-    exponentials = logits.new_empty(min(rows_per_chunk, num_rows), vocab_size, dtype=torch.float32)
+    buffer = logits.new_empty(min(rows_per_chunk, num_rows), vocab_size, dtype=torch.float32)
     # Logits come from memory once; what takes several passes over a row takes them here.
     for start in range(0, num_rows, rows_per_chunk):
         rows = slice(start, start + rows_per_chunk)
         chunk = logits[rows].float()
-        tiles[rows] = of_chunk = _tile_maxima(chunk)
-        p = torch.sub(chunk, of_chunk.amax(dim=-1, keepdim=True), out=exponentials[: chunk.shape[0]]).exp_()
-        totals[rows] = p.sum(dim=-1)
+        token[rows] = best = _argmax(chunk)
+        highest = chunk.gather(1, best[:, None])
+        if with_margin:
+            others = buffer[: chunk.shape[0]].copy_(chunk).scatter_(1, best[:, None], -torch.inf)
+            top2[rows] = torch.cat((highest, others.amax(dim=-1, keepdim=True)), dim=1)
+        p = torch.sub(chunk, highest, out=buffer[: chunk.shape[0]]).exp_()
+        total = p.sum(dim=-1, keepdim=True)
+        token_logit[rows] = highest[:, 0]
+        log_total[rows] = total.log().add_(highest)[:, 0]
         if with_entropy:
-            p.div_(totals[rows, None])
+            p.div_(total)
             negative_entropy[rows] = (p + _ENTROPY_EPS).log_().mul_(p).sum(dim=-1)
-    token, window = _best_token(logits, tiles)
-    token_logit = window.amax(dim=-1)
-    log_total = totals.log_().add_(token_logit)
-    if with_margin:
-        # The second largest is in the same tile, or the largest of its own.
-        largest = torch.cat(
-            (window.topk(min(2, window.shape[1])).values, tiles.topk(min(2, tiles.shape[1])).values[:, 1:]), 1
-        )
-        top2 = largest.topk(2).values
     barred = (token == forbidden_token).nonzero()[:, 0]
     if barred.numel():
         others = logits[barred].float()
         others[:, forbidden_token] = -torch.inf
-        token[barred], window = _best_token(others, _tile_maxima(others))
-        token_logit[barred] = window.amax(dim=-1)
-    return token, token_logit, log_total, negative_entropy, top2
+        token[barred] = best = _argmax(others)
+        token_logit[barred] = others.gather(1, best[:, None])[:, 0]
+    return results
 
 
 @token_statistics.register_kernel("CUDA")
@@ -237,34 +233,9 @@ def token_statistics_reference(
     )
 
 
-def _tile_width(vocab_size: int) -> int:
-    return min(_TILE, vocab_size)
-
-
-def _tile_maxima(logits: torch.Tensor) -> torch.Tensor:
-    """The maximum of each run of ``_TILE`` columns ``[num_rows, tiles]``; the last run may be shorter."""
-    vocab_size = logits.shape[1]
-    width = _tile_width(vocab_size)
-    whole = vocab_size // width * width
-    tiles = logits[:, :whole].unflatten(1, (-1, width)).amax(dim=-1)
-    return tiles if whole == vocab_size else torch.cat((tiles, logits[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
-
-
-def _best_token(logits: torch.Tensor, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(argmax ``[num_rows]``, float32 ``[num_rows, _TILE]``: the logits around it), from the maxima of the tiles.
-
-    Maxima vectorise, where a maximum with its index does not.
-    """
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    num_rows, vocab_size = logits.shape
-    width = _tile_width(vocab_size)
-    # The last tile may reach back into the one before, which holds nothing as large where it is not the first itself.
-    start = (tiles.argmax(dim=-1) * width).clamp(max=vocab_size - width)
-    # A window may begin at any number; those that are wanted are copied as a whole, not number by number.
-    num_windows = max(0, (num_rows - 1) * logits.stride(0) + vocab_size - width + 1)
-    windows = logits.as_strided((num_windows, width), (1, 1))
-    window = windows.index_select(0, torch.arange(num_rows) * logits.stride(0) + start).float()
-    return start + window.argmax(dim=-1), window
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """The lowest index of each row's maximum; NumPy's search is vectorised, PyTorch's on a CPU is not."""
+    return torch.from_numpy(np.argmax(x.numpy(), axis=-1))
 
 
 def _empty_results(
