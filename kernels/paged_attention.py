@@ -29,6 +29,9 @@ from dllm_engine.kernels._triton import jit, tl, triton
 # The arguments of Triton kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+_COPIED_BYTES = 1 << 20
+"""Keys and values that a CPU copies out of pages per thread before it attends to them: half of a core's cache."""
+
 
 @jit
 def _attention_kernel(
@@ -400,39 +403,50 @@ def _attend(
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
+    num_requests = len(bounds) - 1
     out, lse = _empty_results(q, return_lse)
     groups = _equal_groups(bounds, k_pages, page_tables, head_start, token_stride, head_len)
-    for (length, retained), members in groups.items():
-        rows = _rows(bounds, members, length)
+    for (length, retained), group in groups.items():
         num_fresh = length if attend_fresh else 0
-        fresh_k = k[rows].view(len(members), length, *k.shape[1:])[:, :num_fresh]
-        fresh_v = v[rows].view(len(members), length, *v.shape[1:])[:, :num_fresh]
-        if retained is None:
-            of_members = torch.tensor(members)
-            slots, visible = _slots(
-                page_tables[of_members],
-                head_start[of_members],
-                token_stride[of_members],
-                head_len[of_members],
-                k_pages.shape[1],
-            )
-            keys = _gather_slots(fresh_k, k_pages, slots, visible)
-            values = _gather_slots(fresh_v, v_pages, slots, visible)
-            visible = F.pad(visible.transpose(1, 2), (num_fresh, 0), value=True)[:, :, None]
-        else:
-            keys = _gather_whole_pages(fresh_k, k_pages, page_tables, members, retained)
-            values = _gather_whole_pages(fresh_v, v_pages, page_tables, members, retained)
-            visible = None
-        if causal:
-            seen = _causal(length, keys.shape[1], head_len[members], attend_fresh)
-            visible = seen if visible is None else visible & seen
-        group_q = q[rows].view(len(members), length, *q.shape[1:])
-        group_out, group_lse = _softmax_attention(group_q, keys, values, visible, return_lse)
-        if len(groups) == 1 and group_lse is None:
-            return group_out.flatten(0, 1).contiguous(), lse
-        out[rows] = group_out.flatten(0, 1)
-        if group_lse is not None:
-            lse[rows] = group_lse.flatten(0, 1)
+        copies = None
+        per_part = len(group)
+        if retained:
+            page_size = k_pages.shape[1] // k.shape[1]
+            copied = num_fresh + -(-retained // page_size) * page_size
+            per_part = _requests_per_part(copied, k)
+            copies = k.new_empty(2, min(per_part, len(group)), copied, *k.shape[1:])
+        for start in range(0, len(group), per_part):
+            members = group[start : start + per_part]
+            rows = _rows(bounds, members, length)
+            fresh_k = k[rows].view(len(members), length, *k.shape[1:])[:, :num_fresh]
+            fresh_v = v[rows].view(len(members), length, *v.shape[1:])[:, :num_fresh]
+            if retained is None:
+                of_members = torch.tensor(members)
+                slots, visible = _slots(
+                    page_tables[of_members],
+                    head_start[of_members],
+                    token_stride[of_members],
+                    head_len[of_members],
+                    k_pages.shape[1],
+                )
+                keys = _gather_slots(fresh_k, k_pages, slots, visible)
+                values = _gather_slots(fresh_v, v_pages, slots, visible)
+                visible = F.pad(visible.transpose(1, 2), (num_fresh, 0), value=True)[:, :, None]
+            else:
+                keys, values, visible = fresh_k, fresh_v, None
+                if copies is not None:
+                    keys = _gather_whole_pages(fresh_k, k_pages, page_tables, members, retained, copies[0])
+                    values = _gather_whole_pages(fresh_v, v_pages, page_tables, members, retained, copies[1])
+            if causal:
+                seen = _causal(length, keys.shape[1], head_len[members], attend_fresh)
+                visible = seen if visible is None else visible & seen
+            part_q = q[rows].view(len(members), length, *q.shape[1:])
+            part_out, part_lse = _softmax_attention(part_q, keys, values, visible, return_lse)
+            if len(members) == num_requests and part_lse is None:
+                return part_out.flatten(0, 1).contiguous(), lse
+            out[rows] = part_out.flatten(0, 1)
+            if part_lse is not None:
+                lse[rows] = part_lse.flatten(0, 1)
     return out, lse
 
 
@@ -623,21 +637,34 @@ def _rows(bounds: list[int], members: list[int], length: int) -> slice | torch.T
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
 
 
+def _requests_per_part(num_tokens: int, k: torch.Tensor) -> int:
+    """How many requests of ``num_tokens`` keys and values each a CPU attends to at once.
+
+    So many that the copies of their keys and values stay in the cores' caches until the attention has read them, and
+    that every thread has a head to work on.
+    """
+    num_threads, (_, num_kv_heads, head_dim) = torch.get_num_threads(), k.shape
+    bytes_per_request = 2 * num_tokens * num_kv_heads * head_dim * k.element_size()
+    return max(1, num_threads * _COPIED_BYTES // bytes_per_request, -(-num_threads // num_kv_heads))
+
+
 def _gather_whole_pages(
-    fresh: torch.Tensor, pages: torch.Tensor, page_tables: torch.Tensor, members: list[int], retained: int
+    fresh: torch.Tensor,
+    pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    members: list[int],
+    retained: int,
+    copies: torch.Tensor,
 ) -> torch.Tensor:
     """``fresh`` ``[group, fresh rows, num_kv_heads, head_dim]`` and after it the pages' first ``retained`` tokens.
 
     Whole pages are copied behind the fresh rows, where what the last page holds beyond the retained tokens falls off
-    the end: one copy, and no mask.
+    the end: one copy, and no mask. ``copies`` is where to: ``[group or more, fresh rows and tokens of whole pages,
+    num_kv_heads, head_dim]``.
     """
-    if not retained:
-        return fresh
-    group, num_fresh, num_kv_heads, head_dim = fresh.shape
-    num_pages = -(-retained * num_kv_heads // pages.shape[1])
-    page_size = pages.shape[1] // num_kv_heads
-    joined = fresh.new_empty(group, num_fresh + num_pages * page_size, num_kv_heads, head_dim)
+    joined, num_fresh = copies[: len(members)], fresh.shape[1]
     joined[:, :num_fresh] = fresh
+    num_pages = -(-retained * fresh.shape[2] // pages.shape[1])
     for target, request in zip(joined[:, num_fresh:].unbind(), members, strict=True):
         torch.index_select(pages, 0, page_tables[request, :num_pages], out=target.view(-1, *pages.shape[1:]))
     return joined[:, : num_fresh + retained]

@@ -148,6 +148,22 @@ def test_requests_of_equal_shape_share_one_call(monkeypatch, attend_fresh):
     assert calls == [(6, 2, 16, 8)]
 
 
+@pytest.mark.parametrize(("bytes_at_once", "sizes"), [(1, [1] * 7), (20_000, [2, 2, 2, 1]), (1 << 20, [7])])
+@pytest.mark.parametrize("semantics", SEMANTICS)
+def test_requests_whose_keys_would_not_stay_in_a_cache_take_turns(monkeypatch, bytes_at_once, sizes, semantics):
+    attend_fresh, causal = semantics
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(sys.modules["dllm_engine.kernels.paged_attention"], "_COPIED_BYTES", bytes_at_once)
+    case = paged_case([8] * 7, [[60, 60]] * 7, heads=4, dim=8)
+    expected = paged_attention_reference(*case.tables, attend_fresh=attend_fresh, causal=causal)
+    calls = sdpa_calls(monkeypatch)
+    out = paged_attention(*case.tables, attend_fresh=attend_fresh, causal=causal)
+    assert calls == [(size, 2, 16, 8) for size in sizes]
+    torch.testing.assert_close(out.double(), expected[0], atol=1e-5, rtol=1e-5)
+    of_lse = paged_attention(*case.tables, attend_fresh=attend_fresh, causal=causal, return_lse=True)
+    torch.testing.assert_close([x.double() for x in of_lse], list(expected), atol=1e-5, rtol=1e-5)
+
+
 def test_a_batch_takes_one_call_per_shape_in_it(monkeypatch):
     calls = sdpa_calls(monkeypatch)
     case = paged_case([8, 20, 8, 20, 8], [[30, 30], [0, 0], [30, 30], [0, 0], [31, 31]], heads=2, dim=8)
