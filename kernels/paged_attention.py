@@ -421,17 +421,8 @@ def _attend(
             fresh_k = k[rows].view(len(members), length, *k.shape[1:])[:, :num_fresh]
             fresh_v = v[rows].view(len(members), length, *v.shape[1:])[:, :num_fresh]
             if retained is None:
-                of_members = torch.tensor(members)
-                slots, visible = _slots(
-                    page_tables[of_members],
-                    head_start[of_members],
-                    token_stride[of_members],
-                    head_len[of_members],
-                    k_pages.shape[1],
-                )
-                keys = _gather_slots(fresh_k, k_pages, slots, visible)
-                values = _gather_slots(fresh_v, v_pages, slots, visible)
-                visible = F.pad(visible.transpose(1, 2), (num_fresh, 0), value=True)[:, :, None]
+                of_members = [x[torch.tensor(members)] for x in (page_tables, head_start, token_stride, head_len)]
+                keys, values, visible = _gather_ragged(fresh_k, fresh_v, k_pages, v_pages, *of_members)
             else:
                 keys, values, visible = fresh_k, fresh_v, None
                 if copies is not None:
@@ -670,25 +661,33 @@ def _gather_whole_pages(
     return joined[:, : num_fresh + retained]
 
 
-def _slots(
+def _gather_ragged(
+    fresh_k: torch.Tensor,
+    fresh_v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
     page_tables: torch.Tensor,
     head_start: torch.Tensor,
     token_stride: torch.Tensor,
     head_len: torch.Tensor,
-    slots_per_page: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Physical slots of retained tokens and which of them exist, ``[group, longest, num_kv_heads]`` each."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values, fresh ones first, of requests whose heads retain tokens of their own, and which of them exist.
+
+    ``[group, fresh rows and longest head, num_kv_heads, head_dim]`` twice, with zeros where there is none, and bool
+    ``[group, num_kv_heads, 1, fresh rows and longest head]``.
+    """
+    slots_per_page = k_pages.shape[1]
     tokens = torch.arange(int(head_len.max()))[None, :, None]
     exists = tokens < head_len[:, None]
     virtual = torch.where(exists, head_start[:, None] + tokens * token_stride[:, None, None], 0)
     pages = page_tables.gather(1, (virtual // slots_per_page).flatten(1)).view_as(virtual).long()
-    return torch.where(exists, pages * slots_per_page + virtual % slots_per_page, 0), exists
-
-
-def _gather_slots(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
-    """``fresh`` and after it the tokens in ``slots``, with zeros where there is none."""
-    retained = pages[slots // pages.shape[1], slots % pages.shape[1]]
-    return torch.cat((fresh, retained.masked_fill_(~exists[..., None], 0)), dim=1)
+    # Of what does not exist: any page that is there.
+    where = torch.where(exists, pages, 0), virtual % slots_per_page
+    absent = ~exists[..., None]
+    keys = torch.cat((fresh_k, k_pages[where].masked_fill_(absent, 0)), dim=1)
+    values = torch.cat((fresh_v, v_pages[where].masked_fill_(absent, 0)), dim=1)
+    visible = F.pad(exists.transpose(1, 2), (fresh_k.shape[1], 0), value=True)[:, :, None]
+    return keys, values, visible
 
 
 def _causal(length: int, num_keys: int, head_len: torch.Tensor, attend_fresh: bool) -> torch.Tensor:
