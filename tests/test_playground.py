@@ -13,7 +13,6 @@ from dllm_engine import playground
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import merged_config
 from dllm_engine.options import EngineOptions
-from dllm_engine.vllm_hooks import http_app
 from tests.http_app import app_client
 
 CHECKOUT = Path(__file__).resolve().parent.parent

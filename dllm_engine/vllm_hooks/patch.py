@@ -73,6 +73,6 @@ def _changed(patch: Patch, what: str) -> PatchError:
     import vllm
 
     return PatchError(
-        f"vLLM {vllm.__version__} does not suit this dllm-engine. It changes {patch.target} to {patch.why}, but {what}; "
+        f"vLLM {vllm.__version__} does not suit this dllm-engine. It changes {patch.target} to {patch.why}; {what}; "
         "install a vLLM that this dllm-engine supports"
     )
