@@ -152,8 +152,10 @@ def request_options(params: SamplingParams) -> RequestOptions:
     try:
         return RequestOptions.model_validate(params.extra_args or {})
     except ValidationError as error:
-        known = ", ".join(RequestOptions.model_fields)
-        raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
+        known = list(RequestOptions.model_fields)
+        raise InvalidRequestError(
+            f"{explain(error, 'request option', known)} (request options: {', '.join(known)})"
+        ) from None
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
