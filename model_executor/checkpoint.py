@@ -36,7 +36,7 @@ def check_safetensors(model: str) -> dict[str, tuple[Path, list[int]]]:
     for path in sorted(files):
         try:
             with safe_open(path, framework="pt") as file:
-                tensors.update({name: (path, list(file.get_slice(name).get_shape())) for name in file.keys()})
+                tensors.update({name: (path, list(file.get_slice(name).get_shape())) for name in sorted(file.keys())})
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged or incomplete ({error}); copy it again") from error
     return tensors

@@ -5,12 +5,12 @@ import json
 import logging
 import os
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.start_checks import check_folder
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -216,8 +216,7 @@ def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
 def _prepare(args: argparse.Namespace) -> None:
     """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment."""
     engine_options(args)
-    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
-        raise CommandError(f"model folder {args.model} does not exist")
+    check_folder(args.model)
     be_quiet()
     if args.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -17,6 +17,7 @@ from dllm_engine.cli.engine import (
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.start_checks import check_start
 
 _REQUEST_DEFAULTS = ("block_length", "steps", "unmasking", "threshold")
 
@@ -70,11 +71,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     arguments = vllm_arguments(args)
     check_vllm()
+    check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 
     sys.argv = ["vllm", *arguments]
     vllm_main()
     return 0
+
+
+def stated_arguments(flags: list[str]) -> dict[str, str]:
+    """The values of vLLM's ``flags`` by name, as text; the last of a name counts, and parts of one (``--a.b``) too."""
+    stated = {}
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if name.startswith("--"):
+            stated[name[2:].partition(".")[0].replace("-", "_")] = value if equals else following
+    return stated
 
 
 def vllm_arguments(args: argparse.Namespace) -> list[str]:

@@ -4,6 +4,12 @@ from dllm_engine.vllm_hooks.patch import Patch
 
 EVERY_PROCESS = (
     Patch(
+        "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
+        "engine_config:refusing_stray_options",
+        "self",
+        "refuse options of diffusion engines for a model that is none",
+    ),
+    Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "admission:checked_inputs",
         "self, request_id, prompt, params, supported_tasks",

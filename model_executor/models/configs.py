@@ -230,9 +230,10 @@ def check_config(config: PretrainedConfig) -> None:
     """
     if not isinstance(config, LLaDAConfig | DreamConfig):
         raise ValueError(unsupported_model(str(config.name_or_path), config.model_type, config.architectures))
-    source = _source({"name_or_path": config.name_or_path})
-    schema = config.schema
-    schema.read({name: getattr(config, name) for name in schema.model_fields if hasattr(config, name)}, source)
+    source = config_file(config)
+    # transformers keeps `torch_dtype` as `dtype`, and warns whoever asks for it.
+    names = config.schema.model_fields.keys() - {"torch_dtype"}
+    config.schema.read({name: getattr(config, name) for name in names if hasattr(config, name)}, source)
     if config.mask_token_id is None:
         raise ValueError(
             f"{source} has no 'mask_token_id'; a diffusion language model needs the id of its mask token there"
@@ -247,6 +248,11 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
         f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model; "
         f"supported: {supported}"
     )
+
+
+def config_file(config: PretrainedConfig) -> str:
+    """The file of ``config``, as an error names it."""
+    return _source({"name_or_path": config.name_or_path})
 
 
 def _source(values: Mapping[str, Any]) -> str:
