@@ -26,14 +26,14 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
     Args:
         error: of a model that was to be validated.
         what: how the fields are called, such as ``engine option``; may be empty.
-        known: all names, of which the closest is suggested for an unknown one.
+        known: all names, which are listed for an unknown one, the closest first.
     """
     known, lines = list(known), []
     for detail in error.errors():
         name, value = ".".join(str(part) for part in detail["loc"]), _shortened(detail["input"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
-            lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)}")
+            lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: {', '.join(known)})")
         elif not name and detail["type"] == "value_error":  # of several fields together
             lines.append(message)
         else:
@@ -355,11 +355,8 @@ class EngineOptions(BaseModel):
         try:
             return schema.model_validate({} if self.cache_options == PAPER else self.cache_options)
         except ValidationError as error:
-            known = list(schema.model_fields)
-            raise ValueError(
-                f"{explain(error, 'cache option', known)} (cache_method={self.cache_method!r} has "
-                f"{', '.join(known) or 'no options'})"
-            ) from None
+            known = schema.model_fields or ["none"]
+            raise ValueError(f"cache_method={self.cache_method!r}: {explain(error, 'cache option', known)}") from None
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "EngineOptions":
