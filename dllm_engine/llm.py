@@ -86,8 +86,8 @@ class LLM(vllm.LLM):
         additional = kwargs.pop("additional_config", None) or {}
         if OPTIONS_KEY in additional:
             raise ValueError(
-                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as arguments "
-                f"of its own; give them so"
+                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as "
+                f"arguments of its own; give them so"
             )
         try:
             super().__init__(model_path(model), additional_config=additional | {OPTIONS_KEY: options}, **kwargs)

@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, LLADA, ModelFamily
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.options import CacheOptions, EngineOptions, explain
+from dllm_engine.options import CacheOptions, EngineOptions, did_you_mean, explain
 from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
@@ -199,7 +199,10 @@ def check_request_defaults(engine: EngineOptions) -> None:
     defaults = engine.request_defaults
     for name in defaults:
         if name not in DEFAULTABLE_OPTIONS:
-            raise ValueError(f"request_defaults takes no {name!r}; it may hold {', '.join(DEFAULTABLE_OPTIONS)}")
+            raise ValueError(
+                f"request_defaults takes no {name!r}{did_you_mean(name, DEFAULTABLE_OPTIONS)} (it may hold "
+                f"{', '.join(DEFAULTABLE_OPTIONS)})"
+            )
     try:
         options = RequestOptions.model_validate(defaults)
     except ValidationError as error:
