@@ -411,6 +411,10 @@ class DiffusionScheduler(SchedulerInterface):
         waiting = 0 if self._pause_state == PauseState.PAUSED_NEW else len(self.waiting)
         return waiting + len(self.running) + len(self._rejected)
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether it waits or runs here; asked by vLLM 0.33."""
+        return request_id in self.states
+
     def has_finished_requests(self) -> bool:
         return bool(self.finished_req_ids)
 
