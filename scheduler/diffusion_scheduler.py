@@ -332,7 +332,7 @@ class DiffusionScheduler(SchedulerInterface):
         if report.kv_slots is not None:
             self._settle_pages(state, report.kv_slots)
         progress, spec = state.progress, state.spec
-        self._stats.add_step(plan, spec, report.num_unmasked, report.rows_computed)
+        self._stats.add_step(plan, spec, report)
         shown = provisional_message(spec, progress, report.block_state) if report.block_state is not None else {}
         if plan.state is RefreshState.UPDATE:
             state.tokens_retained = plan.retained
