@@ -43,10 +43,10 @@ class DiffusionServer:
         # Read when vLLM is imported; only a CPU cares: replicas would all bind to the same cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(command)

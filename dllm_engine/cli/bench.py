@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
 from dllm_engine.cli.comparison import ONE, RULES, parse_rule
-from dllm_engine.cli.engine import DEMO_LENGTHS, be_quiet, check_vllm, key_value, positive_int
+from dllm_engine.cli.engine import DEMO_LENGTHS, be_quiet, key_value, positive_int
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
     from dllm_engine.bench.benchmark import BenchSettings
@@ -167,7 +168,7 @@ def _can_plot() -> bool:
 def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Report:
     be_quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the instrument looks inside the engine
-    check_vllm()
+    check_release()
     from dllm_engine.bench.benchmark import Benchmark
     from dllm_engine.bench.machine import provenance, use_clock
 

@@ -11,6 +11,7 @@ from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.start_checks import check_folder
+from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
 """What the demo model was trained with; a real checkpoint uses its family's defaults."""
-VLLM_RELEASE = "0.32."
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
 
@@ -166,22 +166,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def check_vllm() -> None:
-    """Raise ``CommandError`` where vLLM is missing or another release than the plugin is made for."""
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise CommandError(
-            "vLLM is not installed; install it with this package's extra: pip install 'dllm-engine[cuda]', or [cpu]"
-        ) from error
-    if not vllm.__version__.startswith(VLLM_RELEASE):
-        raise CommandError(
-            f"vLLM {vllm.__version__} is installed, this plugin works with {VLLM_RELEASE}*; install that"
-        )
-
-
 def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
     """The engine and the decoding parameters that ``args`` ask for; raises as ``load_engine``."""
     _prepare(args)
@@ -220,7 +204,7 @@ def _prepare(args: argparse.Namespace) -> None:
     be_quiet()
     if args.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    check_vllm()
+    check_release()
 
 
 def be_quiet() -> None:

@@ -10,7 +10,6 @@ from dllm_engine.cli.engine import (
     CUDA_GRAPHS_HELP,
     add_cache_arguments,
     add_denoising_arguments,
-    check_vllm,
     engine_options,
     positive_int,
 )
@@ -18,6 +17,7 @@ from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.start_checks import check_start
+from dllm_engine.vllm_hooks.release import check_release
 
 _REQUEST_DEFAULTS = ("block_length", "steps", "unmasking", "threshold")
 
@@ -70,7 +70,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     arguments = vllm_arguments(args)
-    check_vllm()
+    check_release()
     check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 
@@ -128,7 +128,7 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.steps_per_dispatch is not None:
         options = options | {"steps_per_dispatch": args.steps_per_dispatch}
     if defaults := {name: getattr(args, name) for name in _REQUEST_DEFAULTS if getattr(args, name) is not None}:
-        check_vllm()  # what checks them needs it
+        check_release()  # what checks them needs it
         options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}
     if args.trace:
         options = options | {"trace": True}

@@ -63,7 +63,7 @@ def unharmed(server):
     assert texts(server) == before
     values = scrape(server.url)
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
-    assert values["dllm:pages_reserved"] == 0
+    assert values["vllm:dllm_pages_reserved"] == 0
 
 
 def check(answer: tuple[int, bytes], sent: object) -> None:
