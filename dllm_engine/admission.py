@@ -9,6 +9,8 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import (
     DEFAULT_GEN_LENGTH,
     InvalidRequestError,
+    RequestOptions,
+    check_place,
     resolve_decoding,
 )
 from dllm_engine.scheduler.decoding import DecodingSpec
@@ -49,9 +51,7 @@ def check_request(
         if value is not None and value != unused:
             shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
             raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
-    for option in params.extra_args or {}:
-        if option == "cfg_scale":
-            raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it unset")
+    check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
     _check_integers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(

@@ -1,5 +1,6 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -148,6 +149,21 @@ class DiffusionParams(SamplingParams):
         The wire omits fields that hold their default, and the receiver would fill in the defaults of another class.
         """
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+
+
+def check_place(fields: Iterable[str]) -> None:
+    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads."""
+    for name in fields:
+        if name in RequestOptions.model_fields:
+            raise InvalidRequestError(f'{name} belongs into vllm_xargs: {{"vllm_xargs": {{"{name}": …}}}}')
+        if name == "gen_length":
+            raise InvalidRequestError(
+                "gen_length is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)"
+            )
+        if name in EngineOptions.model_fields:
+            raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name == "cfg_scale":
+            raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")
 
 
 def request_options(params: SamplingParams) -> RequestOptions:

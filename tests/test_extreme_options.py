@@ -13,8 +13,8 @@ EXTREMES = [0, -1, 2**31, 10**12, 2**63 - 1, 2**63, 10**30, 1e308, 5e-324, 1e-30
 PROMPT = [3, 1, 4, 1, 5]
 REQUEST = {"gen_length": 8, "block_length": 4, "ignore_eos": True}
 VLLMS_NUMBERS = [
-    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
-    "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "thinking_token_budget",
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stop_token_ids", "thinking_token_budget",
     "stream_interval", "priority",
 ]  # fmt: skip
 GUIDES_NUMBERS = [name for name in RequestOptions.model_fields if name.startswith(("guide", "speculation"))]

@@ -140,6 +140,20 @@ def _checked_prompt(
     return checked
 
 
+def explained_greedy(verify: Callable[..., None]) -> Callable[..., None]:
+    """vLLM refuses several responses of a greedy request, and does not say what to do about it."""
+
+    def verify_greedy(self: SamplingParams) -> None:
+        if self.n > 1:
+            raise InvalidRequestError(
+                f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "
+                f"leave n at 1"
+            )
+        verify(self)
+
+    return verify_greedy
+
+
 def refused_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's beam search asks for one token at a time with its alternatives, which would be served, but mean nothing:
     a diffusion model has no prefix to extend."""
