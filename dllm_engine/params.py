@@ -1,5 +1,6 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
 """Request options that an engine may have a default for."""
+_MOST_TOKENS = (1 << 31) - 1
+"""More than any model's context or vocabulary holds."""
 
 
 class InvalidRequestError(VLLMValidationError, ValueError):
@@ -35,8 +38,8 @@ class RequestOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    block_length: int | None = Field(default=None, ge=1)
-    steps: int | None = Field(default=None, ge=1)
+    block_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    steps: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     unmasking: str | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
     factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -45,15 +48,15 @@ class RequestOptions(BaseModel):
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
     delay_eos: bool | None = None
     guided: bool | None = None
-    speculation_length: int | None = Field(default=None, ge=1)
-    guide_top_k: int | None = Field(default=None, ge=1)
+    speculation_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    guide_top_k: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     guide_threshold: float | None = Field(default=None, gt=0, lt=1)
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
     stream_granularity: Literal["block", "step"] | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=_MOST_TOKENS)
 
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
@@ -81,7 +84,8 @@ class DiffusionParams(SamplingParams):
     block_length: int | None = None
     """Response tokens denoised together; default 32 for LLaDA, the whole response for Dream."""
     steps: int | None = None
-    """Denoising steps over the whole response; default one per token."""
+    """Denoising steps over the whole response, 1 … ``gen_length``; default one per token. Blocks share them by their
+    length."""
     unmasking: str | None = None
     """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream, and with parallel unmasking the
     one that measures what the rule goes by."""
@@ -181,6 +185,21 @@ class DiffusionParams(SamplingParams):
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
 
 
+def check_place(fields: Iterable[str]) -> None:
+    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads."""
+    for name in fields:
+        if name in RequestOptions.model_fields:
+            raise InvalidRequestError(f'{name} belongs into vllm_xargs: {{"vllm_xargs": {{"{name}": …}}}}')
+        if name == "gen_length":
+            raise InvalidRequestError(
+                "gen_length is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)"
+            )
+        if name in EngineOptions.model_fields:
+            raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name == "cfg_scale":
+            raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")
+
+
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
     return parse_request_options(params.extra_args or {})
@@ -232,6 +251,15 @@ def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_
         num_blocks = -(-gen_length // block_length)
         steps = max(min(steps or gen_length, gen_length), num_blocks)
     assert steps is not None
+    if block_length > gen_length:
+        raise InvalidRequestError(
+            f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
+        )
+    if steps > gen_length:
+        raise InvalidRequestError(
+            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}; a step "
+            f"unmasks at least one token"
+        )
     return block_length, steps
 
 
@@ -288,16 +316,19 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
     )
 
 
+_GUIDANCE = {
+    "speculation_length": "speculation_length",
+    "guide_top_k": "top_k",
+    "guide_threshold": "threshold",
+    "guide_fallback": "fallback",
+    "guide_correction": "correction",
+}
+"""Request options about the guide, and their fields of ``Guidance``."""
+
+
 def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
     """How the guide decides for a request; None where it does not."""
-    details: dict[str, Any] = {
-        "speculation_length": options.speculation_length,
-        "top_k": options.guide_top_k,
-        "threshold": options.guide_threshold,
-        "fallback": options.guide_fallback,
-        "correction": options.guide_correction,
-    }
-    given = {name: value for name, value in details.items() if value is not None}
+    given = {name: value for name in _GUIDANCE if (value := getattr(options, name)) is not None}
     if engine.guide_model is None:
         if options.guided or given:
             named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
@@ -312,7 +343,7 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
-    return Guidance(**given)
+    return Guidance(**{_GUIDANCE[name]: value for name, value in given.items()})
 
 
 def resolve_decoding(
@@ -327,10 +358,6 @@ def resolve_decoding(
     if gen_length is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
     block_length, steps = _fit(options, own, family, gen_length)
-    if block_length > gen_length:
-        raise InvalidRequestError(
-            f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
-        )
     of_es_dllm = _uses_es_dllm_sampler(options, engine)
     unfiltered = of_es_dllm and params.temperature == 0
     if of_es_dllm:
@@ -345,7 +372,8 @@ def resolve_decoding(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
-        steps=steps,
+        # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
+        steps=steps if parallel is None else gen_length,
         schedule=family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,

@@ -117,7 +117,7 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_defau
         help=f"response tokens denoised together (default: {block_length_default})",
     )
     group.add_argument(
-        "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
+        "--steps", type=int, metavar="N", help="denoising steps of the response, at most and by default one per token"
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
     parallel = group.add_mutually_exclusive_group()

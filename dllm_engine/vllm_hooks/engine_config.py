@@ -23,6 +23,7 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -91,6 +92,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         limit_responses(vllm_config.model_config.dllm_response_limit)
+        leave_completion_length_open()
         patch.apply(table.SERVING)
 
 

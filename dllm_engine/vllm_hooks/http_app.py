@@ -8,7 +8,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from vllm import envs
+
 from dllm_engine import playground
+from dllm_engine.vllm_hooks.key_check import KeyCheck
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 
 
@@ -30,6 +33,8 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
             return
         # Added before vLLM's own, which makes it the innermost: what needs the key is refused without it first.
         app.add_middleware(BodyCheck)
+        if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
+            app.add_middleware(KeyCheck, tokens=keys)
         if wants_playground(args):
             playground.add_route(app)
 

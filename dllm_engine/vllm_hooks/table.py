@@ -1,6 +1,7 @@
 """The table of everything in vLLM that this package replaces, or uses although vLLM promises it to nobody.
 
 All of it was compared with the sources of the releases in ``release.py``. What is added here is looked up in each.
+What is not a function is not in it: the default of ``max_tokens`` in ``CompletionRequest`` (``request_bodies.py``).
 """
 
 from dllm_engine.vllm_hooks.patch import Patch, Private
@@ -100,6 +101,36 @@ SERVING = (
         "admission:checked_respond",
         "self, request_id, engine_input, sampling_params",
         "refuse a request to /v1/responses before its response starts",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion",
+        "request_bodies:checked_fields",
+        "self, request",
+        "refuse options of ours in the wrong place, which vLLM would ignore",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion",
+        "request_bodies:checked_fields",
+        "self, request",
+        "refuse options of ours in the wrong place, which vLLM would ignore",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses",
+        "request_bodies:checked_fields",
+        "self, request",
+        "refuse options of ours in the wrong place, which vLLM would ignore",
+    ),
+    Patch(
+        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
+        "admission:explained_greedy",
+        "self",
+        "say what several responses to a prompt need",
+    ),
+    Patch(
+        "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
+        "aborts:dropping_parents",
+        "self, request_ids, internal",
+        "forget a request with n > 1 when all of its responses were aborted",
     ),
     Patch(
         "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",

@@ -78,7 +78,7 @@ def check(answer: tuple[int, bytes], sent: object) -> None:
         assert b'"code":500' not in body.replace(b" ", b""), shown
 
 
-ODD_NUMBERS = [0, -1, 1, 2, 17, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.5, 0.5, 1.5, 1e308]
+ODD_NUMBERS = [0, -1, 1, 2, 17, 2**31, 10**12, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.5, 0.5, 1.5, 1e308, 5e-324]
 ODD_NUMBERS += [math.nan, math.inf, -math.inf]
 ODD_TEXTS = [
     "",
@@ -145,6 +145,18 @@ def test_odd_values_of_standard_fields(server, path):
     fuzz()
 
 
+@pytest.mark.parametrize("number", [n for n in ODD_NUMBERS if n != 10**400], ids=str)
+def test_every_option_with_every_odd_number(server, number):
+    """As tests/test_extreme_options.py, through HTTP and with the engine in a process of its own."""
+    body = GOOD[COMPLETIONS]
+    for name in RequestOptions.model_fields:
+        odd = body | {"vllm_xargs": {name: number}}
+        check(ask(server, COMPLETIONS, odd), odd)
+    for name in fields_of(COMPLETIONS):
+        odd = body | {name: number}
+        check(ask(server, COMPLETIONS, odd), odd)
+
+
 MALFORMED = [
     b"", b"{", b"null", b"[]", b'"x"', b'{"model":', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000,
     b'{"model":"demo","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}",
@@ -204,7 +216,8 @@ def test_what_cannot_reach_the_engine_is_refused(server, path, name):
     for stream in (False, True):
         status, answer = ask(server, path, GOOD[path] | {"stream": stream, name: odd})
         assert status == 400
-        assert "cannot be sent to the engine" in json.loads(answer)["error"]["message"]
+        wanted = "stream_interval=" if name == "stream_interval" else "cannot be sent to the engine"
+        assert wanted in json.loads(answer)["error"]["message"]
 
 
 def test_files_named_in_requests_are_not_opened(server, tmp_path):
