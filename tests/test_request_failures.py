@@ -1,4 +1,4 @@
-"""A request ends with an error where its logits are not finite or its own work raises an exception; the others go on."""
+"""A request ends alone with an error where its logits are not finite or its own work raises an exception."""
 
 import pytest
 import torch
