@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dllm_engine.scheduler.request_failure import FAILURE_CAUSES
+
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
@@ -84,6 +86,14 @@ METRICS = (
         "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running block.",
     ),
     MetricSpec("eviction_retained", "counter", "tokens per layer", "Tokens that UPDATE steps did retain."),
+    MetricSpec(
+        "requests_failed",
+        "counter",
+        "requests",
+        "Requests that ended with an error, by cause.",
+        label="cause",
+        values=FAILURE_CAUSES,
+    ),
     MetricSpec(
         "request_pages_held",
         "histogram",

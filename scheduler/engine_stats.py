@@ -30,6 +30,8 @@ class EngineStats:
     """Tokens per layer that UPDATE steps could have retained."""
     eviction_retained: int = 0
     """Tokens per layer that they did retain."""
+    requests_failed: dict[str, int] = field(default_factory=Counter)
+    """Requests that ended with an error, by ``FailureCause``."""
     request_pages_held: list[int] = field(default_factory=list)
     """Per request that ended: the most pages it held."""
     request_tokens_per_forward: list[float] = field(default_factory=list)
@@ -59,7 +61,8 @@ class EngineStats:
             self.request_tokens_per_forward.append(progress.num_unmasked / progress.num_forwards)
 
     def to_message(self) -> dict[str, Any]:
-        return asdict(self) | {"denoising_steps": dict(self.denoising_steps)}
+        by_label = {"denoising_steps": dict(self.denoising_steps), "requests_failed": dict(self.requests_failed)}
+        return asdict(self) | by_label
 
 
 def eviction_candidates(plan: StepPlan, spec: DecodingSpec) -> int:

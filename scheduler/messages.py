@@ -8,6 +8,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request_failure import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -62,6 +63,12 @@ class StepReport:
     """Of ``block_tokens``, if the request asks."""
     block_state: BlockState | None = None
     """If the request streams by step."""
+    failure: RequestFailure | None = None
+    """Ends the request; nothing else in the report counts then."""
+
+    @classmethod
+    def failed(cls, failure: RequestFailure) -> "StepReport":
+        return cls(rows_computed=0, num_unmasked=0, block_tokens=None, trace=None, failure=failure)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -193,3 +194,31 @@ def test_chunks_that_were_merged_on_the_way_have_the_figures_of_the_last():
     merged.add(output(2, [6, 7]), aggregate=True)
     assert merged.outputs[0].token_ids == [5, 6, 7]
     assert merged.outputs[0].diffusion.forward_passes == 2
+
+
+def test_a_request_that_failed_says_why_to_http_clients():
+    """Also where its last output was merged with one before, or came from another process."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.exceptions import GenerationError
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from dllm_engine.figures import error_reason
+    from dllm_engine.plugin import register
+    from dllm_engine.vllm_hooks import patch, table
+
+    register()
+    patch.apply(table.SERVING)
+
+    def output(tokens, finish_reason):
+        made = CompletionOutput(0, "x" * len(tokens), tokens, None, None, finish_reason=finish_reason)
+        return RequestOutput("r", None, [1], None, [made], finished=finish_reason is not None)
+
+    merged = output([5], None)
+    merged.add(output([], error_reason("logits are NaN")), aggregate=True)
+    for reason in (merged.outputs[0].finish_reason, pickle.loads(pickle.dumps(error_reason("logits are NaN")))):
+        assert reason == "error"
+        with pytest.raises(GenerationError, match="logits are NaN"):
+            GenerateBaseServing._raise_if_error(None, reason, "r")
+    with pytest.raises(GenerationError, match="Internal server error"):
+        GenerateBaseServing._raise_if_error(None, "error", "r")
+    GenerateBaseServing._raise_if_error(None, "stop", "r")

@@ -15,6 +15,9 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
+from vllm.exceptions import GenerationError
+
+from dllm_engine.figures import ErrorReason
 
 DIFFUSION, PROVISIONAL = "diffusion", "provisional"
 _EVENT, _DONE = "data: ", "[DONE]"
@@ -211,6 +214,17 @@ def whole_chat(to_response: Callable[..., Any]) -> Callable[..., Any]:
         return response
 
     return chat_completion_full_generator
+
+
+def explaining_errors(raise_if_error: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's check of a finish reason, which becomes HTTP status 500 or an event in a stream."""
+
+    def raise_with_reason(self: Any, finish_reason: str | None, request_id: str) -> None:
+        if isinstance(finish_reason, ErrorReason):
+            raise GenerationError(finish_reason.explanation)
+        raise_if_error(self, finish_reason, request_id)
+
+    return raise_with_reason
 
 
 def _is_ours(serving: Any) -> bool:

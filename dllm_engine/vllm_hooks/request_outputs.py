@@ -5,7 +5,7 @@ streams by step, its running block. Requests of other models are untouched.
 from collections.abc import Callable
 from typing import Any
 
-from dllm_engine.figures import MESSAGE_KEY, DiffusionFigures
+from dllm_engine.figures import MESSAGE_KEY, DiffusionFigures, error_reason
 from dllm_engine.provisional import PROVISIONAL_KEY, read_message
 
 
@@ -44,6 +44,8 @@ def with_figures(new_completion_output: Callable[..., Any]) -> Callable[..., Any
         completion = new_completion_output(self, *args, **kwargs)
         completion.diffusion = getattr(self, "diffusion", None)
         completion.provisional = getattr(self, "provisional", None)
+        if completion.diffusion is not None and completion.diffusion.error is not None:
+            completion.finish_reason = error_reason(completion.diffusion.error)
         return completion
 
     return make_completion

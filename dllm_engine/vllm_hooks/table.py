@@ -169,6 +169,12 @@ SERVING = (
         "add figures to a chat completion",
     ),
     Patch(
+        "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error",
+        "http_responses:explaining_errors",
+        "self, finish_reason, request_id",
+        "tell a client why its request ended with an error",
+    ),
+    Patch(
         "vllm.entrypoints.launchers.api_server.entry:serve_http",
         "shutdown:ending_well",
         "app",
