@@ -18,12 +18,14 @@ from dllm_engine.cli.engine import (
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.demo import DEMO_MODEL
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
 GREETING = "/exit or Ctrl-D ends, /clear forgets the conversation, Ctrl-C stops an answer."
+DEMO_HINT = "The demo model knows single tasks only, such as “Reverse: Rome Tom Oslo”: give /clear before the next one."
 PROMPT = "> "
 
 
@@ -49,12 +51,16 @@ def run(args: argparse.Namespace) -> int:
         with suppress(ImportError):
             import readline  # noqa: F401  input() edits lines and remembers them once it is loaded
         print(GREETING)
+        if args.model == DEMO_MODEL:
+            print(DEMO_HINT)
     while True:
         try:
             said = input(PROMPT if screen is not None else "").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt) as end:
             if screen is not None:
                 print()
+            if isinstance(end, KeyboardInterrupt):
+                raise
             return 0
         if said == "/exit":
             return 0

@@ -8,12 +8,13 @@ import signal
 import pytest
 
 from dllm_engine.cli import chat
-from dllm_engine.cli.chat import GREETING, PROMPT, Screen, rows_of
+from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
 from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.main import main
 from tests.engines import assert_nothing_left
 
 HELLO = "Hello! How can I help?"
+OPENING = f"{GREETING}\n{DEMO_HINT}\n"
 
 
 class Terminal(io.StringIO):
@@ -97,7 +98,7 @@ def test_on_a_terminal_the_masks_fill_in(run):
     terminal = Terminal()
     assert run("Hello!\n", terminal) == 0
     *_, last = terminal.pictures
-    assert last == f"{GREETING}\n{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n"
+    assert last == f"{OPENING}{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n"
     counts = [picture.count("░") for picture in terminal.pictures]
     assert max(counts) == 7, "after the first step of a block of 8"
     assert counts[-1] == 0
@@ -132,7 +133,7 @@ def test_ctrl_c_stops_the_answer_and_the_next_one_is_given(run):
 
     terminal.on_write = interrupt
     assert run("Hello!\nHello!\n", terminal) == 0
-    assert terminal.pictures[-1] == (f"{GREETING}\n{PROMPT}Hello!\n(stopped)\n{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n")
+    assert terminal.pictures[-1] == (f"{OPENING}{PROMPT}Hello!\n(stopped)\n{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
