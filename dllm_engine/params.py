@@ -54,6 +54,7 @@ class RequestOptions(BaseModel):
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
     stream_granularity: Literal["block", "step"] | None = None
+    trace: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=_MOST_TOKENS)
@@ -125,6 +126,9 @@ class DiffusionParams(SamplingParams):
     stream_granularity: Literal["block", "step"] | None = None
     """What a streamed response shows: finished blocks (the default), or the running block after each step as well, in
     ``outputs[i].provisional``."""
+    trace: bool | None = None
+    """Over HTTP: whether the response carries the trace, which the engine must record (``trace=True``); default no. In
+    Python ``outputs[i].diffusion`` has it whenever the engine records it."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -353,6 +357,10 @@ def resolve_decoding(
     own = request_options(params)
     # What the guide has no use for it only minds where the request itself asks for it.
     guidance = resolve_guidance(own, engine)
+    if own.trace and not engine.trace:
+        raise InvalidRequestError(
+            "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
+        )
     options = _with_defaults(own, engine.request_defaults)
     gen_length = params.max_tokens
     if gen_length is None:

@@ -380,7 +380,7 @@ class DiffusionScheduler(SchedulerInterface):
             self._settle_pages(state, report.kv_slots)
         progress, spec = state.progress, state.spec
         self._stats.add_step(plan, spec, report)
-        shown = provisional_message(spec, progress, report.block_state) if report.block_state is not None else {}
+        shown = provisional_message(spec, progress, report.block_change) if report.block_change is not None else {}
         if plan.state is RefreshState.UPDATE:
             state.tokens_retained = plan.retained
             progress.tokens_retained = max(progress.tokens_retained, plan.retained)

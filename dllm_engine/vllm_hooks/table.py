@@ -52,21 +52,21 @@ EVERY_PROCESS = (
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.put",
-        "step_stream:putting_one_by_one",
+        "step_stream:putting_latest",
         "self, output",
-        "keep the steps of a slow consumer apart",
+        "drop the steps that a slow consumer was overtaken by, never text",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get",
         "step_stream:getting_one",
         "self",
-        "keep the steps of a slow consumer apart",
+        "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
         "step_stream:getting_one_nowait",
         "self",
-        "keep the steps of a slow consumer apart",
+        "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__",
@@ -153,13 +153,13 @@ SERVING = (
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
         "http_responses:chat_stream",
-        "self, request, result_generator",
+        "self, request, result_generator, request_id, model_name",
         "add figures and provisional blocks to the chunks of a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
         "http_responses:whole_completion",
-        "self, final_res_batch",
+        "self, final_res_batch, request",
         "add figures to a completion",
     ),
     Patch(
