@@ -19,6 +19,7 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -96,6 +97,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.custom_ops = ["none"]
         limit_responses(vllm_config.model_config.dllm_response_limit)
         patch.apply(table.SERVING)
+        end_on_signals_while_loading()
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:
