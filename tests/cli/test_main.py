@@ -7,7 +7,7 @@ import sys
 import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from dllm_engine.cli.engine import key_value, positive_int
+from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path

@@ -128,7 +128,7 @@ def test_a_port_that_was_taken_while_the_model_loaded_is_named():
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=Engine()))
-    with pytest.raises(SystemExit, match="port 8123 is in use on 127.0.0.1"):
+    with pytest.raises(SystemExit, match=r"port 8123 is in use on 127\.0\.0\.1"):
         asyncio.run(ending_well(serve_http)(app, host="127.0.0.1", port=8123))
 
 
