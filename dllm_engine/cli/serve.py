@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
     """``args`` with what they leave open taken from their YAML file, which vLLM reads as for ``vllm serve``."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:

@@ -102,7 +102,7 @@ def _end_children() -> None:
     import psutil
 
     children = psutil.Process().children(recursive=True)
-    segments = {path for child in children for path in _shared_memory_of(child.pid)}
+    segments = {path for child in children for path in shared_memory_of(child.pid)}
     for child in children:
         try:
             child.kill()
@@ -113,7 +113,7 @@ def _end_children() -> None:
         Path(path).unlink(missing_ok=True)
 
 
-def _shared_memory_of(pid: int) -> set[str]:
+def shared_memory_of(pid: int) -> set[str]:
     """Files in shared memory that a process has open; those that have lost their name need no removal."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()

@@ -9,6 +9,7 @@ process dies it ends with status 0, as if somebody had asked for it.
 import asyncio
 import errno
 import signal
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
@@ -114,12 +115,17 @@ class ServerEnd:
         self._process_outputs, outputs.process_outputs = outputs.process_outputs, self.process_outputs
         self._propagate_error, outputs.propagate_error = outputs.propagate_error, self.propagate_error
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
+    def stop(self, timeout: float | None = None) -> None:
         """Stop the engine; with a timeout it finishes what runs first. Called in a thread when the server is asked to
         stop, and by nobody while it is to go on."""
         self.was_asked_for = self._app.state.stopping = True
         self._on_loop(self._end_at_next_signal)
-        self._stop(*args, **kwargs)
+        if self._engine.engine_core.resources.engine_manager is None:
+            # The engines belong to the main process, which stops them after its API servers: this one.
+            deadline = time.monotonic() + (timeout or 0)
+            while self._engine.output_processor.request_states and time.monotonic() < deadline:
+                time.sleep(0.1)
+        self._stop(timeout=timeout)
         self._on_loop(self.propagate_error, ServerStopping())
 
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 import pytest
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine.cli.errors import CommandError

@@ -15,7 +15,9 @@ from tests.http_app import app_client
 class Engine:
     """An engine client: ``errored`` as soon as it has stopped, whatever the reason."""
 
-    def __init__(self):
+    def __init__(self, *, owns_processes=True):
+        resources = SimpleNamespace(engine_manager="manager" if owns_processes else None)
+        self.engine_core = SimpleNamespace(resources=resources)
         self.errored = False
         self.is_running = True
         self.stopped_after = None
@@ -69,6 +71,19 @@ def test_a_server_that_is_asked_to_stop_tells_its_clients_and_succeeds():
     assert app.state.stopping
     assert engine.stopped_after == 7
     assert [type(error) for error in engine.told] == [ServerStopping]
+
+
+def test_an_api_server_beside_others_lets_its_requests_finish_before_it_stops():
+    async def finish_meanwhile(engine):
+        stopping = asyncio.create_task(stop(engine))
+        await asyncio.sleep(0.3)
+        assert engine.stopped_after is None
+        engine.output_processor.request_states.clear()
+        await stopping
+
+    engine = Engine(owns_processes=False)
+    serve(engine, until=finish_meanwhile)
+    assert engine.stopped_after == 7
 
 
 def test_requests_that_a_stopping_engine_aborts_get_an_error_and_others_go_on():
