@@ -29,7 +29,7 @@ BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     group.add_argument(
-        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_OPTIONS)} (default: %(default)s)"
+        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_OPTIONS)} (default: none)"
     )
     group.add_argument(
         "--cache-option",
