@@ -19,6 +19,7 @@ from dllm_engine.cli import (
     profile_layers,
     serve,
 )
+from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.cli.errors import one_line
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. ``args.run`` is the chosen command's function."""
-    parser = argparse.ArgumentParser(prog="dllm", description="Diffusion language models (LLaDA, Dream) inside vLLM.")
+    parser = CommandParser(prog="dllm", description="Diffusion language models (LLaDA, Dream) inside vLLM.")
     parser.add_argument("--version", action="version", version=f"dllm-engine {__version__}")
     parser.add_argument(
         "--traceback",

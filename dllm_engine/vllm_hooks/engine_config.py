@@ -24,6 +24,7 @@ from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
+from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -94,6 +95,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         limit_responses(vllm_config.model_config.dllm_response_limit)
         leave_completion_length_open()
         patch.apply(table.SERVING)
+        end_on_signals_while_loading()
 
 
 def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:

@@ -84,7 +84,21 @@ EVERY_PROCESS = (
         "vllm.entrypoints.launchers.app:register_api_routers",
         "http_app:extended_app",
         "args, app, supported_tasks, model_config",
-        "add the playground and the check of request bodies",
+        "add the playground, the check of request bodies and the refusals of a server that stops",
+    ),
+    Patch(
+        "vllm.entrypoints.launchers.api_server.entry:setup_server",
+        "server_start:naming_address",
+        "args",
+        "say in a sentence that a port is in use",
+        scope="if_imported",
+    ),
+    Patch(
+        "vllm.entrypoints.cli.serve:setup_server",
+        "server_start:naming_address",
+        "args",
+        "say in a sentence that a port is in use, where several processes serve it",
+        scope="if_imported",
     ),
 )
 """Applied when vLLM loads its plugins; requests of other models are untouched."""
