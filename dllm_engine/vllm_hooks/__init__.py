@@ -1,0 +1,1 @@
+"""What this package changes in vLLM."""
