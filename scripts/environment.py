@@ -25,6 +25,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 NEEDS = CHECKOUT / "requirements" / "cpu.txt"
 WITHOUT_NEEDS = CHECKOUT / "requirements" / "cpu-no-deps.txt"
+TEST_WITHOUT_NEEDS = CHECKOUT / "requirements" / "test-no-deps.txt"
 CONSTRAINTS = CHECKOUT / "requirements" / "constraints.txt"
 PYPROJECT = CHECKOUT / "pyproject.toml"
 TORCH = "2.13.0"
@@ -203,7 +204,7 @@ class Environment:
     def _steps(self, extras: Sequence[str]) -> list[Step]:
         target = f"{CHECKOUT}[{','.join(sorted(extras))}]" if extras else str(CHECKOUT)
         interpreter = f"{sys.base_prefix} {platform.python_version()} {self.directory}"
-        return [
+        steps = [
             Step(
                 "environment",
                 f"Making a virtual environment in {self.directory} with Python {platform.python_version()}",
@@ -239,14 +240,27 @@ class Environment:
                 1.8 if extras else 0.1,
                 lambda: self._pip("--no-build-isolation", "--editable", target),
             ),
+        ]
+        if "test" in extras:
+            steps.append(
+                Step(
+                    "test-no-deps",
+                    "Installing what only tests use",
+                    fingerprint(interpreter, TEST_WITHOUT_NEEDS),
+                    0.1,
+                    lambda: self._pip("--no-deps", "--requirement", TEST_WITHOUT_NEEDS),
+                )
+            )
+        steps.append(
             Step(
                 "check",
                 "Checking that vLLM starts and finds this CPU",
                 fingerprint(interpreter, TORCH, NEEDS, WITHOUT_NEEDS, CONSTRAINTS),
                 0.0,
                 self._check,
-            ),
-        ]
+            )
+        )
+        return steps
 
     def _create(self) -> None:
         # The folder itself stays: it may be a mount point or the target of a link.
