@@ -1,8 +1,8 @@
 """Per-request figures and their way from the scheduler to the caller.
 
 vLLM's ``EngineCoreOutput`` is a fixed struct; of its fields only ``kv_transfer_params``, a free dictionary, passes
-every executor and wire format. The scheduler puts a request's figures there, and ``install`` makes vLLM's front end
-hand them on, as ``RequestOutput.outputs[i].diffusion``; ``response_fields`` gives them to HTTP clients.
+every executor and wire format. The scheduler puts a request's figures there, and ``vllm_hooks`` hands them on, as
+``RequestOutput.outputs[i].diffusion`` and to HTTP clients.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -81,55 +81,3 @@ def figures_message(progress: "Progress", *, with_trace: bool = True) -> dict[st
         trace=progress.trace if with_trace else {},
     )
     return {MESSAGE_KEY: asdict(figures)}
-
-
-def take_figures(state: Any, message: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Keep the figures of a message for the completion that vLLM's ``RequestState`` makes next; None is left of it."""
-    if message is None or MESSAGE_KEY not in message:
-        return message
-    state.diffusion = DiffusionFigures(**message[MESSAGE_KEY])
-    return None
-
-
-def install() -> None:
-    """Make vLLM's output processor attach the figures. Idempotent; requests of other models are untouched."""
-    from vllm.outputs import RequestOutput
-    from vllm.v1.engine.output_processor import RequestState
-
-    if getattr(RequestState, "_dllm_figures", False):
-        return
-    make_request_output = RequestState.make_request_output
-    new_completion_output = RequestState._new_completion_output
-    merge = RequestOutput.add
-
-    def take_message(
-        self: Any,
-        new_token_ids: Any,
-        pooling_output: Any,
-        finish_reason: Any,
-        stop_reason: Any,
-        kv_transfer_params: dict[str, Any] | None = None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Any:
-        kv_transfer_params = take_figures(self, kv_transfer_params)
-        return make_request_output(
-            self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *rest, **kwargs
-        )
-
-    def attach_to_completion(self: Any, *args: Any, **kwargs: Any) -> Any:
-        completion = new_completion_output(self, *args, **kwargs)
-        completion.diffusion = getattr(self, "diffusion", None)
-        return completion
-
-    def merge_with_figures(self: Any, next_output: Any, aggregate: bool) -> None:
-        merge(self, next_output, aggregate)
-        latest = {completion.index: completion for completion in next_output.outputs}
-        for completion in self.outputs:
-            if completion.index in latest:
-                completion.diffusion = getattr(latest[completion.index], "diffusion", None)
-
-    RequestState.make_request_output = take_message
-    RequestState._new_completion_output = attach_to_completion
-    RequestOutput.add = merge_with_figures
-    RequestState._dllm_figures = True

@@ -2,7 +2,7 @@
 
 The scheduler counts (``scheduler/engine_stats.py``). vLLM sends a ``SchedulerStats`` with every step from the engine's
 process to a front end; it is a fixed class, and its only free dictionaries are those of key-value connectors, which
-diffusion engines refuse. ``install`` takes ours out again before vLLM's loggers see it.
+diffusion engines refuse. ``vllm_hooks`` takes ours out again before vLLM's loggers see it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -180,41 +180,3 @@ def _histograms(name: str, samples: Iterable[Any]) -> list[tuple[dict[str, str],
         else:
             parts[sample.name.removeprefix(name)] = sample.value
     return list(series.values())
-
-
-def install() -> None:
-    """Make vLLM's front ends keep and show the metrics. Idempotent; engines of other models are untouched."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
-
-    if getattr(StatLoggerManager, "_dllm_metrics", False):
-        return
-    init, record, get_metrics = PrometheusStatLogger.__init__, StatLoggerManager.record, LLMEngine.get_metrics
-
-    def init_with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, vllm_config, *args, **kwargs)
-        if getattr(vllm_config.model_config, "is_dllm_engine", False):
-            classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
-            self.diffusion = DiffusionMetrics(classes, ["model_name", "engine"], self.per_engine_labelvalues)
-
-    def record_with_metrics(
-        self: Any,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int | None = None,
-    ) -> None:
-        message = take_stats(scheduler_stats)
-        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-        if message is not None:
-            for logger in self.stat_loggers:
-                if isinstance(logger, PrometheusStatLogger):
-                    logger.diffusion.record(message, engine_idx or 0)
-
-    def get_all_metrics(self: Any) -> list[Any]:
-        return [*get_metrics(self), *snapshot()]
-
-    PrometheusStatLogger.__init__ = init_with_metrics
-    StatLoggerManager.record = record_with_metrics
-    LLMEngine.get_metrics = get_all_metrics
-    StatLoggerManager._dllm_metrics = True

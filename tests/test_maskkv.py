@@ -503,10 +503,10 @@ def test_a_profile_of_another_model_is_refused(reference_checkpoints):
     [({}, 1), ({"layer_budget": "squeeze"}, 1), ({"layer_budget": "pyramid"}, 0), ({"profile": PROFILE}, 0)],
 )
 def test_a_missing_profile_is_told_once(engines, reference_checkpoints, monkeypatch, options, warnings):
-    from dllm_engine import config_hook
+    from dllm_engine.vllm_hooks import engine_config
 
     told: list[str] = []
-    monkeypatch.setattr(config_hook.logger, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(engine_config.logger, "warning", lambda text, *values: told.append(text % values))
     # A length of its own, so that no other test has started this engine.
     llm = engines(
         reference_checkpoints / "llada-tiny-a",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_engine import playground, server_app
+from dllm_engine import playground
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import merged_config
 from dllm_engine.options import EngineOptions
@@ -45,14 +45,6 @@ def test_with_an_api_key_the_page_loads_and_nothing_else_does():
     assert "secret" not in page.text
     assert client.get("/v1/models").status_code == 401
     assert client.post("/v1/chat/completions", json={}).status_code == 401
-
-
-def test_installing_again_changes_nothing():
-    from vllm.entrypoints.launchers import app as launcher
-
-    before = launcher.register_api_routers
-    server_app.install()
-    assert launcher.register_api_routers is before
 
 
 def policy() -> dict[str, list[str]]:

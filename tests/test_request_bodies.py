@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dllm_engine.request_bodies import BodyCheck
+from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 from tests.http_app import app_client
 
 PATH = "/v1/completions"

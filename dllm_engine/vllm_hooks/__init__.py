@@ -1,1 +1,1 @@
-"""What this package changes in vLLM."""
+"""Everything that this package changes in vLLM while it runs. ``table.py`` lists it all."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from dllm_engine.server_end import ENGINE_DIED, ending_well
+from dllm_engine.vllm_hooks.shutdown import ENGINE_DIED, ending_well
 
 
 class Engine:
@@ -74,12 +74,13 @@ def test_a_server_that_ends_for_another_reason_is_left_alone():
 
 @pytest.fixture
 def limit(monkeypatch):
-    from dllm_engine import admission, plugin
+    from dllm_engine import plugin
+    from dllm_engine.vllm_hooks import admission
 
     plugin.register()
     monkeypatch.setattr(admission, "_serves_diffusion", False)
     monkeypatch.setattr(admission, "_response_limit", None)
-    return admission.serve_diffusion
+    return admission.limit_responses
 
 
 @pytest.mark.parametrize(("asked", "given"), [(400, 400), (None, 256), (10, 10)])

@@ -9,7 +9,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from dllm_engine import admission, response_fields, server_end
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.guide_text import Retokenizer
 from dllm_engine.model_executor.models.causal import CausalModel
@@ -18,6 +17,8 @@ from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
+from dllm_engine.vllm_hooks import patch, table
+from dllm_engine.vllm_hooks.admission import limit_responses
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -35,7 +36,7 @@ CPU_PAGE_POOL_BYTES = 1 << 30
 default, 92% of all memory, does not start on a machine where anything else runs."""
 
 
-class DiffusionConfig(VerifyAndUpdateConfig):
+class DiffusionEngineConfig(VerifyAndUpdateConfig):
     """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do not support here."""
 
     @staticmethod
@@ -93,9 +94,8 @@ class DiffusionConfig(VerifyAndUpdateConfig):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
-        admission.serve_diffusion(vllm_config.model_config.dllm_response_limit)
-        response_fields.install()
-        server_end.install()
+        limit_responses(vllm_config.model_config.dllm_response_limit)
+        patch.apply(table.SERVING)
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:

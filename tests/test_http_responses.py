@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dllm_engine.figures import DiffusionFigures
-from dllm_engine.response_fields import StreamFields, stream_with_fields
+from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields
 
 
 def completion(index=0, *, passes=1, finish_reason=None, trace=None, shown=None, tokens=(5,)):

@@ -6,26 +6,16 @@ not finish in ``--shutdown-timeout`` seconds, it takes their engine away and the
 """
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
-logger = init_logger("vllm.dllm_engine.server_end")
+logger = init_logger("vllm.dllm_engine.shutdown")
 
 ENGINE_DIED = 1
 """Exit status of a server whose engine died."""
-_API_SERVER = "vllm.entrypoints.launchers.api_server.entry"
-
-
-def install() -> None:
-    """Close the gaps in vLLM's API server, where this process runs one. Idempotent."""
-    entry = sys.modules.get(_API_SERVER)
-    if entry is not None and not getattr(entry, "_dllm_server_end", False):
-        entry.serve_http = ending_well(entry.serve_http)  # type: ignore[attr-defined]
-        entry._dllm_server_end = True  # type: ignore[attr-defined]
 
 
 def ending_well(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

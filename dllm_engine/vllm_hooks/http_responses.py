@@ -132,18 +132,7 @@ def _without_completions(result: Any) -> Any:
     return result
 
 
-def install() -> None:
-    """Make vLLM's HTTP server add the fields. Idempotent; responses of other models are untouched."""
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-
-    if getattr(OpenAIServingChat, "_dllm_fields", False):
-        return
-    stream_completion = OpenAIServingCompletion.completion_stream_generator
-    stream_chat = OpenAIServingChat.chat_completion_stream_generator
-    whole_completion = OpenAIServingCompletion.request_output_to_completion_response
-    whole_chat = OpenAIServingChat.chat_completion_full_generator
-
+def completion_stream(stream_completion: Callable[..., Any]) -> Callable[..., Any]:
     def completion_stream_generator(
         self: Any,
         request: Any,
@@ -173,6 +162,10 @@ def install() -> None:
             StreamFields({"text": "", "logprobs": None, "finish_reason": None}, head),
         )
 
+    return completion_stream_generator
+
+
+def chat_stream(stream_chat: Callable[..., Any]) -> Callable[..., Any]:
     def chat_completion_stream_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
@@ -187,13 +180,21 @@ def install() -> None:
             StreamFields({"delta": {}, "logprobs": None, "finish_reason": None}),
         )
 
+    return chat_completion_stream_generator
+
+
+def whole_completion(to_response: Callable[..., Any]) -> Callable[..., Any]:
     def request_output_to_completion_response(self: Any, final_res_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        response = whole_completion(self, final_res_batch, *args, **kwargs)
+        response = to_response(self, final_res_batch, *args, **kwargs)
         completions = [completion for result in final_res_batch for completion in result.outputs]
         for choice, completion in zip(response.choices, completions, strict=True):
             _set_fields(choice, completion)
         return response
 
+    return request_output_to_completion_response
+
+
+def whole_chat(to_response: Callable[..., Any]) -> Callable[..., Any]:
     async def chat_completion_full_generator(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -204,16 +205,12 @@ def install() -> None:
                 completions.update((completion.index, completion) for completion in result.outputs)
                 yield result
 
-        response = await whole_chat(self, request, noted(), *args, **kwargs)
+        response = await to_response(self, request, noted(), *args, **kwargs)
         for choice in getattr(response, "choices", ()):  # an error has none
             _set_fields(choice, completions[choice.index])
         return response
 
-    OpenAIServingCompletion.completion_stream_generator = completion_stream_generator
-    OpenAIServingChat.chat_completion_stream_generator = chat_completion_stream_generator
-    OpenAIServingCompletion.request_output_to_completion_response = request_output_to_completion_response
-    OpenAIServingChat.chat_completion_full_generator = chat_completion_full_generator
-    OpenAIServingChat._dllm_fields = True
+    return chat_completion_full_generator
 
 
 def _is_ours(serving: Any) -> bool:

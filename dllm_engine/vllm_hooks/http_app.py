@@ -5,13 +5,11 @@ would then have to name every other plugin as well; so what is ours is added wit
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 from dllm_engine import playground
-from dllm_engine.request_bodies import BodyCheck
-
-# vLLM's `register_api_routers(args, app, supported_tasks, model_config)` is patched where it is called.
-_INSTALLED = "_dllm_app"
+from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 
 
 def wants_playground(args: Namespace) -> bool:
@@ -23,14 +21,7 @@ def wants_playground(args: Namespace) -> bool:
     return not isinstance(options, dict) or options.get("playground", True) is not False
 
 
-def install() -> None:
-    """Extend the applications that vLLM builds from now on. Idempotent."""
-    from vllm.entrypoints.launchers import app as launcher
-
-    if getattr(launcher, _INSTALLED, False):
-        return
-    register_api_routers = launcher.register_api_routers
-
+def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., None]:
     def register(
         args: Namespace, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
@@ -42,5 +33,4 @@ def install() -> None:
         if wants_playground(args):
             playground.add_route(app)
 
-    launcher.register_api_routers = register
-    setattr(launcher, _INSTALLED, True)
+    return register

@@ -1,0 +1,158 @@
+"""Where vLLM's front ends check a request with our rules (``dllm_engine/admission.py``).
+
+vLLM validates requests in ``InputProcessor.process_inputs``, which every front end calls with the prompt and the
+parameters.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from dllm_engine.admission import check_request, default_gen_length
+from dllm_engine.families import family_of
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams, InvalidRequestError, check_page_demand
+from dllm_engine.scheduler.page_layout import PoolGeometry
+
+
+def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(
+        self: Any, request_id: str, prompt: Any, params: Any, supported_tasks: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        config = self.model_config.hf_config
+        if getattr(self.model_config, "is_dllm_engine", False) and isinstance(params, SamplingParams):
+            prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
+            if prompt["type"] != "token":
+                raise InvalidRequestError(
+                    "only text and token prompts are supported, no embeddings or other modalities"
+                )
+            prompt_token_ids = prompt.get("prompt_token_ids") or []
+            max_model_len = self.model_config.max_model_len
+            if isinstance(params, DiffusionParams):
+                params = params.to_sampling_params()
+            if params.max_tokens is None:
+                params = params.clone()
+                params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
+            engine = EngineOptions.from_vllm_config(self.vllm_config)
+            spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
+            if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
+                raise InvalidRequestError(
+                    "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
+                    "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
+                )
+            # The null block is not handed out; before the engine has told its size there is nothing to compare.
+            if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
+                geometry = PoolGeometry.of_model(config, engine, self.vllm_config.parallel_config.tensor_parallel_size)
+                check_page_demand(spec, engine, geometry, num_blocks - 1)
+        return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+
+    return checked
+
+
+def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> Any:
+    """The prompt as token ids. ``AsyncLLM`` and ``LLMEngine`` also take raw prompts, which vLLM renders later."""
+    from vllm.v1.engine.input_processor import parse_model_prompt
+
+    if isinstance(prompt, dict) and "type" in prompt:
+        return prompt
+    renderer = input_processor.renderer
+    parsed = parse_model_prompt(input_processor.model_config, prompt)
+    settings = renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
+    (rendered,) = renderer.render_cmpl([parsed], settings)
+    return rendered
+
+
+def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's server gives a streamed response the status 200, and ``AsyncLLM.generate`` checks the request when it is
+    asked for the first result. Check when it is called, so that a refusal has its own status, streamed or not.
+
+    What vLLM cannot send to its engine process (half a surrogate pair, integers beyond 64 bits) is refused too: vLLM
+    finds out when it has noted the request already, answers 500, and keeps it for ever.
+    """
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    encode = MsgpackEncoder().encode
+
+    def generate_if_valid(
+        self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        # The server renders prompts beforehand. Others wait for the generator, which renders off the event loop.
+        if getattr(self.model_config, "is_dllm_engine", False) and isinstance(prompt, dict) and "type" in prompt:
+            to_send = {name: kwargs.get(name) for name in ("data_parallel_rank", "session_id")}
+            request = self.input_processor.process_inputs(request_id, prompt, sampling_params, ("generate",), **to_send)
+            try:
+                encode(request)
+            except (ValueError, OverflowError) as error:
+                raise InvalidRequestError(
+                    f"the request cannot be sent to the engine: {error}; text must be valid Unicode, an integer have "
+                    f"at most 64 bits"
+                ) from None
+        results: AsyncGenerator[Any, None] = generate(self, prompt, sampling_params, request_id, **kwargs)
+        return results
+
+    return generate_if_valid
+
+
+def checked_respond(respond: Callable[..., Any]) -> Callable[..., Any]:
+    """`/v1/responses` calls `generate` in a generator of its own. To be checked it is enough to be called."""
+
+    def respond_if_valid(
+        self: Any, request_id: str, engine_input: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        self.engine_client.generate(engine_input, sampling_params, request_id, session_id=kwargs.get("session_id"))
+        results: AsyncGenerator[Any, None] = respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
+        return results
+
+    return respond_if_valid
+
+
+def refused_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's beam search asks for one token at a time with its alternatives, which would be served, but mean nothing:
+    a diffusion model has no prefix to extend."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.model_config, "is_dllm_engine", False):
+            raise InvalidRequestError(
+                "beam search is not supported for diffusion models; use n with a temperature above 0"
+            )
+        return beam_search(self, *args, **kwargs)
+
+    return refuse
+
+
+_serves_diffusion = False
+_response_limit: int | None = None
+
+
+def limit_responses(response_limit: int | None) -> None:
+    """Note that this process serves one of our models: its server refuses what stock vLLM would clip.
+
+    Args:
+        response_limit: most response tokens, where whoever runs the server has set some.
+    """
+    global _serves_diffusion, _response_limit
+    _serves_diffusion, _response_limit = True, response_limit
+
+
+def unclipped_max_tokens(clipping: Callable[..., int]) -> Callable[..., int]:
+    """vLLM's server silently shortens ``max_tokens`` to what is left of the context, or to the ``max_new_tokens`` of
+    its generation config; refuse such a request instead."""
+
+    def get_max_tokens(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
+        if not _serves_diffusion or max_tokens is None:
+            return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+        if input_length + max_tokens > max_model_len:
+            raise InvalidRequestError(
+                f"prompt ({input_length} tokens) and max_tokens={max_tokens} need a canvas of "
+                f"{input_length + max_tokens}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
+            )
+        if _response_limit is not None and max_tokens > _response_limit:
+            raise InvalidRequestError(
+                f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
+                f"generation config)"
+            )
+        # Asked for, it is meant: our default of max_new_tokens is for requests that name no length.
+        return max_tokens
+
+    return get_max_tokens

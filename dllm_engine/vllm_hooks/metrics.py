@@ -1,0 +1,43 @@
+"""vLLM's front ends keep and show the metrics of diffusion engines; engines of other models are untouched."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dllm_engine.metrics import DiffusionMetrics, snapshot, take_stats
+
+
+def registering_metrics(init: Callable[..., None]) -> Callable[..., None]:
+    def init_with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        if getattr(vllm_config.model_config, "is_dllm_engine", False):
+            classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+            self.diffusion = DiffusionMetrics(classes, ["model_name", "engine"], self.per_engine_labelvalues)
+
+    return init_with_metrics
+
+
+def recording_metrics(record: Callable[..., None]) -> Callable[..., None]:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    def record_with_metrics(
+        self: Any,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        message = take_stats(scheduler_stats)
+        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        if message is not None:
+            for logger in self.stat_loggers:
+                if isinstance(logger, PrometheusStatLogger):
+                    logger.diffusion.record(message, engine_idx or 0)
+
+    return record_with_metrics
+
+
+def getting_all_metrics(get_metrics: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def get_all_metrics(self: Any) -> list[Any]:
+        return [*get_metrics(self), *snapshot()]
+
+    return get_all_metrics
