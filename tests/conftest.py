@@ -16,6 +16,9 @@ import pytest
 
 from tests import tiny_checkpoints
 from tests.engines import EngineFactory, freeze_imports
+from tests.skips import pytest_sessionfinish, pytest_terminal_summary
+
+__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 
 @pytest.fixture(scope="session")

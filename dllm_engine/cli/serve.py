@@ -20,6 +20,7 @@ from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.start_checks import check_start
 from dllm_engine.vllm_hooks import server_start
+from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
 
 ENGINE_ARGUMENTS = (
@@ -102,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
     check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 
+    register_cpu_distribution()  # with VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins
     sys.argv = ["vllm", *arguments]
     vllm_main()
     return 0
