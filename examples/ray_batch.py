@@ -1,4 +1,4 @@
-"""Answer a file of prompts with several replicas of a model under Ray Data, resumable.
+"""Answer a file of prompts with several replicas of a model under Ray, resumable.
 
 python examples/ray_batch.py prompts.jsonl answers.jsonl --replicas 2
 python examples/ray_batch.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --cache-method sparse
@@ -15,11 +15,11 @@ Each replica takes a GPU where the cluster has any, else `--cpus-per-replica` CP
 """
 
 import argparse
-import asyncio
 import json
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,8 +33,8 @@ from dllm_engine.cli.engine import add_cache_arguments, engine_options, has_chat
 from dllm_engine.cli.errors import CommandError, one_line
 
 NOT_PARAMS = ("id", "prompt", "messages")
-START_TIMEOUT_S = 1800
 LINES_PER_TASK = 8  # a replica returns them together
+RETRIES = 3  # of a task whose replica died: its lines may be what kills it
 
 
 class Replica:
@@ -53,14 +53,12 @@ class Replica:
         self.waiting: SimpleQueue[tuple[InputLine, Future[dict[str, Any]]]] = SimpleQueue()
         threading.Thread(target=self.run_engine, daemon=True).start()
 
-    async def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """From columns `index` and `line` to a column `record`, JSON. Ray makes several such calls at a time."""
-        answers = []
-        for index, text in zip(batch["index"], batch["line"], strict=True):
-            answer: Future[dict[str, Any]] = Future()
-            self.waiting.put((InputLine(int(index), text.encode()), answer))
-            answers.append(asyncio.wrap_future(answer))
-        return {"record": [json.dumps(record) for record in await asyncio.gather(*answers)]}
+    def answer(self, lines: list[InputLine]) -> list[dict[str, Any]]:
+        """A record per line, with its `index`. Several such calls run at a time."""
+        answers: list[Future[dict[str, Any]]] = [Future() for _ in lines]
+        for line, answer in zip(lines, answers, strict=True):
+            self.waiting.put((line, answer))
+        return [answer.result() for answer in answers]
 
     def run_engine(self) -> None:
         """Answer lines as they come. What is wrong with a line is in its own record only."""
@@ -124,17 +122,26 @@ def main() -> int:
         metavar="N",
         help="lines that a replica has at once (%(default)s)",
     )
-    parser.add_argument("--cpus-per-replica", type=positive_int, default=1, metavar="N", help="without GPUs (1)")
+    parser.add_argument(
+        "--cpus-per-replica",
+        type=positive_int,
+        metavar="N",
+        help="without GPUs (default: an equal share of this machine's, 1 on a running cluster)",
+    )
     parser.add_argument("--max-model-len", type=positive_int, metavar="N", help="most tokens of prompt and response")
     add_cache_arguments(parser)
     args = parser.parse_args()
     try:
-        import ray.data  # noqa: F401
+        import ray
     except ImportError as error:
         print(f"ray_batch: error: {error}; pip install 'dllm-engine[ray]'", file=sys.stderr)
         return 2
     try:
         return answer_file(args)
+    except ray.exceptions.RayError as error:
+        # What a replica raised comes with its traceback; its last line says what it was.
+        print(f"ray_batch: error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        return 2
     except (CommandError, ValueError) as error:
         print(f"ray_batch: error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -159,33 +166,37 @@ def answer_file(args: argparse.Namespace) -> int:
 def answer_on_replicas(
     args: argparse.Namespace, options: dict[str, Any], lines: list[InputLine]
 ) -> Iterator[dict[str, Any]]:
-    """Records as the replicas finish them. Ray runs a task again whose replica died."""
+    """Records as the replicas finish them. Of a replica that dies Ray starts a new one, which repeats its tasks."""
     import ray
-    import ray.data
 
-    per_task = min(LINES_PER_TASK, args.batch_size)
-    num_tasks = -(-len(lines) // per_task)
-    replicas = min(args.replicas, num_tasks)
-    if not ray.is_initialized():
-        # One CPU more than the replicas take, for Ray Data's own work.
-        local = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": replicas * args.cpus_per_replica + 1}
-        ray.init(log_to_driver=False, logging_level="ERROR", **local)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.wait_for_min_actors_s = START_TIMEOUT_S  # the first replica to start would take the others' lines
+    num_replicas = min(args.replicas, len(lines))
+    lines_at_once = min(args.batch_size, -(-len(lines) // num_replicas))
+    per_task = min(LINES_PER_TASK, lines_at_once)
+    tasks_at_once = -(-lines_at_once // per_task)
+    tasks = deque(lines[start : start + per_task] for start in range(0, len(lines), per_task))
+    has_cluster = "RAY_ADDRESS" in os.environ
+    share = 1 if has_cluster else max(1, len(os.sched_getaffinity(0)) // num_replicas)
+    cpus = args.cpus_per_replica or share
+    local = {} if has_cluster else {"num_cpus": num_replicas * cpus}
+    ray.init(log_to_driver=False, logging_level="ERROR", **local)
     with_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    rows = [{"index": line.index, "line": line.text.decode(errors="replace")} for line in lines]
-    tasks_at_once = -(-args.batch_size // per_task)
-    records = ray.data.from_items(rows, override_num_blocks=num_tasks).map_batches(
-        Replica,
-        fn_constructor_args=(args.model, options, args.cpus_per_replica),
-        batch_size=per_task,
-        compute=ray.data.ActorPoolStrategy(size=replicas, max_tasks_in_flight_per_actor=tasks_at_once),
+    start = ray.remote(Replica).options(
+        **({"num_gpus": 1} if with_gpus else {"num_cpus": cpus}),
         max_concurrency=tasks_at_once,
-        **({"num_gpus": 1} if with_gpus else {"num_cpus": args.cpus_per_replica}),
+        max_restarts=-1,
+        max_task_retries=RETRIES,
     )
-    for row in records.iter_rows():
-        yield json.loads(row["record"])
+    replicas = [start.remote(args.model, options, cpus) for _ in range(num_replicas)]
+    # A replica gets its first lines when it has started, which an empty task tells.
+    running = {replica.answer.remote([]): replica for replica in replicas}
+    num_left = len(lines)
+    while num_left:
+        (done,), _ = ray.wait(list(running))
+        replica, records = running.pop(done), ray.get(done)
+        for _ in range(min(len(tasks), 1 if records else tasks_at_once)):
+            running[replica.answer.remote(tasks.popleft())] = replica
+        num_left -= len(records)
+        yield from records
 
 
 def _id_of(line: InputLine) -> str | int | None:

@@ -42,6 +42,36 @@ def test_without_ray_there_is_help_and_a_line_that_names_the_extra(monkeypatch, 
     assert "dllm-engine[ray]" in line
 
 
+def test_a_batch_that_was_interrupted_goes_on_where_it_stopped(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("ray")
+    program = load("ray_batch")
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": "x"}) + "\n" for i in range(10)))
+    monkeypatch.setattr(sys, "argv", ["ray_batch", str(source), str(output)])
+
+    def interrupted(args, options, lines):
+        for line in reversed(lines[5:]):
+            yield {"index": line.index, "text": "y"}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "answer_on_replicas", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        program.main()
+    whole = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(whole[:4]) + whole[4][:20])
+
+    monkeypatch.setattr(
+        program, "answer_on_replicas", lambda args, options, lines: [{"index": x.index, "text": "z"} for x in lines]
+    )
+    assert program.main() == 0
+    assert "answered: 6, before: 4" in capsys.readouterr().err
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(r["index"], r["id"], r["text"]) for r in records] == [
+        *((i, f"r{i}", "y") for i in (9, 8, 7, 6)),
+        *((i, f"r{i}", "z") for i in range(6)),
+    ]
+
+
 def test_settings_become_a_deployment_and_the_servers_command(example):
     settings = {"model": "some/model", "min_replicas": "2", "max_replicas": "4", "target_requests": "8"}
     options = "--cache-method sparse --max-model-len 512"
