@@ -117,6 +117,8 @@ class DiffusionServer:
             return request.pop() if request else await asyncio.Future()
 
         call = asyncio.create_task(self.application(scope, receive, messages.put))
+        # In case that it fails, which `await call` raises.
+        call.add_done_callback(lambda _: messages.put_nowait({"type": "http.response.body"}))
         try:
             start, more = None, True
             while more:

@@ -190,6 +190,17 @@ def test_a_replica_sends_what_its_application_does(replica):
     assert asyncio.run(chunks_of(replica)) == [(201, [(b"x-path", b"/p")], b"body"), b"."]
 
 
+def test_a_response_that_the_application_does_not_finish_is_an_error(replica):
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        raise RuntimeError("broken")
+
+    replica.application = application
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(chunks_of(replica))
+
+
 def test_a_replica_whose_engine_died_ends_and_sends_nothing_more(replica):
     replica.engine.errored = True
     with pytest.raises(SystemExit) as ended:
