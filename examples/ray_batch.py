@@ -138,6 +138,9 @@ def main() -> int:
         return 2
     try:
         return answer_file(args)
+    except KeyboardInterrupt:
+        print("ray_batch: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return 130
     except ray.exceptions.RayError as error:
         # What a replica raised comes with its traceback; its last line says what it was.
         print(f"ray_batch: error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)

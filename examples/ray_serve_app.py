@@ -64,7 +64,7 @@ class Ingress:
             response = StreamingResponse(whole(first, chunks, is_stream), status)
             response.raw_headers = headers
             return response
-        return JSONResponse({"error": DIED}, DIED["code"])
+        return JSONResponse({"error": DIED}, 503)
 
 
 async def whole(first: bytes, chunks: "DeploymentResponseGenerator[bytes]", is_stream: bool) -> AsyncIterator[bytes]:

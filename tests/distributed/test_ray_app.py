@@ -55,8 +55,7 @@ def test_a_batch_that_was_interrupted_goes_on_where_it_stopped(monkeypatch, caps
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "answer_on_replicas", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        program.main()
+    assert program.main() == 130
     whole = output.read_text().splitlines(keepends=True)
     output.write_text("".join(whole[:4]) + whole[4][:20])
 
