@@ -84,9 +84,10 @@ def draw_requests(draw: random.Random, is_dream: bool) -> list[tuple[list[int], 
     back."""
     requests = []
     for prompt, asked in random_requests(draw.randrange(1 << 30), NUM_REQUESTS, is_dream):
-        asked = asked | {"ignore_eos": draw.random() < 0.7}
+        # The scorer `random` draws too, so greedy requests need a seed as well.
+        asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
         if draw.random() < 0.3:
-            asked |= {"temperature": draw.choice([0.2, 1.0]), "seed": draw.randrange(1 << 40)}
+            asked["temperature"] = draw.choice([0.2, 1.0])
         if draw.random() < 0.2:
             asked["logprobs"] = draw.choice([0, 3])
         if draw.random() < 0.2:
