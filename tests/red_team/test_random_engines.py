@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dllm_engine.options import CACHE_OPTIONS
+from tests.distributed.sharded import answer_sharded
 from tests.engines import assert_nothing_left, generate, scheduler_of
 from tests.random_requests import random_requests
 
@@ -123,13 +124,10 @@ def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[
     return answers
 
 
-def numbers(count: int, config: pytest.Config) -> range:
-    return range(count * config.getoption("red_team"))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "number" in metafunc.fixturenames:
-        metafunc.parametrize("number", numbers(NUM_ENGINES, metafunc.config))
+    for name, count in (("number", NUM_ENGINES), ("sharded_number", 1)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
 
 
 def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_dream, number):
@@ -152,3 +150,22 @@ def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_d
         assert answer.finish_reason == alone.outputs[0].finish_reason
         assert answer.diffusion.forward_passes == alone.outputs[0].diffusion.forward_passes
     assert_nothing_left(llm)
+
+
+def test_two_ranks_answer_as_one_beside_aborted_requests(engines, tiny_llada, tiny_dream, sharded_number):
+    from dllm_engine import DiffusionParams
+
+    draw = random.Random(1000 + sharded_number)
+    is_dream = draw.random() < 0.5
+    model = tiny_dream if is_dream else tiny_llada
+    settings = draw_engine(draw, draw.choice(["sparse", "es_dllm", "maskkv"]))
+    requests = [{"prompt": prompt, "params": asked} for prompt, asked in draw_requests(draw, is_dream)]
+
+    answers, pages = answer_sharded(model, requests, aborted=requests[::3], max_model_len=256, **settings)
+
+    alone = engines(model, **settings)
+    for request, answer in zip(requests, answers, strict=True):
+        (expected,) = generate(alone, [request["prompt"]], DiffusionParams(**request["params"]))
+        assert answer["tokens"] == list(expected.outputs[0].token_ids), (settings, request)
+    assert all(allocated <= reserved for _, allocated, reserved in pages)
+    assert pages[-1][1:] == [0, 0]
