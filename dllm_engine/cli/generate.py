@@ -156,9 +156,8 @@ def _enqueue(llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, us
 
 def _outcome(completion: Any) -> dict[str, Any]:
     if completion.finish_reason not in ("stop", "length"):
-        return {
-            "error": f"the engine ended the request: {getattr(completion.diffusion, 'error', None) or completion.finish_reason}"
-        }
+        why = getattr(completion.diffusion, "error", None) or completion.finish_reason
+        return {"error": f"the engine ended the request: {why}"}
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),

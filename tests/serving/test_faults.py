@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,7 +26,10 @@ SECONDS = 20
 
 
 @pytest.fixture
-def server(tmp_path, request):
+def server(tmp_path, request, monkeypatch):
+    if "--tensor-parallel-size" in request.param:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
     server = Server("dllm", "serve", "demo", "--max-model-len", "2048", *request.param, log=tmp_path / "log")
     server.wait_until_ready()
     yield server
@@ -117,20 +121,47 @@ def process_called(server, name):
     return next(p for p in psutil.Process(server.process.pid).children(recursive=True) if name in p.name())
 
 
-@pytest.mark.parametrize("server", [()], indirect=True)
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm_"))}
+
+
+def mapped_by(processes) -> set[str]:
+    """Names of the shared memory that processes have mapped, whether or not it is still found by them."""
+    found = set()
+    for process in processes:
+        found |= {Path(region.path.removesuffix(" (deleted)")).name for region in process.memory_maps()}
+    return {name for name in found if name.startswith(("psm_", "vllm_"))}
+
+
+def assert_nothing_left(server, processes, mapped) -> None:
+    """No process and no shared memory of a server that has ended, nor a warning about any."""
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
+    assert not alive
+    assert not mapped & shared_memory()
+    assert "leaked" not in server.log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize("server", [("--tensor-parallel-size", "2")], indirect=True)
 @pytest.mark.parametrize("name", ["EngineCore", "Worker"])
 def test_clients_of_a_killed_process_get_errors_and_the_server_fails(server, name):
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    mapped = mapped_by(processes)
+    assert mapped
     statuses, seconds, exit_status = while_asked(server, 600, process_called(server, name).kill)
     assert all(status in (0, 500, 503) for status in statuses), statuses
     assert seconds < SECONDS
     assert exit_status == 1, server.tail()
+    assert_nothing_left(server, processes, mapped)
 
 
 @pytest.mark.parametrize("server", [("--shutdown-timeout", "60")], indirect=True)
 def test_requests_that_run_are_finished_before_the_server_stops(server):
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    mapped = mapped_by(processes)
     statuses, _, exit_status = while_asked(server, 300, server.process.terminate)
     assert statuses == [200] * NUM_CLIENTS
     assert exit_status == 0, server.tail()
+    assert_nothing_left(server, processes, mapped)
 
 
 @pytest.mark.parametrize("server", [("--shutdown-timeout", "1")], indirect=True)
