@@ -81,6 +81,18 @@ EVERY_PROCESS = (
         "record the metrics of diffusion engines",
     ),
     Patch(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
+        "shared_memory:unnaming_in_engine",
+        "self",
+        "leave no shared memory behind when the engine is killed",
+    ),
+    Patch(
+        "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
+        "shared_memory:unnaming_in_worker",
+        "self",
+        "leave no shared memory behind when a worker is killed",
+    ),
+    Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",
         "http_app:extended_app",
         "args, app, supported_tasks, model_config",
