@@ -1,9 +1,7 @@
 """What the commands that run a model have in common: their arguments, the engine, the decoding parameters."""
 
 import argparse
-import logging
 import os
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +9,7 @@ from dllm_engine.cli.arguments import key_value, positive_int, whole_number
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.quiet import be_quiet
 from dllm_engine.start_checks import check_folder
 from dllm_engine.vllm_hooks.release import check_release
 
@@ -199,20 +198,6 @@ def _prepare(args: argparse.Namespace) -> None:
     if args.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     check_release()
-
-
-def be_quiet() -> None:
-    """Keep the answer from drowning in vLLM's start-up messages; ``VLLM_LOGGING_LEVEL`` brings them back, on stderr."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if "VLLM_LOGGING_LEVEL" in os.environ:
-        return
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # For messages before vLLM sets up its own handler, which replaces this one.
-    logging.getLogger("vllm").addHandler(logging.NullHandler())
-    warnings.simplefilter("ignore", FutureWarning)
-    # Without Triton, as in a plain CPU installation, PyTorch warns that its own look-up finds no kernels.
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
