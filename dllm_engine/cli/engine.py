@@ -215,11 +215,9 @@ def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
-    from dllm_engine.params import DiffusionParams, request_options
+    from dllm_engine.params import DiffusionParams
 
-    params = DiffusionParams(**decoding_options(args))
-    request_options(params)  # vLLM would check these with the first request only
-    return params
+    return DiffusionParams(**decoding_options(args))
 
 
 def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
