@@ -107,7 +107,7 @@ class DecodingSpec:
         there on every second pass fills one at least. ES-dLLM may drop the row of the only candidate in one pass, not
         in two.
         """
-        return self.steps_in_block(block) + 2 * self.block_span(block).size
+        return self.steps_per_block[block] + 2 * self.block_span(block).size
 
 
 @dataclass
