@@ -299,7 +299,13 @@ PRIVATE = (
     Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),
     Private("vllm.v1.engine.output_processor", "OutputProcessor.propagate_error", _FRONT_END),
     Private("vllm.entrypoints.serve.exception_handling.error_response", "create_error_response", _FRONT_END),
+    Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _FRONT_END),
+    Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
+    Private("vllm.entrypoints.launchers.launcher", "terminate_if_errored", _FRONT_END),
     Private("vllm.entrypoints.cli.main", "main", "for `dllm serve`"),
+    Private("vllm.entrypoints.cli.serve", "make_arg_parser", "for `dllm serve`"),
+    Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
 )
 """Names that are imported, and the attributes of theirs that are overridden, set or read. Checked at start-up."""
 
