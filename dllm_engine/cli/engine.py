@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
-"""What the demo model was trained with; a real checkpoint uses its family's defaults."""
 VLLM_RELEASE = "0.32."
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
@@ -108,13 +106,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_cache_arguments(parser)
 
 
-def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_default: str) -> None:
+def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     """What requests may name themselves as well, under the same names."""
     group.add_argument(
         "--block-length",
         type=int,
         metavar="N",
-        help=f"response tokens denoised together (default: {block_length_default})",
+        help="response tokens denoised together (default: the checkpoint's, else the family's)",
     )
     group.add_argument(
         "--steps", type=int, metavar="N", help="denoising steps of the response, at most and by default one per token"
@@ -136,9 +134,11 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_defau
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
-    group.add_argument("--gen-length", type=int, metavar="N", help="response tokens (default: 256, demo model 32)")
-    add_denoising_arguments(group, "the family's, demo model 8")
+    group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
+    group.add_argument(
+        "--gen-length", type=int, metavar="N", help="response tokens (default: the checkpoint's, else 256)"
+    )
+    add_denoising_arguments(group)
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
@@ -242,11 +242,9 @@ def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
     from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
 
-    lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
-    if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
-        lengths = DEMO_LENGTHS
-    names = ("steps", "unmasking", *PARALLEL_OPTIONS, "temperature", "top_p", "top_k", "seed", "ignore_eos")
-    options = lengths | {name: getattr(args, name) for name in names}
+    names = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
+    names += ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+    options = {name: getattr(args, name) for name in names}
     defaults = DiffusionParams()
     return {name: value for name, value in options.items() if value != getattr(defaults, name)}
 
@@ -268,7 +266,7 @@ def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
 
     if params.max_tokens is None:
         params = params.clone()
-        params.max_tokens = default_gen_length(1, llm.model_config.max_model_len)
+        params.max_tokens = default_gen_length(1, llm.model_config)
     engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
     resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
