@@ -242,9 +242,9 @@ def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
     from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
 
-    names = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
-    names += ("temperature", "top_p", "top_k", "seed", "ignore_eos")
-    options = {name: getattr(args, name) for name in names}
+    denoising = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
+    sampling = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+    options = {name: getattr(args, name) for name in (*denoising, *sampling)}
     defaults = DiffusionParams()
     return {name: value for name, value in options.items() if value != getattr(defaults, name)}
 
