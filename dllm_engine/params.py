@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.families import FAMILIES, LLADA, ModelFamily
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.options import OPTIONS_KEY, CacheOptions, EngineOptions, checkpoint_section, explain
+from dllm_engine.options import OPTIONS_KEY, CacheOptions, EngineOptions, checkpoint_section, did_you_mean, explain
 from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
@@ -56,9 +56,14 @@ class RequestOptions(BaseModel):
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
     stream_granularity: Literal["block", "step"] | None = None
+    trace: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=_MOST_TOKENS)
+
+
+_OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
+"""Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where they are not given."""
 
 
 class DiffusionParams(SamplingParams):
@@ -123,27 +128,60 @@ class DiffusionParams(SamplingParams):
     stream_granularity: Literal["block", "step"] | None = None
     """What a streamed response shows: finished blocks (the default), or the running block after each step as well, in
     ``outputs[i].provisional``."""
+    trace: bool | None = None
+    """Over HTTP: whether the response carries the trace, which the engine must record (``trace=True``); default no. In
+    Python ``outputs[i].diffusion`` has it whenever the engine records it."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
             raise InvalidRequestError(
                 f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name the same length; give one"
             )
-        if self.gen_length is None:
-            self.gen_length = self.max_tokens
-        if self.gen_length is not None and self.gen_length < 1:
-            raise InvalidRequestError(f"gen_length={self.gen_length} is out of range: it must be at least 1")
-        self.max_tokens = self.gen_length
-        top_p, top_k = self.top_p, self.top_k
-        super().__post_init__()
-        self.top_p, self.top_k = top_p, top_k
-        own = tuple(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k"))
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
-        if top_p != 1.0:
-            chosen["top_p"] = top_p
-        if top_k > 0:
-            chosen["top_k"] = top_k
-        self.extra_args = (self.extra_args or {}) | {k: v for k, v in chosen.items() if v is not None} or None
+        gen_length = self.max_tokens if self.gen_length is None else self.gen_length
+        own = {name: getattr(self, name) for name in _OWN_OPTIONS}
+        extra_args = self.extra_args or {}
+        super().__post_init__()  # which resets top_p and top_k of a greedy request
+        # What the caller has put into `extra_args` himself is shown by the fields as well.
+        for name, value in own.items():
+            is_given = value != _OWN_OPTIONS[name]
+            SamplingParams.__setattr__(self, name, value if is_given else extra_args.get(name, value))
+        self.gen_length = gen_length
+        self._settle()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field as if the parameters had been made with it; raises ``InvalidRequestError`` for a bad value."""
+        is_length = name in ("gen_length", "max_tokens")
+        if is_length and value is not None and (type(value) is not int or value < 1):
+            raise InvalidRequestError(f"{name}={value!r} is out of range: it must be a whole number, at least 1")
+        before = getattr(self, name)
+        for field in ("gen_length", "max_tokens") if is_length else (name,):
+            super().__setattr__(field, value)
+        if name in _OWN_OPTIONS:
+            try:
+                self._settle()
+            except InvalidRequestError:
+                super().__setattr__(name, before)
+                raise
+
+    def _settle(self) -> None:
+        """Check the options that vLLM has no field for, and put them where they travel."""
+        chosen = {name: value for name, default in _OWN_OPTIONS.items() if (value := getattr(self, name)) != default}
+        if chosen.get("top_k", 1) <= 0:  # -1 means all as well
+            del chosen["top_k"]
+        resolve_unmasking(parse_request_options(chosen), LLADA)
+        others = {name: value for name, value in (self.extra_args or {}).items() if name not in _OWN_OPTIONS}
+        super().__setattr__("extra_args", others | chosen or None)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, as an expression that makes the same parameters."""
+        blank = DiffusionParams()
+        names = dict.fromkeys(("gen_length", *_OWN_OPTIONS, *SamplingParams.__struct_fields__))
+        given = {name: value for name in names if (value := getattr(self, name)) != getattr(blank, name)}
+        for name in ("max_tokens", "extra_args", "output_text_buffer_length", *(n for n in given if n[0] == "_")):
+            given.pop(name, None)
+        if others := {name: value for name, value in (self.extra_args or {}).items() if name not in _OWN_OPTIONS}:
+            given["extra_args"] = others
+        return f"DiffusionParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def to_sampling_params(self) -> SamplingParams:
         """The same request as vLLM's own class, the only one its wire format knows.
@@ -170,11 +208,15 @@ def check_place(fields: Iterable[str]) -> None:
 
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
+    return parse_request_options(params.extra_args or {})
+
+
+def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
+    """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which."""
     try:
-        return RequestOptions.model_validate(params.extra_args or {})
+        return RequestOptions.model_validate(raw)
     except ValidationError as error:
-        known = ", ".join(RequestOptions.model_fields)
-        raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
+        raise InvalidRequestError(explain(error, "request option", RequestOptions.model_fields)) from None
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
@@ -192,7 +234,9 @@ def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
 def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]) -> RequestOptions:
     for name in defaults:
         if name not in allowed:
-            raise ValueError(f"{where} takes no {name!r}; it may hold {', '.join(allowed)}")
+            raise ValueError(
+                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
+            )
     try:
         options = RequestOptions.model_validate(defaults)
     except ValidationError as error:
@@ -323,6 +367,10 @@ def resolve_decoding(
     own = request_options(params)
     # What the guide has no use for it only minds where the request itself asks for it.
     guidance = resolve_guidance(own, engine)
+    if own.trace and not engine.trace:
+        raise InvalidRequestError(
+            "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
+        )
     filled = with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
     options = own.model_copy(update=filled)
     gen_length = params.max_tokens

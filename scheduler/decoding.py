@@ -100,6 +100,15 @@ class DecodingSpec:
     def steps_per_block(self) -> tuple[int, ...]:
         return split_steps(self.steps, [self.block_span(block).size for block in range(self.num_blocks)])
 
+    def most_steps_in_block(self, block: int) -> int:
+        """Forward passes within which a block is finished whatever the model predicts.
+
+        Before the schedule's last step a pass may fill no position: a time grid asks for none, chance gives none. From
+        there on every second pass fills one at least. ES-dLLM may drop the row of the only candidate in one pass, not
+        in two.
+        """
+        return self.steps_per_block[block] + 2 * self.block_span(block).size
+
 
 @dataclass
 class Progress:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 def app_client(*arguments: str, ours: bool = True) -> "TestClient":
     """A client of the application that ``vllm serve`` with these arguments builds for a model of ours or another."""
     from starlette.testclient import TestClient
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.entrypoints.launchers import app as launcher
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from dllm_engine.plugin import register
