@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
-"""What the demo model was trained with; a real checkpoint uses its family's defaults."""
 CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per_token")
 """Arguments of ``add_cache_arguments`` that are engine options as they are."""
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
@@ -92,13 +90,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_cache_arguments(parser)
 
 
-def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_default: str) -> None:
+def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     """What requests may name themselves as well, under the same names."""
     group.add_argument(
         "--block-length",
         type=whole_number,
         metavar="N",
-        help=f"response tokens denoised together (default: {block_length_default})",
+        help="response tokens denoised together (default: the checkpoint's, else the family's)",
     )
     group.add_argument(
         "--steps",
@@ -123,11 +121,11 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_defau
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
+    group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
     group.add_argument(
-        "--gen-length", type=whole_number, metavar="N", help="response tokens (default: 256, demo model 32)"
+        "--gen-length", type=whole_number, metavar="N", help="response tokens (default: the checkpoint's, else 256)"
     )
-    add_denoising_arguments(group, "the family's, demo model 8")
+    add_denoising_arguments(group)
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
@@ -204,11 +202,9 @@ def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
     from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
 
-    lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
-    if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
-        lengths = DEMO_LENGTHS
-    names = ("steps", "unmasking", *PARALLEL_OPTIONS, "temperature", "top_p", "top_k", "seed", "ignore_eos")
-    options = lengths | {name: getattr(args, name) for name in names}
+    denoising = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
+    sampling = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+    options = {name: getattr(args, name) for name in (*denoising, *sampling)}
     defaults = DiffusionParams()
     return {name: value for name, value in options.items() if value != getattr(defaults, name)}
 
@@ -228,7 +224,7 @@ def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
 
     if params.max_tokens is None:
         params = params.clone()
-        params.max_tokens = default_gen_length(1, llm.model_config.max_model_len)
+        params.max_tokens = default_gen_length(1, llm.model_config)
     engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
     resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 
