@@ -54,7 +54,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import model_end_tokens
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.messages import (
-    BlockState,
+    BlockChange,
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
     NewRequest,
@@ -567,10 +567,26 @@ class DiffusionModelRunner:
                 trace=_trace(batch, index, unmasked[number], layer_pass) if self.options.trace else None,
                 kv_slots=layer_pass.kv_slots(index),
                 logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
-                block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
+                block_change=self._block_change(canvas, plan.block, unmasked[number])
+                if canvas.confidences is not None
+                else None,
             )
             reports.append(report)
         return reports
+
+    def _block_change(self, canvas: Canvas, block: Span, unmasked: list[int]) -> BlockChange:
+        """``unmasked``: the canvas positions that the step filled."""
+        assert canvas.confidences is not None
+        here = slice(*block)
+        known = [None if math.isnan(confidence) else confidence for confidence in canvas.confidences[here].tolist()]
+        filled = [position - block.start for position in unmasked]
+        return BlockChange(
+            positions=filled,
+            token_ids=canvas.tokens[unmasked].tolist(),
+            confidences=[known[position] for position in filled],
+            guesses=[known[position] for position in canvas.masked[here].nonzero().flatten().tolist()],
+            mask_token_id=self.mask_token_id,
+        )
 
 
 def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome, forward: int) -> RequestFailure | None:
@@ -616,16 +632,6 @@ def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
     tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
     values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
     return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
-
-
-def _block_state(canvas: Canvas, block: slice) -> BlockState:
-    assert canvas.confidences is not None
-    confidences = canvas.confidences[block].tolist()
-    return BlockState(
-        token_ids=canvas.tokens[block].tolist(),
-        masked=canvas.masked[block].tolist(),
-        confidences=[None if math.isnan(confidence) else confidence for confidence in confidences],
-    )
 
 
 def _row_span(plan: StepPlan, canvas: Canvas) -> Span:

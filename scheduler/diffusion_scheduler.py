@@ -379,8 +379,8 @@ class DiffusionScheduler(SchedulerInterface):
         if report.kv_slots is not None:
             self._settle_pages(state, report.kv_slots)
         progress, spec = state.progress, state.spec
-        self._stats.add_step(plan, spec, report.num_unmasked, report.rows_computed)
-        shown = provisional_message(spec, progress, report.block_state) if report.block_state is not None else {}
+        self._stats.add_step(plan, spec, report)
+        shown = provisional_message(spec, progress, report.block_change) if report.block_change is not None else {}
         if plan.state is RefreshState.UPDATE:
             state.tokens_retained = plan.retained
             progress.tokens_retained = max(progress.tokens_retained, plan.retained)
@@ -457,6 +457,10 @@ class DiffusionScheduler(SchedulerInterface):
             return 0
         waiting = 0 if self._pause_state == PauseState.PAUSED_NEW else len(self.waiting)
         return waiting + len(self.running) + len(self._errors)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether it waits or runs here; asked by vLLM 0.33."""
+        return request_id in self.states
 
     def has_finished_requests(self) -> bool:
         return bool(self.finished_req_ids)

@@ -37,14 +37,18 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 
 @dataclass(frozen=True)
-class BlockState:
-    """The running block after a step, an entry per position."""
+class BlockChange:
+    """What a step changed in the running block."""
 
+    positions: list[int]
+    """Filled by this step; counted from the block's start."""
     token_ids: list[int]
-    """The mask token's id where masked."""
-    masked: list[bool]
+    """Of those positions, and so are ``confidences``: the probability of the token that was committed."""
     confidences: list[float | None]
-    """Probability of the token that was committed, or would be next; None where none was predicted yet."""
+    guesses: list[float | None]
+    """Per position that is still masked, in order: the probability of the token that would have been next; None where
+    none was predicted yet."""
+    mask_token_id: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class StepReport:
     """Slots of keys that each layer turned out to need, on the rank that needs most, where a step has settled that."""
     logprobs: LogprobsLists | None = None
     """Of ``block_tokens``, if the request asks."""
-    block_state: BlockState | None = None
+    block_change: BlockChange | None = None
     """If the request streams by step."""
     failure: RequestFailure | None = None
     """Ends the request; nothing else in the report counts then."""

@@ -85,8 +85,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     runs only when the fast one passed. pytest runs last: its closing line ends the output.
     """
     slow = options.slow or options.all
-    # The slow stage also starts engines and replicas under Ray.
-    environment.install(["eval", "ray", "test"] if slow else ["eval", "test"])
+    environment.install(["eval", "ray", "test"])
     failures = []
     if options.lint or options.all:
         failures.append(environment.run("ruff", "check"))

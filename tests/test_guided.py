@@ -378,7 +378,7 @@ def test_aborting_in_any_state_leaks_no_page(engine):
         ({"factor": 0.9}, "factor=0.9: the guide decides"),
         ({"entropy_bound": 0.9}, "entropy_bound=0.9: the guide decides"),
         ({"margin": 0.9}, "margin=0.9: the guide decides"),
-        ({"guided": False, "guide_top_k": 2}, "guided=False and top_k"),
+        ({"guided": False, "guide_top_k": 2}, "guided=False and guide_top_k"),
         ({"guide_fallback": "coin"}, "guide_fallback='coin'"),
         ({"speculation_length": 0}, "speculation_length=0"),
         ({"guide_threshold": 1.0}, "guide_threshold=1.0"),
