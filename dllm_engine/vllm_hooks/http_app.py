@@ -17,6 +17,9 @@ from dllm_engine.vllm_hooks.key_check import KeyCheck
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 from dllm_engine.vllm_hooks.shutdown import RefuseWhileStopping
 
+LEFT_OUT = ("/scale_elastic_ep",)
+"""Routes of vLLM that an engine without experts cannot serve: they would stop it."""
+
 
 def engine_options(args: Namespace) -> EngineOptions:
     """The options in ``additional_config``, whose values were checked when the engine started."""
@@ -32,6 +35,7 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
         register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
         if not getattr(model_config, "is_dllm_engine", False):
             return
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in LEFT_OUT]
         # Added before vLLM's own, which makes it the innermost: what needs the key is refused without it first.
         app.add_middleware(BodyCheck)
         if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
