@@ -1,5 +1,5 @@
 """What vLLM's HTTP application gets where it serves one of our models: the playground, a check of request bodies, and
-refusals while the server stops.
+refusals when the server ends.
 
 vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only what the variable ``VLLM_PLUGINS`` names, and that
 would then have to name every other plugin as well; so what is ours is added with vLLM's routes.
@@ -11,7 +11,7 @@ from typing import Any
 
 from dllm_engine import playground
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
-from dllm_engine.vllm_hooks.shutdown import RefuseWhileStopping
+from dllm_engine.vllm_hooks.shutdown import RefuseAtTheEnd
 
 
 def wants_playground(args: Namespace) -> bool:
@@ -32,7 +32,7 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
             return
         # Added before vLLM's own, which makes it the innermost: what needs the key is refused without it first.
         app.add_middleware(BodyCheck)
-        app.add_middleware(RefuseWhileStopping)
+        app.add_middleware(RefuseAtTheEnd)
         if wants_playground(args):
             playground.add_route(app)
 

@@ -123,7 +123,7 @@ def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name
         for answer in answers:
             status, _, content = answer.result()
             assert status in (500, 503)
-            assert "the engine process died" in content["error"]["message"]
+            assert "the engine died" in content["error"]["message"]
         assert server.process.wait(SECONDS) == 1, server.tail()
     assert time.monotonic() - killed < SECONDS
     watched.check_nothing_is_left()
