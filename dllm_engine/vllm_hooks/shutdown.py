@@ -61,8 +61,8 @@ class RefuseAtTheEnd:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         def refusal() -> str | None:
-            reason: str | None = getattr(scope["app"].state, "refusal", None)
-            return reason
+            state = getattr(scope["app"], "state", None)  # vLLM deletes it in the end
+            return getattr(state, "refusal", None)
 
         async def send_with_hint(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 503 and refusal():
@@ -112,7 +112,7 @@ class ServerEnd:
 
     def __init__(self, app: Any, engine: Any) -> None:
         self.was_asked_for = False
-        self._app, self._engine = app, engine
+        self._state, self._engine = app.state, engine  # vLLM deletes the application's reference to it in the end
         self._loop = asyncio.get_running_loop()
         self._stop, engine.shutdown = engine.shutdown, self.stop
         outputs = engine.output_processor
@@ -122,7 +122,7 @@ class ServerEnd:
     def stop(self, timeout: float | None = None) -> None:
         """Stop the engine; with a timeout it finishes what runs first. Called in a thread when the server is asked to
         stop, and by nobody while it is to go on."""
-        self.was_asked_for, self._app.state.refusal = True, STOPPING
+        self.was_asked_for, self._state.refusal = True, STOPPING
         self._on_loop(self._end_at_next_signal)
         if self._engine.engine_core.resources.engine_manager is None:
             # The engines belong to the main process, which stops them after its API servers: this one.
@@ -149,10 +149,10 @@ class ServerEnd:
         if self.was_asked_for:
             self._propagate_error(ServerStopping())
         else:
-            self._app.state.refusal = DIED
+            self._state.refusal = DIED
             self._propagate_error(EngineDied() if isinstance(error, EngineDeadError) else error)
             # vLLM would look for it every five seconds.
-            self._loop.call_soon(terminate_if_errored, self._app.state.server, self._engine)
+            self._loop.call_soon(terminate_if_errored, self._state.server, self._engine)
 
     def _end_at_next_signal(self) -> None:
         for number in SIGNALS:

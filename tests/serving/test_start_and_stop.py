@@ -30,7 +30,9 @@ class Watched:
     """A server, the processes below it, and what they hold in shared memory."""
 
     def __init__(self, program, *arguments, log):
-        self.server = Server(program, *arguments, "--max-model-len", "2048", log=log)
+        # The cache makes for short steps, so that what is asked here takes effect soon.
+        cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
+        self.server = Server(program, *arguments, *cache, "--max-model-len", "2048", log=log)
         self.processes, self.segments = set(), set()
 
     def look(self):
