@@ -96,7 +96,7 @@ EVERY_PROCESS = (
         "vllm.entrypoints.launchers.app:register_api_routers",
         "http_app:extended_app",
         "args, app, supported_tasks, model_config",
-        "add the playground, the check of request bodies and the refusals of a server that stops",
+        "add the playground, the check of request bodies and the refusals of a server that ends",
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:setup_server",
