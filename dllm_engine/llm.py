@@ -1,17 +1,22 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
+import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import vllm
+from pydantic import ValidationError
+from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
 from dllm_engine.inspection import Inspection, pieces_of, replay
-from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain
 from dllm_engine.params import DEFAULT_GEN_LENGTH, DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
+from dllm_engine.start_checks import check_argument_names, check_start
 
 
 class LLM(vllm.LLM):
@@ -73,11 +78,21 @@ class LLM(vllm.LLM):
             "request_defaults": request_defaults or {},
             "trace": trace,
         }
+        check_argument_names(kwargs, _argument_names())
         EngineOptions.parse(options)
         # vLLM loads plugins later, but the arguments below are checked against the model's config class.
         register()
-        additional = {**(kwargs.pop("additional_config", None) or {}), OPTIONS_KEY: options}
-        super().__init__(model_path(model), additional_config=additional, **kwargs)
+        check_start(model, kwargs)
+        additional = kwargs.pop("additional_config", None) or {}
+        if OPTIONS_KEY in additional:
+            raise ValueError(
+                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as "
+                f"arguments of its own; give them so"
+            )
+        try:
+            super().__init__(model_path(model), additional_config=additional | {OPTIONS_KEY: options}, **kwargs)
+        except ValidationError as error:  # vLLM's config classes wrap what is raised inside them
+            raise ValueError(explain(error, "argument")) from None
 
     def inspect(self, prompt: Any, params: vllm.SamplingParams | None = None) -> Inspection:
         """Answer one prompt and show what the cache retained and in which order the response was unmasked.
@@ -172,6 +187,13 @@ class LLM(vllm.LLM):
         if params.max_tokens == DEFAULT_GEN_LENGTH:
             params.max_tokens = None
         return params
+
+
+def _argument_names() -> set[str]:
+    """Every keyword argument of ``LLM``: ours, ``vllm.LLM``'s, and vLLM's engine arguments."""
+    own = (inspect.signature(cls.__init__).parameters for cls in (LLM, vllm.LLM))
+    names = set().union(*own, (field.name for field in fields(EngineArgs)))
+    return names - {"self", "kwargs"}
 
 
 def _model_name(model: str) -> str:

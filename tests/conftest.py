@@ -21,6 +21,12 @@ from tests.skips import pytest_sessionfinish, pytest_terminal_summary
 __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--red-team", type=int, default=1, metavar="N", help="draw N times as many random cases in tests/red_team"
+    )
+
+
 @pytest.fixture(scope="session")
 def engines() -> Iterator[EngineFactory]:
     """``engines(model, **settings)``: a small in-process engine, shared by all tests that ask for the same one."""

@@ -71,5 +71,5 @@ def test_it_is_an_option_of_the_command_line():
     from dllm_engine.cli.serve import merged_config
 
     args, _ = build_parser().parse_known_args(["serve", "demo", "--batch-invariant"])
-    assert merged_config(args) == {"dllm": {"batch_invariant": True}}
+    assert merged_config(args, {}) == {"dllm": {"batch_invariant": True}}
     assert build_parser().parse_args(["generate", "Hello!", "--batch-invariant"]).batch_invariant

@@ -35,7 +35,7 @@ NOT_RUN = {
     "python3 scripts/dev.py test": "is this run",
     'pip install ".[cuda]"': "needs a GPU and the network",
     "dllm eval --methods all --unmasking-rules one,threshold=0.9": TAKES_MINUTES,
-    "dllm generate --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
+    "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": "tests/test_deploy_docs.py compares all of its output",
     'pip install "dllm-engine[ray]"': NEEDS_CHECKPOINT,
     "pip install 'dllm-engine[eval]'": NEEDS_NETWORK,
@@ -138,7 +138,7 @@ def test_snippets_of_a_page(folder, environ, page):
                 for url in re.findall(r"http://localhost\S+", snippet.text):
                     assert urllib.request.urlopen(url, timeout=30).status == 200
                 continue
-            ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
+            ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
             assert ran.returncode == 0, f"{snippet.text}\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
             expected = [line for line in [snippet.of(PRINTS)] if line]
             expected += re.findall(r"^ *print\(.*\)  # (.+)$", snippet.text, flags=re.MULTILINE)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
+from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.comparison import ONE, RULES, parse_rule
-from dllm_engine.cli.engine import DEMO_LENGTHS, be_quiet, check_vllm, key_value, positive_int
+from dllm_engine.cli.engine import DEMO_LENGTHS, be_quiet
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
     from dllm_engine.bench.benchmark import BenchSettings
@@ -69,9 +71,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help=f"`{ONE}` for one token per step, a policy such as `low_confidence`, or NAME=VALUE with one of "
         f"{', '.join(RULES)} (default: {ONE})",
     )
-    what.add_argument("--batch", type=_positive_ints, metavar="N,…", help="requests at once (default: 1,8)")
-    what.add_argument("--prompt", type=_positive_ints, metavar="N,…", help="prompt tokens (default: 128,512)")
-    what.add_argument("--response", type=positive_int, metavar="N", help="response tokens (default: 64)")
+    what.add_argument(
+        "--batch", "--batch-size", type=_positive_ints, metavar="N,…", help="requests at once (default: 1,8)"
+    )
+    what.add_argument(
+        "--prompt", "--input-len", type=_positive_ints, metavar="N,…", help="prompt tokens (default: 128,512)"
+    )
+    what.add_argument(
+        "--response", "--output-len", type=positive_int, metavar="N", help="response tokens (default: 64)"
+    )
     what.add_argument(
         "--block-length", type=positive_int, metavar="N", help="default: the family's, demo model 8; at most --response"
     )
@@ -167,7 +175,7 @@ def _can_plot() -> bool:
 def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Report:
     be_quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the instrument looks inside the engine
-    check_vllm()
+    check_release()
     from dllm_engine.bench.benchmark import Benchmark
     from dllm_engine.bench.machine import provenance, use_clock
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from dllm_engine.cli.engine import check_for_all, decoding_params, key_value, start_engine
+from dllm_engine.cli.arguments import key_value
+from dllm_engine.cli.engine import check_for_all, decoding_params, start_engine
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.table import format_table
 from dllm_engine.cli.task_score import TaskScore, score_task

@@ -1,16 +1,18 @@
 """What the commands that run a model have in common: their arguments, the engine, the decoding parameters."""
 
 import argparse
-import json
 import logging
 import os
 import warnings
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.cli.arguments import key_value, positive_int, whole_number
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.start_checks import check_folder
+from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -18,33 +20,16 @@ if TYPE_CHECKING:
 
 DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
 """What the demo model was trained with; a real checkpoint uses its family's defaults."""
-VLLM_RELEASE = "0.32."
+CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per_token")
+"""Arguments of ``add_cache_arguments`` that are engine options as they are."""
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
-
-
-def key_value(text: str) -> tuple[str, Any]:
-    """``KEY=VALUE`` with the value as JSON where it is JSON, else as text."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} must have the form KEY=VALUE")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
-
-
-def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     group.add_argument(
-        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_OPTIONS)} (default: %(default)s)"
+        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_OPTIONS)} (default: none)"
     )
     group.add_argument(
         "--cache-option",
@@ -112,12 +97,15 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_defau
     """What requests may name themselves as well, under the same names."""
     group.add_argument(
         "--block-length",
-        type=int,
+        type=whole_number,
         metavar="N",
         help=f"response tokens denoised together (default: {block_length_default})",
     )
     group.add_argument(
-        "--steps", type=int, metavar="N", help="denoising steps of the response (default: one per token)"
+        "--steps",
+        type=whole_number,
+        metavar="N",
+        help="denoising steps of the response, at most and by default one per token",
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
     parallel = group.add_mutually_exclusive_group()
@@ -137,7 +125,9 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_defau
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
-    group.add_argument("--gen-length", type=int, metavar="N", help="response tokens (default: 256, demo model 32)")
+    group.add_argument(
+        "--gen-length", type=whole_number, metavar="N", help="response tokens (default: 256, demo model 32)"
+    )
     add_denoising_arguments(group, "the family's, demo model 8")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
@@ -150,36 +140,24 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The cache arguments as engine options; raises ``ValueError`` naming what is unknown or out of range."""
-    cache_options = dict(args.cache_option)
-    if args.retention_ratio is not None:
-        if "retention_ratio" in cache_options:
-            raise CommandError("give --retention-ratio or --cache-option retention_ratio=…, not both")
-        cache_options["retention_ratio"] = args.retention_ratio
-    options: dict[str, Any] = {"cache_method": args.cache_method, "cache_options": cache_options}
-    if args.page_size is not None:
-        options["page_size"] = args.page_size
-    if args.guide_model is not None:
-        options["guide_model"] = args.guide_model
-    if args.guide_tokens_per_token is not None:
-        options["guide_tokens_per_token"] = args.guide_tokens_per_token
+    options = {"cache_options": cache_options(args), **given(args, CACHE_ARGUMENTS)}
     EngineOptions.parse(options)
     return options
 
 
-def check_vllm() -> None:
-    """Raise ``CommandError`` where vLLM is missing or another release than the plugin is made for."""
-    try:
-        import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise CommandError(
-            "vLLM is not installed; install it with this package's extra: pip install 'dllm-engine[cuda]', or [cpu]"
-        ) from error
-    if not vllm.__version__.startswith(VLLM_RELEASE):
-        raise CommandError(
-            f"vLLM {vllm.__version__} is installed, this plugin works with {VLLM_RELEASE}*; install that"
-        )
+def cache_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the cache method."""
+    options = dict(args.cache_option)
+    if args.retention_ratio is not None:
+        if "retention_ratio" in options:
+            raise CommandError("give --retention-ratio or --cache-option retention_ratio=…, not both")
+        options["retention_ratio"] = args.retention_ratio
+    return options
+
+
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the arguments that have a value."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
@@ -216,12 +194,11 @@ def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
 def _prepare(args: argparse.Namespace) -> None:
     """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment."""
     engine_options(args)
-    if args.model.startswith((".", "/")) and not Path(args.model).is_dir():
-        raise CommandError(f"model folder {args.model} does not exist")
+    check_folder(args.model)
     be_quiet()
     if args.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    check_vllm()
+    check_release()
 
 
 def be_quiet() -> None:

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
 from dllm_engine.cli.engine import (
     DEMO_LENGTHS,
     add_decoding_arguments,
     add_engine_arguments,
-    positive_int,
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dllm_engine import __version__
 from dllm_engine.cli import (
     bench,
+    chat,
     demo_path,
     evaluate,
     generate,
@@ -18,6 +19,7 @@ from dllm_engine.cli import (
     profile_layers,
     serve,
 )
+from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.cli.errors import one_line
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. ``args.run`` is the chosen command's function."""
-    parser = argparse.ArgumentParser(prog="dllm", description="Diffusion language models (LLaDA, Dream) inside vLLM.")
+    parser = CommandParser(prog="dllm", description="Diffusion language models (LLaDA, Dream) inside vLLM.")
     parser.add_argument("--version", action="version", version=f"dllm-engine {__version__}")
     parser.add_argument(
         "--traceback",
@@ -55,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    running = (generate, serve, evaluate, bench, inspect_cache, lm_eval_command, profile_layers)
+    running = (generate, chat, serve, evaluate, bench, inspect_cache, lm_eval_command, profile_layers)
     for command in (*running, plan, models, demo_path):
         command.add_parser(commands)
     return parser

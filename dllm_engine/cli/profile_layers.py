@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.batch import parse_request, read_input
-from dllm_engine.cli.engine import add_engine_arguments, has_chat_template, load_engine, positive_int
+from dllm_engine.cli.engine import add_engine_arguments, has_chat_template, load_engine
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.table import format_table
 from dllm_engine.demo import DEMO_MODEL

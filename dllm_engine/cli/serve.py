@@ -5,21 +5,37 @@ import json
 import sys
 from typing import Any
 
+from dllm_engine.cli.arguments import merged, positive_int, take_dotted
 from dllm_engine.cli.engine import (
     BATCH_INVARIANT_HELP,
+    CACHE_ARGUMENTS,
     CUDA_GRAPHS_HELP,
     add_cache_arguments,
     add_denoising_arguments,
-    check_vllm,
-    engine_options,
-    positive_int,
+    cache_options,
+    given,
 )
-from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL, model_path
-from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
+from dllm_engine.start_checks import check_start
+from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
+from dllm_engine.vllm_hooks.release import check_release
 
-_REQUEST_DEFAULTS = ("block_length", "steps", "unmasking", "threshold")
+ENGINE_ARGUMENTS = (
+    *CACHE_ARGUMENTS,
+    "refresh_ratio",
+    "steps_per_dispatch",
+    "trace",
+    "cuda_graphs",
+    "batch_invariant",
+    "playground",
+)
+"""Arguments that are engine options as they are."""
+REQUEST_ARGUMENTS = ("block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin")
+"""Arguments that are defaults of requests."""
+ADDITIONAL_CONFIG = "--additional-config"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -55,22 +71,36 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="denoising steps that workers run on their own while nobody waits and no block is complete; new requests "
         "and disconnects wait for them (default: 1)",
     )
-    other.add_argument("--no-playground", action="store_true", help="leave out the page /playground")
-    other.add_argument("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
-    other.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
-    other.add_argument("--trace", action="store_true", help="report per forward pass what was unmasked and computed")
     other.add_argument(
-        "--additional-config",
-        "--additional_config",
+        "--no-playground", action="store_const", const=False, dest="playground", help="leave out the page /playground"
+    )
+    for name, help in (
+        ("--cuda-graphs", CUDA_GRAPHS_HELP),
+        ("--batch-invariant", BATCH_INVARIANT_HELP),
+        ("--trace", "report per forward pass what was unmasked and computed"),
+    ):
+        other.add_argument(name, action="store_const", const=True, help=help)
+    other.add_argument(
+        ADDITIONAL_CONFIG,
         metavar="JSON",
         help=f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}",
     )
-    parser.set_defaults(run=run, passes_on_unknown=True)
+    other.add_argument(
+        "--config", metavar="FILE", help="YAML with options of this command and of `vllm serve`, without the dashes"
+    )
+    # What is not given is left to --additional-config.
+    parser.set_defaults(run=run, parser=parser, passes_on_unknown=True, cache_method=None)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.config is not None:
+        check_release()
+        args = with_config_file(args.parser, args)
+    check_listening(stated_arguments(args.unknown))
+    server_start.end_on_signals()
     arguments = vllm_arguments(args)
-    check_vllm()
+    check_release()
+    check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 
     register_cpu_distribution()  # with VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins
@@ -79,54 +109,76 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """``args`` with what they leave open taken from their YAML file, which vLLM reads as for ``vllm serve``."""
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        words = make_arg_parser(FlexibleArgumentParser()).load_config_file(args.config)
+    except Exception as error:  # whatever the YAML is
+        raise CommandError(f"--config {args.config} cannot be read: {one_line(error)}") from error
+    if "--model" in words:  # MODEL takes its place, as for vLLM
+        del words[(named := words.index("--model")) : named + 2]
+    stated, unknown = parser.parse_known_args([args.model, *words])
+    below = {name: value for name, value in vars(stated).items() if value not in (None, [])}
+    above = {name: value for name, value in vars(args).items() if value not in (None, [])}
+    return argparse.Namespace(**vars(args) | below | above | {"unknown": unknown + args.unknown})
+
+
+def stated_arguments(flags: list[str]) -> dict[str, str]:
+    """The values of vLLM's ``flags`` by name, as text; the last of a name counts, and parts of one (``--a.b``) too."""
+    stated = {}
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if name.startswith("--"):
+            stated[name[2:].partition(".")[0].replace("-", "_")] = value if equals else following
+    return stated
+
+
+def check_listening(stated: dict[str, str]) -> None:
+    """Refuse an address that the server could not have, before vLLM is imported."""
+    if stated.keys() & {"headless", "uds", "data_parallel_multi_port_external_lb"}:
+        return  # it listens elsewhere, or nowhere
+    port = stated.get("port", "8000")
+    if not port.isdecimal():
+        raise CommandError(f"--port {port} is not a whole number")
+    server_start.check_address(stated.get("host", ""), int(port))
+
+
 def vllm_arguments(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm`` that does what ``args`` ask for."""
     model = [model_path(args.model)]
-    named = any(a.replace("_", "-").startswith("--served-model-name") for a in args.unknown)
-    if args.model == DEMO_MODEL and not named:
+    dotted, others = take_dotted(args.unknown, ADDITIONAL_CONFIG)
+    if args.model == DEMO_MODEL and "served_model_name" not in stated_arguments(others):
         model += ["--served-model-name", DEMO_MODEL]
-    if any(a.replace("_", "-").startswith("--additional-config.") for a in args.unknown):
-        raise CommandError("give --additional-config as one JSON object here; vLLM's dotted form would replace it")
-    additional = merged_config(args)
-    return ["serve", *model, *(["--additional-config", json.dumps(additional)] if additional else []), *args.unknown]
+    additional = merged_config(args, dotted)
+    return ["serve", *model, *([ADDITIONAL_CONFIG, json.dumps(additional)] if additional else []), *others]
 
 
-def merged_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The user's ``--additional-config`` with the other arguments written over its key for this plugin.
-
-    Empty where nothing is asked for, so that a ``--config`` file may still ask.
-    """
+def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str, Any]:
+    """The user's ``--additional-config``, ``dotted`` parts over it, and the other arguments over its key for this
+    plugin. Empty where nothing is asked for."""
     try:
         additional = json.loads(args.additional_config or "{}")
     except ValueError as error:
-        raise CommandError(f"--additional-config={args.additional_config!r} is not JSON: {error}") from error
-    options = additional.get(OPTIONS_KEY, {}) if isinstance(additional, dict) else None
-    if not isinstance(options, dict):
+        raise CommandError(f"{ADDITIONAL_CONFIG}={args.additional_config!r} is not JSON: {error}") from error
+    additional = merged(additional, dotted) if isinstance(additional, dict) else None
+    options = additional.get(OPTIONS_KEY, {}) if additional is not None else None
+    if additional is None or not isinstance(options, dict):
         raise CommandError(
-            f"--additional-config={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
+            f"{ADDITIONAL_CONFIG}={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
         )
-    if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
-        options = options | engine_options(args)
-    if args.page_size is not None:
-        options = options | {"page_size": args.page_size}
-    if args.guide_model is not None:
-        options = options | {"guide_model": args.guide_model}
-    if args.guide_tokens_per_token is not None:
-        options = options | {"guide_tokens_per_token": args.guide_tokens_per_token}
-    if args.refresh_ratio is not None:
-        options = options | {"refresh_ratio": args.refresh_ratio}
-    if args.steps_per_dispatch is not None:
-        options = options | {"steps_per_dispatch": args.steps_per_dispatch}
-    if defaults := {name: getattr(args, name) for name in _REQUEST_DEFAULTS if getattr(args, name) is not None}:
-        check_vllm()  # what checks them needs it
-        options = options | {"request_defaults": options.get("request_defaults", {}) | defaults}
-    if args.trace:
-        options = options | {"trace": True}
-    if args.cuda_graphs:
-        options = options | {"cuda_graphs": True}
-    if args.batch_invariant:
-        options = options | {"batch_invariant": True}
-    if args.no_playground:
-        options = options | {"playground": False}
+    if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
+        options = {name: value for name, value in options.items() if name != "cache_options"}  # another method's
+    stated = given(args, ENGINE_ARGUMENTS)
+    if chosen := cache_options(args):
+        stated["cache_options"] = chosen
+        if options.get("cache_options") == PAPER:
+            options = options | {"cache_options": {}}
+    if defaults := given(args, REQUEST_ARGUMENTS):
+        check_release()  # what checks them needs it
+        stated["request_defaults"] = defaults
+    options = merged(options, stated)
     EngineOptions.parse(options)
     return additional | {OPTIONS_KEY: options} if options else additional

@@ -1,6 +1,7 @@
 """Settings that turn stock vLLM into a diffusion engine; applied when the model is one of ours."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,11 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.checkpoint import check_checkpoint
 from dllm_engine.model_executor.guide_text import Retokenizer
 from dllm_engine.model_executor.models.causal import CausalModel
+from dllm_engine.model_executor.models.configs import unsupported_model
+from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DEFAULT_GEN_LENGTH
@@ -19,6 +23,8 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
+from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -42,16 +48,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         config = model_config.hf_config
-        if getattr(config, "mask_token_id", None) is None:
-            raise ValueError(
-                f"{Path(model_config.model) / 'config.json'} has no 'mask_token_id'; a diffusion language model needs "
-                f"the id of its mask token there"
-            )
-        if not 0 <= config.mask_token_id < config.vocab_size:
-            raise ValueError(
-                f"{Path(model_config.model) / 'config.json'}: mask_token_id={config.mask_token_id} is outside the "
-                f"vocabulary of {config.vocab_size}"
-            )
+        check_checkpoint(model_config.model, config, with_weights=False)
         model_config.is_dllm_engine = True
         # Our classes stand for all that `auto_map` names; nothing a checkpoint brings is ever run, asked for or not.
         model_config.trust_remote_code = False
@@ -69,6 +66,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         from vllm.platforms import current_platform
 
         _refuse_unsupported(vllm_config)
+        _check_files(vllm_config)
         _settle_engine_options(vllm_config)
         worker_class = WORKER_CLASSES.get(current_platform.device_type)
         if worker_class is None:
@@ -95,7 +93,32 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         limit_responses(vllm_config.model_config.dllm_response_limit)
+        leave_completion_length_open()
         patch.apply(table.SERVING)
+        end_on_signals_while_loading()
+
+
+def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
+    """vLLM's hook for every model's config, which would ignore our options for a model that is none of ours."""
+
+    def try_verify_and_update_config(self: "VllmConfig") -> None:
+        model, additional = self.model_config, self.additional_config
+        is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
+        if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
+            found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
+            raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
+        original(self)
+
+    return try_verify_and_update_config
+
+
+def _check_files(vllm_config: "VllmConfig") -> None:
+    """Refuse weights or a tokenizer that cannot be read here, before any process is started for them."""
+    model_config = vllm_config.model_config
+    if vllm_config.load_config.load_format != "dummy":
+        check_checkpoint(model_config.model, model_config.hf_config)
+    if not model_config.skip_tokenizer_init:
+        check_tokenizer(model_config)
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:
@@ -127,7 +150,10 @@ def guide_shape(options: EngineOptions, model_config: "ModelConfig") -> GuideSha
     """Sizes of the engine's guide model; raises ``ValueError`` where it cannot guide this model."""
     guide = options.guide_model
     assert guide is not None
-    config = AutoConfig.from_pretrained(guide)
+    try:
+        config = AutoConfig.from_pretrained(guide)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
     shape = CausalModel.decoder_shape(config)
     # Without tokenizers nobody knows; ids are then handed over as they are.
     same_tokens = model_config.skip_tokenizer_init or _has_same_tokens(guide, model_config)

@@ -1,21 +1,86 @@
 """How a server ends: every client gets an answer, and the exit status says whether the engine died.
 
-vLLM's own server leaves two gaps. When its engine process dies it answers its clients with errors and stops, but with
-status 0, as if somebody had asked for it. And when it is asked to stop (SIGTERM) while requests are running that do
-not finish in ``--shutdown-timeout`` seconds, it takes their engine away and then waits for their clients.
+vLLM's own server leaves gaps. While it finishes what runs (SIGTERM with ``--shutdown-timeout``) it answers new requests
+with errors 500 and its health check with 200. What it cuts off ends as if it were complete, or with an error that
+blames the engine. Clients that do not read hold it up without end, and a second signal does nothing. When its engine
+process dies it ends with status 0, as if somebody had asked for it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import errno
+import signal
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
+from vllm.entrypoints.launchers.launcher import terminate_if_errored
+from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.logger import init_logger
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from dllm_engine.vllm_hooks.server_start import SIGNALS, address_error, end_now
 
 logger = init_logger("vllm.dllm_engine.shutdown")
 
+Message = MutableMapping[str, Any]
+
 ENGINE_DIED = 1
 """Exit status of a server whose engine died."""
+RETRY_AFTER_S = 5
+LAST_BYTES_S = 5
+"""Seconds that clients have to take their answers when no engine is left."""
+STOPPING = "the server is shutting down; send the request again, to another server or later"
+
+
+class ServerStopping(GracefulHTTPError, GenerationError):
+    """What cuts a request off when the server is asked to stop; both, so that vLLM takes it for no failure of its own
+    and logs no traceback."""
+
+    def __init__(self) -> None:
+        super().__init__(STOPPING, HTTPStatus.SERVICE_UNAVAILABLE)
+        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class EngineDied(EngineDeadError):
+    """vLLM's error with a text for clients, who see no stack trace."""
+
+    def __init__(self) -> None:
+        super().__init__(suppress_context=True)
+        self.args = ("the engine process died, and the server ends; send the request again when it is back",)
+
+
+class RefuseWhileStopping:
+    """ASGI middleware: answers 503 once the server was asked to stop, to everything but /metrics."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        def is_stopping() -> bool:
+            return getattr(scope["app"].state, "stopping", False)
+
+        async def send_with_hint(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 503 and is_stopping():
+                hint = [(b"retry-after", str(RETRY_AFTER_S).encode()), (b"connection", b"close")]
+                message["headers"] = [*message.get("headers", ()), *hint]
+            await send(message)
+
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif is_stopping() and scope["path"] != "/metrics":
+            await _refusal()(scope, receive, send_with_hint)
+        else:
+            await self.app(scope, receive, send_with_hint)
+
+
+def _refusal() -> Any:
+    from starlette.responses import JSONResponse
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    error = create_error_response(ServerStopping())
+    return JSONResponse(error.model_dump(), status_code=error.error.code)
 
 
 def ending_well(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -25,22 +90,76 @@ def ending_well(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
         engine = app.state.engine_client
         if engine is None:  # a server that only renders prompts
             return await serve_http(app, *args, **kwargs)
-        loop = asyncio.get_running_loop()
-        stop, asked = engine.shutdown, False
-
-        def shutdown(*args: Any, **kwargs: Any) -> None:
-            """Called in a thread when the server is asked to stop, and by nobody while it is to go on."""
-            nonlocal asked
-            asked = True
-            stop(*args, **kwargs)
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(engine.output_processor.propagate_error, EngineDeadError())
-
-        engine.shutdown = shutdown
-        closing = await serve_http(app, *args, **kwargs)
-        return closing if asked or not engine.errored else _fail_after(closing)
+        end = ServerEnd(app, engine)
+        try:
+            closing = await serve_http(app, *args, timeout_graceful_shutdown=LAST_BYTES_S, **kwargs)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # Another server took the port while this one loaded.
+            raise SystemExit(f"dllm: error: {address_error(error, kwargs['host'] or '', kwargs['port'])}") from error
+        return closing if end.was_asked_for or not engine.errored else _fail_after(closing)
 
     return serve
+
+
+class ServerEnd:
+    """The end of one server: puts itself where vLLM stops the engine and where requests learn that it has died."""
+
+    def __init__(self, app: Any, engine: Any) -> None:
+        self.was_asked_for = False
+        self._app, self._engine = app, engine
+        self._loop = asyncio.get_running_loop()
+        self._stop, engine.shutdown = engine.shutdown, self.stop
+        outputs = engine.output_processor
+        self._process_outputs, outputs.process_outputs = outputs.process_outputs, self.process_outputs
+        self._propagate_error, outputs.propagate_error = outputs.propagate_error, self.propagate_error
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Stop the engine; with a timeout it finishes what runs first. Called in a thread when the server is asked to
+        stop, and by nobody while it is to go on."""
+        self.was_asked_for = self._app.state.stopping = True
+        self._on_loop(self._end_at_next_signal)
+        if self._engine.engine_core.resources.engine_manager is None:
+            # The engines belong to the main process, which stops them after its API servers: this one.
+            deadline = time.monotonic() + (timeout or 0)
+            while self._engine.output_processor.request_states and time.monotonic() < deadline:
+                time.sleep(0.1)
+        self._stop(timeout=timeout)
+        self._on_loop(self.propagate_error, ServerStopping())
+
+    def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Hand on the engine's outputs. A stopping engine ends requests as aborted, which vLLM would send to clients
+        as a complete answer; they get an error."""
+        if self.was_asked_for:
+            requests = self._engine.output_processor.request_states
+            aborted = [output for output in outputs if output.finish_reason is FinishReason.ABORT]
+            for output in aborted:
+                if output.request_id in requests:
+                    requests[output.request_id].queue.put(ServerStopping())
+            outputs = [output for output in outputs if output not in aborted]
+        return self._process_outputs(outputs, *args, **kwargs)
+
+    def propagate_error(self, error: Exception) -> None:
+        """End all requests with an error: no engine is left."""
+        if self.was_asked_for:
+            self._propagate_error(ServerStopping())
+        else:
+            self._propagate_error(EngineDied() if isinstance(error, EngineDeadError) else error)
+            # vLLM would look for it every five seconds.
+            self._loop.call_soon(terminate_if_errored, self._app.state.server, self._engine)
+
+    def _end_at_next_signal(self) -> None:
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self._end_without_waiting, number)
+
+    def _end_without_waiting(self, number: signal.Signals) -> None:
+        self.propagate_error(ServerStopping())
+        self._loop.call_later(0.2, end_now, number)  # time for the errors to be sent
+
+    def _on_loop(self, act: Callable[..., None], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(act, *args)
 
 
 async def _fail_after(closing: Awaitable[Any]) -> None:

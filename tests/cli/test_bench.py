@@ -97,6 +97,11 @@ def test_what_is_given_goes_before_the_preset_and_the_defaults():
     assert [unmasking.options for unmasking in settings.unmaskings] == [{}, {"threshold": 0.9}]
 
 
+def test_vllms_names_of_its_lengths_are_taken():
+    args = parsed("--batch-size", "2", "--input_len", "1k", "--output-len", "64")
+    assert (args.batch, args.prompt, args.response) == ([2], [1000], 64)
+
+
 def test_all_methods_are_measured_where_none_is_named():
     from dllm_engine.options import CACHE_OPTIONS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.cli import comparison, harness
-from dllm_engine.cli.engine import key_value
+from dllm_engine.cli.arguments import key_value
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.main import build_parser, main
 

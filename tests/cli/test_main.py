@@ -7,10 +7,17 @@ import sys
 import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from dllm_engine.cli.engine import key_value, positive_int
+from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path
+from dllm_engine.vllm_hooks import server_start
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers(monkeypatch):
+    """``dllm serve`` takes over the signals of its process, which is not this one."""
+    monkeypatch.setattr(server_start, "end_on_signals", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +41,7 @@ from dllm_engine.demo import demo_model_path
         (["eval", "--unmasking-rules", "one,steps"], "unmasking rule 'steps' is unknown"),
         (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
         (["eval", "--unmasking-rules", "one,threshold=2"], "threshold=2"),
-        (["serve", "demo", "--cache-method", "magic"], "unknown cache method"),
+        (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         (["inspect", "Hello!", "--output", "picture.svg"], "as .html or .png"),
         (["inspect", "Hello!", "--output", "/no/such/folder/o.html"], "there is no folder /no/such/folder"),
         (["inspect", "--model", "some/model"], "give a PROMPT"),
@@ -79,13 +86,13 @@ def test_traceback_is_shown_on_request(monkeypatch):
 
 def test_a_missing_vllm_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert main(["serve", "demo"]) == 2
+    assert main(["serve", "demo", "--port", "0"]) == 2
     assert "vLLM is not installed" in capsys.readouterr().err
 
 
 def test_another_release_of_vllm_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("vllm.__version__", "0.30.1")
-    assert main(["serve", "demo"]) == 2
+    assert main(["serve", "demo", "--port", "0"]) == 2
     assert "vLLM 0.30.1 is installed" in capsys.readouterr().err
 
 
@@ -120,7 +127,20 @@ def test_options_need_key_and_value(text):
         key_value(text)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
+@pytest.mark.parametrize(
+    ("text", "number"), [("7", 7), ("8k", 8000), ("8K", 8192), ("25.6k", 25600), ("1.5K", 1536), ("2m", 2_000_000)]
+)
+def test_counts_may_have_vllms_suffixes(text, number):
+    assert positive_int(text) == number
+    assert key_value(f"max_model_len={text}") == ("max_model_len", number)
+
+
+def test_vllms_spelling_of_arguments_is_taken():
+    args = build_parser().parse_args(["generate", "a_b --c_d", "--cache_method", "dual", "--max_model_len=8k"])
+    assert (args.prompt, args.cache_method, args.max_model_len) == ("a_b --c_d", "dual", 8000)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "", "1.0001k", "8kk", "k"])
 def test_counts_are_at_least_one(text):
     with pytest.raises(argparse.ArgumentTypeError):
         positive_int(text)

@@ -1,12 +1,18 @@
 """``dllm serve`` becomes a command line of ``vllm serve``."""
 
 import json
+import socket
+import subprocess
+import sys
+from importlib import import_module
 
 import pytest
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.main import build_parser
-from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.cli.serve import check_listening, stated_arguments, vllm_arguments, with_config_file
 from dllm_engine.demo import demo_model_path
 
 
@@ -38,7 +44,7 @@ def test_the_demo_model_is_served_under_its_name():
 
 def test_a_given_additional_config_is_kept():
     given = json.dumps({"other": 1, "dllm": {"trace": True}})
-    assert additional_config("m", "--additional-config", given, "--cache-method", "none") == json.loads(given)
+    assert additional_config("m", "--additional-config", given, "--trace") == json.loads(given)
     assert additional_config("m", "--additional_config", '{"other": 1}', "--trace") == json.loads(given)
 
 
@@ -57,11 +63,140 @@ def test_the_cache_has_arguments_of_its_own():
     assert additional_config("m", "--guide-tokens-per-token", "3") == {"dllm": {"guide_tokens_per_token": 3}}
 
 
+def test_cache_options_are_added_to_those_of_the_same_method_and_replace_those_of_another():
+    given = {"dllm": {"cache_method": "sparse", "cache_options": {"update_delay": 0}}}
+    assert additional_config("m", "--additional-config", json.dumps(given), "--retention-ratio", "0.25") == {
+        "dllm": {"cache_method": "sparse", "cache_options": {"update_delay": 0, "retention_ratio": 0.25}}
+    }
+    assert additional_config("m", "--additional-config", json.dumps(given), "--cache-method", "dual") == {
+        "dllm": {"cache_method": "dual"}
+    }
+    paper = json.dumps({"dllm": {"cache_method": "sparse", "cache_options": "paper"}})
+    assert additional_config("m", "--additional-config", paper, "--retention-ratio", "0.25") == {
+        "dllm": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}
+    }
+
+
+def test_options_are_spelled_as_vllm_allows():
+    flags = ["--cache_method", "sparse", "--retention_ratio=0.25", "--steps_per_dispatch", "4", "--gen-x_y", "a_b"]
+    assert arguments("m", *flags)[4:] == ["--gen-x_y", "a_b"]
+    assert additional_config("m", *flags) == {
+        "dllm": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}, "steps_per_dispatch": 4}
+    }
+    assert additional_config("m", "--block-length", "1k") == {"dllm": {"request_defaults": {"block_length": 1000}}}
+    assert arguments("m", "--max-model-len", "8k") == ["serve", "m", "--max-model-len", "8k"]
+
+
+def test_the_dotted_form_of_an_additional_config_is_merged():
+    dotted = ["--additional-config.dllm.cache_method", "sparse", "--additional_config.other.x=1k"]
+    listed = ["--additional-config.other.names+", "a,b", "--additional-config.dllm.cache_options.scorer=snapkv"]
+    result = arguments("m", *dotted, "--port", "8001", *listed, "--retention-ratio", "0.25")
+    assert result[-2:] == ["--port", "8001"]
+    assert json.loads(result[3]) == {
+        "other": {"x": 1000, "names": ["a", "b"]},
+        "dllm": {"cache_method": "sparse", "cache_options": {"scorer": "snapkv", "retention_ratio": 0.25}},
+    }
+    given = json.dumps({"dllm": {"cache_method": "dual", "page_size": 16}})
+    merged = additional_config("m", "--additional-config", given, "--additional-config.dllm.page_size", "64")
+    assert merged == {"dllm": {"cache_method": "dual", "page_size": 64}}
+
+
+def test_a_config_file_holds_options_of_both_and_yields_to_the_command_line(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "model: other\ncache-method: sparse\nretention_ratio: 0.25\ntrace: true\nport: 8001\n"
+        "enable-prefix-caching: false\nadditional-config: {other: {x: 1}, dllm: {page_size: 16}}\n"
+    )
+    parser = build_parser()
+    args, args.unknown = parser.parse_known_args(["serve", "demo", "--config", str(path), "--retention-ratio", "0.5"])
+    result = vllm_arguments(with_config_file(args.parser, args))
+    assert result[:5] == ["serve", demo_model_path(), "--served-model-name", "demo", "--additional-config"]
+    assert json.loads(result[5]) == {
+        "other": {"x": 1},
+        "dllm": {
+            "cache_method": "sparse",
+            "cache_options": {"retention_ratio": 0.5},
+            "page_size": 16,
+            "trace": True,
+        },
+    }
+    assert result[6:] == ["--port", "8001", "--no-enable-prefix-caching"]
+
+
+@pytest.mark.parametrize("text", [None, "- a\n", "model: [\n"])
+def test_a_config_file_that_cannot_be_read_is_named(text, tmp_path):
+    path = tmp_path / "serve.yaml"
+    if text is not None:
+        path.write_text(text)
+    args, args.unknown = build_parser().parse_known_args(["serve", "m", "--config", str(path)])
+    with pytest.raises(CommandError, match=r"serve\.yaml cannot be read"):
+        with_config_file(args.parser, args)
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_port_in_use_is_named_before_vllm_is_imported(taken_port):
+    imports_nothing = f"{sys.executable} -X importtime -m dllm_engine.cli.main serve demo".split()
+    process = subprocess.run(
+        [*imports_nothing, "--host=127.0.0.1", "--port", str(taken_port)], capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 2
+    lines = [line for line in process.stderr.splitlines() if not line.startswith("import time:")]
+    assert lines == [
+        f"dllm: error: port {taken_port} is in use on 127.0.0.1; stop the program that listens there or choose another "
+        "--port"
+    ]
+    assert "| vllm" not in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid is not an address of this machine"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
+        (["--host", "::5"], "--host ::5 is not an address of this machine"),
+        (["--port", "70000"], "--port 70000 is not from 0 to 65535"),
+        (["--port=x"], "--port x is not a whole number"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_named(flags, message):
+    with pytest.raises((ValueError, CommandError)) as error:
+        check_listening(stated_arguments(flags))
+    assert str(error.value).startswith(message)
+
+
+def test_an_address_is_not_checked_where_none_is_listened_at(taken_port):
+    busy = ["--host", "127.0.0.1", "--port", str(taken_port)]
+    with pytest.raises(ValueError, match="in use"):
+        check_listening(stated_arguments(busy))
+    for flags in (["--headless"], ["--uds", "socket"]):
+        check_listening(stated_arguments([*busy, *flags]))
+
+
+@pytest.mark.parametrize("module", ["vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.cli.serve"])
+def test_vllm_serve_names_a_port_in_use(module, taken_port):
+    from dllm_engine import plugin
+
+    entry = import_module(module)
+    plugin.register()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", "--port", str(taken_port)])
+    with pytest.raises(SystemExit, match=f"port {taken_port} is in use on"):
+        entry.setup_server(args, reuse_port=False)
+
+
 def test_what_requests_get_by_default_has_arguments_too():
     flags = ["--block-length", "16", "--steps", "64", "--unmasking", "random", "--threshold", "0.9"]
     assert additional_config("m", *flags, "--max-model-len", "512") == {
         "dllm": {"request_defaults": {"block_length": 16, "steps": 64, "unmasking": "random", "threshold": 0.9}}
     }
+    for flag, name in (("--factor", "factor"), ("--entropy-bound", "entropy_bound"), ("--margin", "margin")):
+        assert additional_config("m", flag, "0.5") == {"dllm": {"request_defaults": {name: 0.5}}}
     given = json.dumps({"dllm": {"request_defaults": {"steps": 8, "threshold": 0.5}}})
     assert additional_config("m", "--steps", "64", "--additional-config", given) == {
         "dllm": {"request_defaults": {"steps": 64, "threshold": 0.5}}
@@ -92,7 +227,8 @@ def test_arguments_out_of_range_are_refused_before_a_server_starts(argv, message
         (["--additional-config", "{"], "is not JSON"),
         (["--additional-config", "[1]"], "must be a JSON object"),
         (["--additional-config", '{"dllm": 1}'], "must be a JSON object"),
-        (["--additional-config.dllm.trace", "true"], "as one JSON object"),
+        (["--additional-config.dllm.trace"], "needs a value"),
+        (["--additional-config.dllm", "1", "--additional-config.dllm.trace", "true"], "has a value already"),
     ],
 )
 def test_an_additional_config_that_cannot_be_merged_is_refused(argv, problem):

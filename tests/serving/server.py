@@ -90,6 +90,6 @@ def scrape(url: str) -> dict[str, float]:
             name, labels, value = match.groups()
             values[name] = values.get(name, 0.0) + float(value)
             state = re.search(r'refresh_state="(\w+)"', labels or "")
-            if state and name == "dllm:denoising_steps_total":
+            if state and name == "vllm:dllm_denoising_steps_total":
                 values["steps:" + state[1]] = float(value)
     return values

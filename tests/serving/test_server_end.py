@@ -1,67 +1,134 @@
 """What becomes of clients and of the exit status when a server ends, with vLLM's parts played by small ones."""
 
 import asyncio
+import errno
 from types import SimpleNamespace
 
 import pytest
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from dllm_engine.vllm_hooks.shutdown import ENGINE_DIED, ending_well
+from dllm_engine.vllm_hooks.shutdown import ENGINE_DIED, EngineDied, ServerStopping, ending_well
+from tests.http_app import app_client
 
 
 class Engine:
     """An engine client: ``errored`` as soon as it has stopped, whatever the reason."""
 
-    def __init__(self):
+    def __init__(self, *, owns_processes=True):
+        resources = SimpleNamespace(engine_manager="manager" if owns_processes else None)
+        self.engine_core = SimpleNamespace(resources=resources)
         self.errored = False
+        self.is_running = True
         self.stopped_after = None
         self.told = []
-        self.output_processor = SimpleNamespace(propagate_error=self.told.append)
+        self.queue = []
+        self.processed = []
+        waiting = SimpleNamespace(queue=SimpleNamespace(put=self.queue.append))
+        self.output_processor = SimpleNamespace(
+            request_states={"waiting": waiting},
+            propagate_error=self.told.append,
+            process_outputs=lambda outputs, *rest: self.processed.extend(outputs),
+        )
 
     def shutdown(self, timeout=None):
         self.errored, self.stopped_after = True, timeout
 
 
 def serve(engine, *, until):
-    """Run vLLM's part, ``until(engine)``, to its end; returns what the whole returns, or raises."""
+    """Run vLLM's part, ``until(engine)``, to its end; returns the application, or raises what the whole raises."""
     closed = []
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, server=SimpleNamespace(should_exit=False)))
 
     async def close():
         closed.append(True)
 
     async def serve_http(app, sock, **kwargs):
-        assert (sock, kwargs) == (None, {"port": 1})
+        assert sock is None
+        assert kwargs["port"] == 1
         await until(engine)
         return close()
 
     async def run():
-        app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-        await (await ending_well(serve_http)(app, None, port=1))
+        await (await ending_well(serve_http)(app, None, host=None, port=1))
 
     try:
         asyncio.run(run())
     finally:
         assert closed == [True]
+    return app
+
+
+async def stop(engine):
+    """As vLLM does when the server is asked to stop."""
+    await asyncio.get_running_loop().run_in_executor(None, lambda: engine.shutdown(timeout=7))
+    await asyncio.sleep(0)
 
 
 def test_a_server_that_is_asked_to_stop_tells_its_clients_and_succeeds():
-    async def stop(engine):
-        await asyncio.get_running_loop().run_in_executor(None, lambda: engine.shutdown(timeout=7))
-        await asyncio.sleep(0)
+    engine = Engine()
+    app = serve(engine, until=stop)
+    assert app.state.stopping
+    assert engine.stopped_after == 7
+    assert [type(error) for error in engine.told] == [ServerStopping]
+
+
+def test_an_api_server_beside_others_lets_its_requests_finish_before_it_stops():
+    async def finish_meanwhile(engine):
+        stopping = asyncio.create_task(stop(engine))
+        await asyncio.sleep(0.3)
+        assert engine.stopped_after is None
+        engine.output_processor.request_states.clear()
+        await stopping
+
+    engine = Engine(owns_processes=False)
+    serve(engine, until=finish_meanwhile)
+    assert engine.stopped_after == 7
+
+
+def test_requests_that_a_stopping_engine_aborts_get_an_error_and_others_go_on():
+    aborted = EngineCoreOutput("waiting", [], finish_reason=FinishReason.ABORT)
+    unknown = EngineCoreOutput("gone", [], finish_reason=FinishReason.ABORT)
+    finished = EngineCoreOutput("other", [5], finish_reason=FinishReason.STOP)
+
+    async def abort(engine):
+        engine.output_processor.process_outputs([aborted])
+        assert engine.processed == [aborted]  # before it stops, that is the client's own doing
+        engine.processed.clear()
+        await stop(engine)
+        engine.output_processor.process_outputs([aborted, unknown, finished])
 
     engine = Engine()
-    serve(engine, until=stop)
-    assert engine.stopped_after == 7
-    assert [type(error) for error in engine.told] == [EngineDeadError]
+    serve(engine, until=abort)
+    assert engine.processed == [finished]
+    assert [str(error) for error in engine.queue] == [str(ServerStopping())]
 
 
-def test_a_server_whose_engine_died_fails():
+def test_a_server_that_stops_does_not_blame_the_engine():
+    async def stop_then_lose_the_engine(engine):
+        await stop(engine)
+        engine.output_processor.propagate_error(EngineDeadError())
+
+    engine = Engine()
+    serve(engine, until=stop_then_lose_the_engine)
+    assert {type(error) for error in engine.told} == {ServerStopping}
+    assert "shutting down" in str(engine.told[0])
+
+
+def test_a_server_whose_engine_died_fails_at_once_and_its_clients_read_a_sentence():
+    engine = Engine()
+
     async def die(engine):
-        engine.errored = True
+        engine.errored, engine.is_running = True, False
+        engine.output_processor.propagate_error(EngineDeadError())
+        await asyncio.sleep(0)
 
     with pytest.raises(SystemExit) as ended:
-        serve(Engine(), until=die)
+        serve(engine, until=die)
     assert ended.value.code == ENGINE_DIED
+    (error,) = engine.told
+    assert isinstance(error, EngineDied)
+    assert str(error).startswith("the engine process died")
 
 
 def test_a_server_that_ends_for_another_reason_is_left_alone():
@@ -69,7 +136,42 @@ def test_a_server_that_ends_for_another_reason_is_left_alone():
         pass
 
     serve(Engine(), until=nothing)
-    serve(None, until=nothing)
+
+
+def test_a_port_that_was_taken_while_the_model_loaded_is_named():
+    async def serve_http(app, **kwargs):
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=Engine()))
+    with pytest.raises(SystemExit, match=r"port 8123 is in use on 127\.0\.0\.1"):
+        asyncio.run(ending_well(serve_http)(app, host="127.0.0.1", port=8123))
+
+
+def test_a_server_that_stops_refuses_everything_but_its_metrics():
+    client = app_client("--api-key", "secret")
+    key = {"Authorization": "Bearer secret"}
+    client.app.state.engine_client = None
+    assert client.get("/health").status_code == 200
+    client.app.state.stopping = True
+    for answer in (
+        client.get("/health"),
+        client.get("/v1/models", headers=key),
+        client.post("/v1/completions", json={"prompt": "x"}, headers=key),
+        client.post("/v1/completions", content=b"{", headers=key),
+    ):
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert answer.headers["connection"] == "close"
+        assert "shutting down" in answer.json()["error"]["message"]
+    assert client.get("/v1/models").status_code == 401
+    assert client.get("/metrics").status_code == 200
+
+
+def test_another_models_server_refuses_nothing():
+    client = app_client(ours=False)
+    client.app.state.engine_client = None
+    client.app.state.stopping = True
+    assert client.get("/health").status_code == 200
 
 
 @pytest.fixture

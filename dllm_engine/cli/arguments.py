@@ -1,0 +1,107 @@
+"""How the command line spells its arguments: as vLLM's does, without importing it."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from dllm_engine.cli.errors import CommandError
+
+_SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
+_SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Takes its options with underscores too (``--cache_method``)."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._with_dashes(word) for word in words], namespace)
+
+    def _with_dashes(self, word: str) -> str:
+        """``word`` as it is, unless it is an option of this parser: others may have options with underscores."""
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        return dashed + equals + value if dashed in self._option_string_actions else word
+
+
+def whole_number(text: str) -> int:
+    """``8192``, or as vLLM has it ``8k`` (thousands) or ``8K`` (of 1024), with k, m, g and t."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text):
+        number = Fraction(match[1]) * _SUFFIXES[match[2]]
+        if number.denominator == 1:
+            return int(number)
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 8192, 8k or 8K") from None
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    number = whole_number(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return number
+
+
+def json_value(text: str) -> Any:
+    """``text`` as JSON where it is JSON, as a number where it is one, else as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return whole_number(text)
+    except argparse.ArgumentTypeError:
+        return text
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE`` with a ``json_value``."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} must have the form KEY=VALUE")
+    return key, json_value(value)
+
+
+def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str]]:
+    """Collect the dotted form of a JSON ``option``: ``--option.a.b VALUE``, and ``--option.a.b+ X,Y`` for lists.
+
+    Returns:
+        The object they spell, and the other ``words``.
+    """
+    spelled: dict[str, Any] = {}
+    others = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        stem, *keys = name.split(".")
+        if not keys or stem.replace("_", "-") != option:
+            others.append(word)
+            continue
+        if not equals and (value := next(remaining, "")) == "":
+            raise CommandError(f"{name} needs a value")
+        *parents, last = keys
+        within = spelled
+        for key in parents:
+            within = within.setdefault(key, {})
+            if not isinstance(within, dict):
+                raise CommandError(f"{word}: {key!r} has a value already, so it cannot hold {last!r}")
+        if last.endswith("+"):
+            within.setdefault(last[:-1], []).extend(value.split(","))
+        else:
+            within[last] = json_value(value)
+    return spelled, others
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two JSON objects in one; where both have a value, that of ``above``."""
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if both else value
+    return result

@@ -1,0 +1,123 @@
+"""How a server starts: an address that cannot be had is named at once, and a signal ends it while the model loads.
+
+While vLLM loads a model its main thread waits for the engine process, which only notes a signal and goes on loading.
+So what ends the server here is the signal's handler itself: it kills the processes below, removes their shared memory,
+and exits.
+"""
+
+import errno
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+INTERRUPTED, STOPPED = 130, 0
+"""Exit statuses: Ctrl-C, and SIGTERM, by which a supervisor asks for the end."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHARED_MEMORY = "/dev/shm/"
+
+
+class AddressError(ValueError):
+    """A server cannot listen where it was told to."""
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ``AddressError`` where a server could not listen on ``host`` (empty: all) and ``port`` now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise address_error(error, host, port) from error
+
+
+def address_error(error: Exception, host: str, port: int) -> AddressError:
+    """What to say of the ``error`` that a server's socket was refused with."""
+    if isinstance(error, OverflowError):
+        return AddressError(f"--port {port} is not from 0 to 65535")
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        where = f" on {host}" if host else ""
+        return AddressError(
+            f"port {port} is in use{where}; stop the program that listens there or choose another --port"
+        )
+    if number == errno.EACCES:
+        return AddressError(f"port {port} needs the rights of root; choose a --port above 1023")
+    return AddressError(
+        f"--host {host} is not an address of this machine ({getattr(error, 'strerror', None) or error}); use 0.0.0.0 "
+        "to listen on all of them or 127.0.0.1 for this machine alone"
+    )
+
+
+def naming_address(setup_server: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's ``setup_server``, which binds the socket before the model is loaded, with a sentence for an error."""
+
+    def setup(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        try:
+            made = setup_server(args, *rest, **kwargs)
+        except (OSError, OverflowError) as error:
+            if args.uds:
+                raise
+            raise SystemExit(f"dllm: error: {address_error(error, args.host or '', args.port)}") from error
+        if signal.getsignal(signal.SIGINT) is end_now:
+            signal.signal(signal.SIGTERM, end_now)  # vLLM has just put its own in the place of ours
+        return made
+
+    return setup
+
+
+def end_on_signals() -> None:
+    """From now on SIGTERM and Ctrl-C end this process, the main one of a server, at once.
+
+    Until vLLM's server listens: its own handlers take their place then.
+    """
+    for number in SIGNALS:
+        signal.signal(number, end_now)
+
+
+def end_on_signals_while_loading() -> None:
+    """``end_on_signals`` where vLLM is starting a server in this process; other uses of vLLM keep their handlers."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if getattr(handler, "__qualname__", "") == "run_server.<locals>._interrupt_init":
+        end_on_signals()
+
+
+def end_now(number: int, frame: FrameType | None = None) -> None:
+    """End this process and those below it; the exit status says which signal it was. A signal handler."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    interrupted = number == signal.SIGINT
+    # Not `print`, which the signal may have interrupted.
+    os.write(2, b"dllm: interrupted\n" if interrupted else b"dllm: stopped\n")
+    _end_children()
+    os._exit(INTERRUPTED if interrupted else STOPPED)
+
+
+def _end_children() -> None:
+    """Kill the processes below this one, Python's resource trackers among them, and remove their shared memory."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    segments = {path for child in children for path in shared_memory_of(child.pid)}
+    for child in children:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(children, timeout=3)
+    for path in segments:
+        Path(path).unlink(missing_ok=True)
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """Files in shared memory that a process has open; those that have lost their name need no removal."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended, or there is no /proc
+        return set()
+    paths = {line.split(maxsplit=5)[-1] for line in lines if _SHARED_MEMORY in line}
+    return {path for path in paths if path.startswith(_SHARED_MEMORY) and not path.endswith(" (deleted)")}

@@ -1,0 +1,215 @@
+"""A server whose processes are killed, or that is asked to stop, while it loads or answers."""
+
+import http.client
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dllm_engine.demo import demo_model_path
+from dllm_engine.vllm_hooks.server_start import shared_memory_of
+from tests.serving.server import Server, scrape
+
+pytestmark = pytest.mark.slow
+
+NUM_CLIENTS = 3
+SECONDS = 20
+"""Far above what it takes, far below a timeout of any client."""
+NEVER_ENDING = 1900
+"""Tokens of a request that outlasts its test."""
+
+
+class Watched:
+    """A server, the processes below it, and what they hold in shared memory."""
+
+    def __init__(self, program, *arguments, log):
+        self.server = Server(program, *arguments, "--max-model-len", "2048", log=log)
+        self.processes, self.segments = set(), set()
+
+    def look(self):
+        """Remember what there is now, to be gone later."""
+        below = psutil.Process(self.server.process.pid).children(recursive=True)
+        self.processes |= set(below)
+        self.segments |= {path for process in below for path in shared_memory_of(process.pid)}
+
+    def process_called(self, name):
+        return next((p for p in self.processes if p.is_running() and name in p.name()), None)
+
+    def check_nothing_is_left(self):
+        _, alive = psutil.wait_procs(self.processes, timeout=SECONDS)
+        assert not alive
+        assert not [path for path in self.segments if Path(path).exists()]
+        assert "leaked" not in self.server.tail()
+
+    def check_no_blame(self):
+        """The log of a server that was asked to stop reports no failure."""
+        assert "EngineCore encountered an issue" not in self.server.tail()
+        assert "Traceback" not in self.server.tail()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a server, which ends with the test."""
+    started = []
+
+    def run(*arguments, program="dllm", model="demo"):
+        started.append(Watched(program, "serve", model, *arguments, log=tmp_path / "log"))
+        return started[-1]
+
+    yield run
+    for watched in started:
+        if watched.server.process.poll() is None:
+            os.killpg(watched.server.process.pid, signal.SIGKILL)
+
+
+def body(num_tokens, **fields):
+    prompt = {"model": "demo", "prompt": "Reverse: Rome Tom Oslo", "max_tokens": num_tokens, "ignore_eos": True}
+    return json.dumps(prompt | fields).encode()
+
+
+def ask(server, num_tokens=8, path="/v1/completions"):
+    """(HTTP status, headers, body) of an answer; a status of 0 where the connection broke."""
+    data = None if path == "/health" else body(num_tokens)
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, response.headers, json.loads(response.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, json.load(error)
+    except OSError:
+        return 0, {}, {}
+
+
+def stream(server, num_tokens):
+    """The data of a streamed answer's events."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    connection.request("POST", "/v1/completions", body(num_tokens, stream=True), {"Content-Type": "application/json"})
+    lines = connection.getresponse().read().decode().splitlines()
+    return [line.removeprefix("data: ") for line in lines if line]
+
+
+def idle_connection(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    connection.request("GET", "/health")
+    assert connection.getresponse().read() == b""
+    return connection
+
+
+def wait_until_running(server, number):
+    deadline = time.monotonic() + 60
+    while scrape(server.url)["vllm:num_requests_running"] < number:
+        assert time.monotonic() < deadline, "the requests never ran together; ask for more tokens"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", ["EngineCore", "Worker"])
+def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name):
+    watched = start()
+    server = watched.server
+    server.wait_until_ready()
+    with ThreadPoolExecutor() as clients:
+        answers = [clients.submit(ask, server, NEVER_ENDING) for _ in range(NUM_CLIENTS)]
+        wait_until_running(server, NUM_CLIENTS)
+        watched.look()
+        watched.process_called(name).kill()
+        killed = time.monotonic()
+        for answer in answers:
+            status, _, content = answer.result()
+            assert status in (500, 503)
+            assert "the engine process died" in content["error"]["message"]
+        assert server.process.wait(SECONDS) == 1, server.tail()
+    assert time.monotonic() - killed < SECONDS
+    watched.check_nothing_is_left()
+
+
+def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_the_second_signal(start):
+    watched = start("--shutdown-timeout", "600")
+    server = watched.server
+    server.wait_until_ready()
+    with ThreadPoolExecutor() as clients:
+        finished = [clients.submit(ask, server, 300) for _ in range(NUM_CLIENTS)]
+        endless = [clients.submit(stream, server, NEVER_ENDING), clients.submit(ask, server, NEVER_ENDING)]
+        wait_until_running(server, len(finished) + len(endless))
+        watched.look()
+        idle = idle_connection(server)
+        server.process.terminate()
+        time.sleep(0.5)
+        for path in ("/v1/completions", "/v1/chat/completions", "/health"):
+            status, headers, content = ask(server, path=path)
+            assert status == 503
+            assert int(headers["Retry-After"]) > 0
+            assert "shutting down" in content["error"]["message"]
+        assert scrape(server.url)["vllm:num_requests_running"] > 0
+        assert [answer.result()[0] for answer in finished] == [200] * NUM_CLIENTS
+        assert not any(answer.done() for answer in endless)
+        server.process.terminate()
+        assert server.process.wait(SECONDS) == 0, server.tail()
+        *_, error, done = endless[0].result()
+        assert "shutting down" in json.loads(error)["error"]["message"]
+        assert done == "[DONE]"
+        assert endless[1].result()[0] == 503
+    idle.close()
+    watched.check_nothing_is_left()
+    watched.check_no_blame()
+
+
+@pytest.mark.parametrize("timeout", ["0", "1"])
+def test_clients_whose_requests_outlast_the_shutdown_timeout_read_why(start, timeout):
+    watched = start("--shutdown-timeout", timeout)
+    server = watched.server
+    server.wait_until_ready()
+    with ThreadPoolExecutor() as clients:
+        streamed = clients.submit(stream, server, NEVER_ENDING)
+        answers = [clients.submit(ask, server, NEVER_ENDING) for _ in range(NUM_CLIENTS)]
+        wait_until_running(server, NUM_CLIENTS + 1)
+        watched.look()
+        idle = idle_connection(server)
+        stopped = time.monotonic()
+        server.process.terminate()
+        for answer in answers:
+            status, headers, content = answer.result()
+            assert status == 503
+            assert int(headers["Retry-After"]) > 0
+            assert "shutting down" in content["error"]["message"]
+        *_, error, done = streamed.result()
+        assert "shutting down" in json.loads(error)["error"]["message"]
+        assert done == "[DONE]"
+        assert server.process.wait(SECONDS) == 0, server.tail()
+    assert time.monotonic() - stopped < SECONDS
+    idle.close()
+    watched.check_nothing_is_left()
+    watched.check_no_blame()
+
+
+@pytest.mark.parametrize(
+    ("program", "model", "number", "name", "status", "said"),
+    [
+        ("vllm", demo_model_path(), signal.SIGTERM, "EngineCore", 0, "dllm: stopped"),
+        ("dllm", "demo", signal.SIGINT, "Worker", 130, "dllm: interrupted"),
+    ],
+    ids=["SIGTERM", "Ctrl-C"],
+)
+def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, status, said):
+    watched = start(program=program, model=model)
+    server = watched.server
+    deadline = time.monotonic() + 120
+    while watched.process_called(name) is None:
+        assert time.monotonic() < deadline, server.tail()
+        assert server.process.poll() is None, server.tail()
+        time.sleep(0.05)
+        watched.look()
+    if number == signal.SIGINT:
+        os.killpg(server.process.pid, number)  # a terminal sends it to all
+    else:
+        server.process.send_signal(number)
+    assert server.process.wait(SECONDS) == status, server.tail()
+    assert server.tail().splitlines()[-1] == said
+    watched.check_nothing_is_left()
+    watched.check_no_blame()
