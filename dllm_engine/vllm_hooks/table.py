@@ -285,7 +285,7 @@ PRIVATE = (
     Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
     Private("vllm.v1.serial_utils", "MsgpackEncoder", _FRONT_END),
     Private("vllm.v1.engine", "EngineCoreRequest", _FRONT_END),
-    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.model_fields", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.normalize_null_max_tokens", _FRONT_END),
     Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
     Private("vllm.v1.engine.exceptions", "EngineDeadError", _FRONT_END),
     Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),
