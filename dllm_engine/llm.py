@@ -17,11 +17,14 @@ from dllm_engine.inspection import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain
 from dllm_engine.params import DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
+from dllm_engine.quiet import quiet_arguments
 from dllm_engine.start_checks import check_argument_names, check_start
 
 
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
+
+    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise.
 
     Args:
         model: a checkpoint's folder or Hugging Face name, or ``"demo"``.
@@ -91,7 +94,11 @@ class LLM(vllm.LLM):
                 f"arguments of its own; give them so"
             )
         try:
-            super().__init__(model_path(model), additional_config=additional | {OPTIONS_KEY: options}, **kwargs)
+            super().__init__(
+                model_path(model),
+                additional_config=additional | {OPTIONS_KEY: options},
+                **quiet_arguments(kwargs) | kwargs,
+            )
         except ValidationError as error:  # vLLM's config classes wrap what is raised inside them
             raise ValueError(explain(error, "argument")) from None
 

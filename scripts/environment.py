@@ -162,6 +162,8 @@ class Environment:
             SetupError: the machine is not suited, the disk is too full, or a step failed.
         """
         record = self._record()
+        # What was asked for before stays installed.
+        extras = sorted({*extras, *record.get("extras", "").split()})
         pending = [step for step in self._steps(extras) if record.get(step.name) != step.fingerprint]
         if not pending:
             print(f"Environment {self.directory} is up to date.", flush=True)
@@ -179,6 +181,7 @@ class Environment:
             print(f"{time.monotonic() - start:.0f} s", flush=True)
             record[step.name] = step.fingerprint
             self._write_record(record)
+        self._write_record(record | {"extras": " ".join(extras)})
 
     def _record(self) -> dict[str, str]:
         """Which steps have run with which fingerprints; empty for a new environment.
@@ -234,7 +237,7 @@ class Environment:
                 lambda: self._pip("--no-deps", "--requirement", WITHOUT_NEEDS),
             ),
             Step(
-                "+".join(["project", *sorted(extras)]),
+                "project",
                 "Installing dllm-engine from this checkout" + (f" with {', '.join(extras)}" if extras else ""),
                 fingerprint(interpreter, PYPROJECT, CONSTRAINTS, target),
                 1.8 if extras else 0.1,

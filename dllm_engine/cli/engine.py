@@ -1,9 +1,7 @@
 """What the commands that run a model have in common: their arguments, the engine, the decoding parameters."""
 
 import argparse
-import logging
 import os
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +9,7 @@ from dllm_engine.cli.arguments import key_value, positive_int, whole_number
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.quiet import be_quiet
 from dllm_engine.start_checks import check_folder
 from dllm_engine.vllm_hooks.release import check_release
 
@@ -199,20 +198,6 @@ def _prepare(args: argparse.Namespace) -> None:
     check_release()
 
 
-def be_quiet() -> None:
-    """Keep the answer from drowning in vLLM's start-up messages; ``VLLM_LOGGING_LEVEL`` brings them back, on stderr."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if "VLLM_LOGGING_LEVEL" in os.environ:
-        return
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # For messages before vLLM sets up its own handler, which replaces this one.
-    logging.getLogger("vllm").addHandler(logging.NullHandler())
-    warnings.simplefilter("ignore", FutureWarning)
-    # Without Triton, as in a plain CPU installation, PyTorch warns that its own look-up finds no kernels.
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-
-
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
     from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
@@ -226,11 +211,9 @@ def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
-    from dllm_engine.params import DiffusionParams, request_options
+    from dllm_engine.params import DiffusionParams
 
-    params = DiffusionParams(**decoding_options(args))
-    request_options(params)  # vLLM would check these with the first request only
-    return params
+    return DiffusionParams(**decoding_options(args))
 
 
 def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:

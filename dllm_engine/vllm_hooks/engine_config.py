@@ -18,6 +18,7 @@ from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DEFAULT_GEN_LENGTH, checkpoint_defaults, with_defaults
+from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.vllm_hooks import patch, table
@@ -28,7 +29,7 @@ from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
@@ -63,6 +64,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         from vllm.config.compilation import CompilationMode, CUDAGraphMode
         from vllm.platforms import current_platform
 
+        keep_our_warnings()  # vLLM has set up its log anew for this engine
         _refuse_unsupported(vllm_config)
         _check_files(vllm_config)
         _settle_engine_options(vllm_config)

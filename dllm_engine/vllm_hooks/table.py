@@ -81,10 +81,22 @@ EVERY_PROCESS = (
         "record the metrics of diffusion engines",
     ),
     Patch(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
+        "shared_memory:unnaming_in_engine",
+        "self",
+        "leave no shared memory behind when the engine is killed",
+    ),
+    Patch(
+        "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
+        "shared_memory:unnaming_in_worker",
+        "self",
+        "leave no shared memory behind when a worker is killed",
+    ),
+    Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",
         "http_app:extended_app",
         "args, app, supported_tasks, model_config",
-        "add the playground, the check of request bodies and the refusals of a server that stops",
+        "add the playground, the check of request bodies and the refusals of a server that ends",
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:setup_server",
@@ -291,7 +303,13 @@ PRIVATE = (
     Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),
     Private("vllm.v1.engine.output_processor", "OutputProcessor.propagate_error", _FRONT_END),
     Private("vllm.entrypoints.serve.exception_handling.error_response", "create_error_response", _FRONT_END),
+    Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _FRONT_END),
+    Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
+    Private("vllm.entrypoints.launchers.launcher", "terminate_if_errored", _FRONT_END),
     Private("vllm.entrypoints.cli.main", "main", "for `dllm serve`"),
+    Private("vllm.entrypoints.cli.serve", "make_arg_parser", "for `dllm serve`"),
+    Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
 )
 """Names that are imported, and the attributes of theirs that are overridden, set or read. Checked at start-up."""
 

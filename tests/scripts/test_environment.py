@@ -73,6 +73,19 @@ def test_failed_run_goes_on_where_it_stopped(made, monkeypatch):
     assert install(made, monkeypatch, {"a": "1", "b": "1", "c": "1"}) == ["b", "c"]
 
 
+def test_extras_of_an_earlier_run_stay(made, monkeypatch):
+    asked: list[list[str]] = []
+
+    def steps(extras: list[str]) -> list[Step]:
+        asked.append(list(extras))
+        return steps_that_log([], {"project": ",".join(extras)})
+
+    monkeypatch.setattr(made, "_steps", steps)
+    for extras in ([], ["test", "ray"], [], ["eval"]):
+        made.install(extras)
+    assert asked == [[], ["ray", "test"], ["ray", "test"], ["eval", "ray", "test"]]
+
+
 def test_editing_a_requirement_list_changes_the_steps_that_read_it(tmp_path, monkeypatch):
     edited = tmp_path / "cpu.txt"
     shutil.copy(environment.NEEDS, edited)
