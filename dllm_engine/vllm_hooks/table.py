@@ -301,7 +301,7 @@ PRIVATE = (
     Private("vllm.v1.engine.output_processor", "OutputProcessor.propagate_error", _FRONT_END),
     Private("vllm.entrypoints.serve.exception_handling.error_response", "create_error_response", _FRONT_END),
     Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
-    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.normalize_null_max_tokens", _FRONT_END),
     Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
     Private("vllm.entrypoints.launchers.launcher", "terminate_if_errored", _FRONT_END),
     Private("vllm.entrypoints.cli.main", "main", "for `dllm serve`"),
