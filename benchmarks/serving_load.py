@@ -45,7 +45,12 @@ SERVER = (
     *("serve", "demo", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "12"),
     *("--cache-method", "sparse", "--page-size", "8"),
 )
-LEFT = ("dllm:pages_reserved", "dllm:pages_allocated", "vllm:num_requests_running", "vllm:num_requests_waiting")
+LEFT = (
+    "vllm:dllm_pages_reserved",
+    "vllm:dllm_pages_allocated",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
 """What is 0 on ``/metrics`` where nothing is left."""
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("LLM", "DiffusionParams"):
+        from dllm_engine.vllm_hooks.release import check_release
+
+        check_release()  # what they import need not be there in another release
     if name == "LLM":
         from dllm_engine.llm import LLM
 

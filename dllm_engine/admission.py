@@ -7,8 +7,9 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import (
-    DEFAULT_GEN_LENGTH,
     InvalidRequestError,
+    RequestOptions,
+    check_place,
     resolve_decoding,
 )
 from dllm_engine.scheduler.decoding import DecodingSpec
@@ -49,9 +50,8 @@ def check_request(
         if value is not None and value != unused:
             shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
             raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
-    for option in params.extra_args or {}:
-        if option == "cfg_scale":
-            raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it unset")
+    check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
+    _check_integers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(
             f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
@@ -80,6 +80,33 @@ def check_request(
     return spec
 
 
-def default_gen_length(prompt_length: int, max_model_len: int) -> int:
-    """Response length of a request that names none: 256, or what fits (at least 1, so that the check explains)."""
-    return max(min(DEFAULT_GEN_LENGTH, max_model_len - prompt_length), 1)
+def _check_integers(params: SamplingParams, vocab_size: int) -> None:
+    for name in ("n", "seed", "max_tokens", "logprobs", "stream_interval"):
+        check_integer(name, getattr(params, name))
+    for token in params.stop_token_ids or ():
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids holds {token}, outside the vocabulary of {vocab_size}; leave it out"
+            )
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent.
+
+    vLLM's server checks the types of most fields; in Python nobody does.
+    """
+    if value is None:
+        return
+    if not isinstance(value, int):
+        raise InvalidRequestError(f"{name}={value!r} must be an integer")
+    if not -(1 << 63) <= value < 1 << 63:
+        raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
+
+
+def default_gen_length(prompt_length: int, model_config: Any) -> int:
+    """Response length of a request that names none: the model's default, or what fits.
+
+    At least 1, so that the check of the request explains.
+    """
+    default: int = model_config.override_generation_config["max_new_tokens"]
+    return max(min(default, model_config.max_model_len - prompt_length), 1)

@@ -31,6 +31,8 @@ class DiffusionFigures:
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
     positions) and ``computed_positions`` (None: the whole canvas); per UPDATE step ``retained_positions``, a list per
     layer, and per step that skips ``selected_positions``, a list per layer that drops rows."""
+    error: str | None = None
+    """Why the request ended with ``finish_reason="error"``; None where it did not."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -62,14 +64,28 @@ class DiffusionFigures:
         return self.trace.get(name, [])
 
     def to_json(self) -> dict[str, Any]:
-        """The HTTP form; the trace only where there is one."""
+        """The HTTP form; trace and error only where there is one."""
         data = asdict(self) | {"tokens_per_forward": self.tokens_per_forward}
         if not self.trace:
             del data["trace"]
+        if self.error is None:
+            del data["error"]
         return data
 
 
-def figures_message(progress: "Progress", *, with_trace: bool = True) -> dict[str, Any]:
+class ErrorReason(str):
+    """The ``finish_reason`` "error", which also says why."""
+
+    explanation: str
+
+
+def error_reason(explanation: str) -> ErrorReason:
+    reason = ErrorReason("error")
+    reason.explanation = explanation
+    return reason
+
+
+def figures_message(progress: "Progress", *, with_trace: bool = True, error: str | None = None) -> dict[str, Any]:
     """The figures as a message, for ``EngineCoreOutput.kv_transfer_params``."""
     figures = DiffusionFigures(
         denoising_steps=progress.num_forwards,
@@ -79,5 +95,6 @@ def figures_message(progress: "Progress", *, with_trace: bool = True) -> dict[st
         pages_held=progress.pages_held,
         tokens_retained=progress.tokens_retained,
         trace=progress.trace if with_trace else {},
+        error=error,
     )
     return {MESSAGE_KEY: asdict(figures)}

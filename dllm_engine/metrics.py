@@ -5,9 +5,11 @@ process to a front end; it is a fixed class, and its only free dictionaries are 
 diffusion engines refuse. ``vllm_hooks`` takes ours out again before vLLM's loggers see it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from dllm_engine.scheduler.request_failure import FAILURE_CAUSES
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
     from dllm_engine.scheduler.engine_stats import EngineStats
 
 STATS_KEY = "diffusion"
-PREFIX = "dllm:"
+PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
+"""By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with ``vllm:``."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,13 @@ class MetricSpec:
     values: tuple[str, ...] = ()
     """All values of ``label``, so that each is there from the start."""
     buckets: tuple[float, ...] = ()
+    of_vllm: bool = False
+    """Whether vLLM's own diffusion models have it too, with this name and meaning."""
 
     @property
     def exposed(self) -> str:
         """The name on ``/metrics``; of a histogram, the stem of its three series."""
-        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
+        return PREFIX[self.of_vllm] + self.name + ("_total" if self.kind == "counter" else "")
 
 
 METRICS = (
@@ -47,13 +52,32 @@ METRICS = (
         "denoising_steps",
         "counter",
         "steps",
-        "Denoising steps, summed over requests, by what the step did with the request's cache.",
+        "Denoising steps, each a forward pass of one request, by what it did with the request's cache.",
         label="refresh_state",
         values=("full", "update", "reuse"),
     ),
-    MetricSpec("forward_passes", "counter", "passes", "Forward passes, summed over the requests in each batch."),
+    MetricSpec(
+        "num_denoising_steps",
+        "counter",
+        "steps",
+        "Denoising steps as vLLM counts them: one more per complete block.",
+        of_vllm=True,
+    ),
+    MetricSpec(
+        "num_canvas_positions",
+        "counter",
+        "positions",
+        "Positions of the running block, summed over these steps.",
+        of_vllm=True,
+    ),
+    MetricSpec(
+        "num_committed_tokens",
+        "counter",
+        "tokens",
+        "Response tokens unmasked, beyond end tokens too.",
+        of_vllm=True,
+    ),
     MetricSpec("engine_steps", "counter", "batches", "Batches run: forward passes of the model."),
-    MetricSpec("tokens_unmasked", "counter", "tokens", "Response tokens unmasked, beyond end tokens too."),
     MetricSpec("tokens_computed", "counter", "rows", "Rows fed to the model: tokens computed or recomputed."),
     MetricSpec(
         "eviction_candidates",
@@ -62,6 +86,14 @@ METRICS = (
         "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running block.",
     ),
     MetricSpec("eviction_retained", "counter", "tokens per layer", "Tokens that UPDATE steps did retain."),
+    MetricSpec(
+        "requests_failed",
+        "counter",
+        "requests",
+        "Requests that ended with an error, by cause.",
+        label="cause",
+        values=FAILURE_CAUSES,
+    ),
     MetricSpec(
         "request_pages_held",
         "histogram",
@@ -99,7 +131,6 @@ class DiffusionMetrics:
 
     def __init__(self, classes: Mapping[str, Any], labels: list[str], values_per_engine: dict[int, list[Any]]) -> None:
         """``classes`` are ``prometheus_client``'s, or stand-ins for them (Ray has its own), by ``MetricSpec.kind``."""
-        _unregister()
         self._values_per_engine = values_per_engine
         self._metrics: dict[str, Any] = {}
         for spec in METRICS:
@@ -109,7 +140,7 @@ class DiffusionMetrics:
                 "histogram": {"buckets": spec.buckets},
             }
             self._metrics[spec.name] = classes[spec.kind](
-                name=PREFIX + spec.name,
+                name=PREFIX[spec.of_vllm] + spec.name,
                 documentation=spec.meaning,
                 labelnames=[*labels, spec.label] if spec.label else labels,
                 **of_kind[spec.kind],
@@ -136,47 +167,3 @@ class DiffusionMetrics:
             else:
                 for observation in amount:
                     metric.labels(*labels).observe(observation)
-
-
-def _unregister() -> None:
-    """Forget an earlier engine of this process, as vLLM does with its own metrics."""
-    from prometheus_client import REGISTRY
-
-    for collector in list(REGISTRY._collector_to_names):
-        if getattr(collector, "_name", "").startswith(PREFIX):
-            REGISTRY.unregister(collector)
-
-
-def snapshot() -> "list[Any]":
-    """This process's diffusion metrics, as the classes of ``vllm.v1.metrics.reader``."""
-    from prometheus_client import REGISTRY
-    from vllm.v1.metrics.reader import Counter, Gauge, Histogram
-
-    found: list[Any] = []
-    for metric in REGISTRY.collect():
-        if not metric.name.startswith(PREFIX):
-            continue
-        if metric.type == "counter":
-            totals = [s for s in metric.samples if s.name.endswith("_total")]
-            found.extend(Counter(metric.name, s.labels, int(s.value)) for s in totals)
-        elif metric.type == "gauge":
-            found.extend(Gauge(metric.name, s.labels, s.value) for s in metric.samples)
-        else:
-            found.extend(
-                Histogram(metric.name, labels, int(parts["_count"]), parts["_sum"], buckets)
-                for labels, parts, buckets in _histograms(metric.name, metric.samples)
-            )
-    return found
-
-
-def _histograms(name: str, samples: Iterable[Any]) -> list[tuple[dict[str, str], dict[str, float], dict[str, int]]]:
-    """(labels, sum and count, buckets) of each engine's series."""
-    series: dict[tuple, tuple[dict[str, str], dict[str, float], dict[str, int]]] = {}
-    for sample in samples:
-        labels = {key: value for key, value in sample.labels.items() if key != "le"}
-        _, parts, buckets = series.setdefault(tuple(sorted(labels.items())), (labels, {}, {}))
-        if sample.name == name + "_bucket":
-            buckets[sample.labels["le"]] = int(sample.value)
-        else:
-            parts[sample.name.removeprefix(name)] = sample.value
-    return list(series.values())

@@ -1,7 +1,9 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
+import difflib
 import json
 import math
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,19 +17,48 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTIONS_KEY = "dllm"
-"""Key of ``additional_config`` under which the options travel."""
+"""Key of ``additional_config`` under which the options travel, and of a checkpoint's config.json under which it has
+defaults of its own for requests."""
 
 
-def explain(error: ValidationError, what: str) -> str:
-    """One line per wrong field: its name, its value, and the range it must be in."""
-    lines = []
+def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
+    """What is wrong with each field: its name, its value and what it may be.
+
+    Args:
+        error: of a model that was to be validated.
+        what: how the fields are called, such as ``engine option``; may be empty.
+        known: all names, which are listed for an unknown one, the closest first.
+    """
+    known, lines = list(known), []
     for detail in error.errors():
-        name = ".".join(str(part) for part in detail["loc"]) or what
+        name, value = ".".join(str(part) for part in detail["loc"]), _shortened(detail["input"])
+        message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
-            lines.append(f"unknown {what} {name!r}={detail['input']!r}")
+            lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: {', '.join(known)})")
+        elif not name and detail["type"] == "value_error":  # of several fields together
+            lines.append(message)
         else:
-            lines.append(f"{what} {name}={detail['input']!r}: {detail['msg']}")
+            lines.append(f"{what} {name or what}={value}: {message}".lstrip())
     return "; ".join(lines)
+
+
+def checkpoint_section(hf_config: object) -> dict[str, Any]:
+    """What a checkpoint's config.json says to us; raises ``ValueError`` where it is no object."""
+    section = getattr(hf_config, OPTIONS_KEY, None)
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"config.json: {OPTIONS_KEY!r}={section!r} must be an object of request options")
+    return section or {}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message on an unknown name: the known one that is closest, or nothing."""
+    closest = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {closest[0]!r}?" if closest else ""
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 ScorerName = Literal["mask_voting", "mean_query", "snapkv", "random"]
@@ -307,8 +338,8 @@ class EngineOptions(BaseModel):
         try:
             options = cls.model_validate(raw)
         except ValidationError as error:
-            known = ", ".join(name for name in cls.model_fields if name != "guide_shape")
-            raise ValueError(f"{explain(error, 'engine option')} (engine options: {known})") from None
+            known = [name for name in cls.model_fields if name != "guide_shape"]
+            raise ValueError(f"{explain(error, 'engine option', known)} (engine options: {', '.join(known)})") from None
         _ = options.cache
         if options.cuda_graphs and options.cache_method not in RECORDABLE:
             raise ValueError(
@@ -333,10 +364,8 @@ class EngineOptions(BaseModel):
         try:
             return schema.model_validate({} if self.cache_options == PAPER else self.cache_options)
         except ValidationError as error:
-            known = ", ".join(schema.model_fields) or "no options"
-            raise ValueError(
-                f"{explain(error, 'cache option')} (cache_method={self.cache_method!r} has {known})"
-            ) from None
+            known = schema.model_fields or ["none"]
+            raise ValueError(f"cache_method={self.cache_method!r}: {explain(error, 'cache option', known)}") from None
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "EngineOptions":

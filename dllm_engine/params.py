@@ -1,5 +1,6 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -7,20 +8,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.families import FAMILIES, LLADA, ModelFamily
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.options import CacheOptions, EngineOptions, explain
+from dllm_engine.options import OPTIONS_KEY, CacheOptions, EngineOptions, checkpoint_section, did_you_mean, explain
 from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
 
 DEFAULT_GEN_LENGTH = 256
-"""Response tokens of a request that names no length."""
+"""Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
 PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
 """Request options that an engine may have a default for."""
+CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
+"""Request options that a checkpoint may have a default for: those that mean the same with every cache method."""
+_MOST_TOKENS = (1 << 31) - 1
+"""More than any model's context or vocabulary holds."""
 
 
 class InvalidRequestError(VLLMValidationError, ValueError):
@@ -35,8 +40,8 @@ class RequestOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    block_length: int | None = Field(default=None, ge=1)
-    steps: int | None = Field(default=None, ge=1)
+    block_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    steps: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     unmasking: str | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
     factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -45,15 +50,20 @@ class RequestOptions(BaseModel):
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
     delay_eos: bool | None = None
     guided: bool | None = None
-    speculation_length: int | None = Field(default=None, ge=1)
-    guide_top_k: int | None = Field(default=None, ge=1)
+    speculation_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    guide_top_k: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     guide_threshold: float | None = Field(default=None, gt=0, lt=1)
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
     stream_granularity: Literal["block", "step"] | None = None
+    trace: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=_MOST_TOKENS)
+
+
+_OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
+"""Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where they are not given."""
 
 
 class DiffusionParams(SamplingParams):
@@ -73,11 +83,12 @@ class DiffusionParams(SamplingParams):
     max_tokens: int | None = None
     """The same as ``gen_length``, under vLLM's name."""
     gen_length: int | None = None
-    """Response tokens; None: 256, or what fits where that is less."""
+    """Response tokens; None: 256 (or the checkpoint's ``max_new_tokens``), or what fits where that is less."""
     block_length: int | None = None
     """Response tokens denoised together; default 32 for LLaDA, the whole response for Dream."""
     steps: int | None = None
-    """Denoising steps over the whole response; default one per token."""
+    """Denoising steps over the whole response, 1 … ``gen_length``; default one per token. Blocks share them by their
+    length."""
     unmasking: str | None = None
     """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream, and with parallel unmasking the
     one that measures what the rule goes by."""
@@ -117,27 +128,60 @@ class DiffusionParams(SamplingParams):
     stream_granularity: Literal["block", "step"] | None = None
     """What a streamed response shows: finished blocks (the default), or the running block after each step as well, in
     ``outputs[i].provisional``."""
+    trace: bool | None = None
+    """Over HTTP: whether the response carries the trace, which the engine must record (``trace=True``); default no. In
+    Python ``outputs[i].diffusion`` has it whenever the engine records it."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
             raise InvalidRequestError(
                 f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name the same length; give one"
             )
-        if self.gen_length is None:
-            self.gen_length = self.max_tokens
-        if self.gen_length is not None and self.gen_length < 1:
-            raise InvalidRequestError(f"gen_length={self.gen_length} is out of range: it must be at least 1")
-        self.max_tokens = self.gen_length
-        top_p, top_k = self.top_p, self.top_k
-        super().__post_init__()
-        self.top_p, self.top_k = top_p, top_k
-        own = tuple(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k"))
-        chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
-        if top_p != 1.0:
-            chosen["top_p"] = top_p
-        if top_k > 0:
-            chosen["top_k"] = top_k
-        self.extra_args = (self.extra_args or {}) | {k: v for k, v in chosen.items() if v is not None} or None
+        gen_length = self.max_tokens if self.gen_length is None else self.gen_length
+        own = {name: getattr(self, name) for name in _OWN_OPTIONS}
+        extra_args = self.extra_args or {}
+        super().__post_init__()  # which resets top_p and top_k of a greedy request
+        # What the caller has put into `extra_args` himself is shown by the fields as well.
+        for name, value in own.items():
+            is_given = value != _OWN_OPTIONS[name]
+            SamplingParams.__setattr__(self, name, value if is_given else extra_args.get(name, value))
+        self.gen_length = gen_length
+        self._settle()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field as if the parameters had been made with it; raises ``InvalidRequestError`` for a bad value."""
+        is_length = name in ("gen_length", "max_tokens")
+        if is_length and value is not None and (type(value) is not int or value < 1):
+            raise InvalidRequestError(f"{name}={value!r} is out of range: it must be a whole number, at least 1")
+        before = getattr(self, name)
+        for field in ("gen_length", "max_tokens") if is_length else (name,):
+            super().__setattr__(field, value)
+        if name in _OWN_OPTIONS:
+            try:
+                self._settle()
+            except InvalidRequestError:
+                super().__setattr__(name, before)
+                raise
+
+    def _settle(self) -> None:
+        """Check the options that vLLM has no field for, and put them where they travel."""
+        chosen = {name: value for name, default in _OWN_OPTIONS.items() if (value := getattr(self, name)) != default}
+        if chosen.get("top_k", 1) <= 0:  # -1 means all as well
+            del chosen["top_k"]
+        resolve_unmasking(parse_request_options(chosen), LLADA)
+        others = {name: value for name, value in (self.extra_args or {}).items() if name not in _OWN_OPTIONS}
+        super().__setattr__("extra_args", others | chosen or None)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, as an expression that makes the same parameters."""
+        blank = DiffusionParams()
+        names = dict.fromkeys(("gen_length", *_OWN_OPTIONS, *SamplingParams.__struct_fields__))
+        given = {name: value for name in names if (value := getattr(self, name)) != getattr(blank, name)}
+        for name in ("max_tokens", "extra_args", "output_text_buffer_length", *(n for n in given if n[0] == "_")):
+            given.pop(name, None)
+        if others := {name: value for name, value in (self.extra_args or {}).items() if name not in _OWN_OPTIONS}:
+            given["extra_args"] = others
+        return f"DiffusionParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def to_sampling_params(self) -> SamplingParams:
         """The same request as vLLM's own class, the only one its wire format knows.
@@ -147,37 +191,67 @@ class DiffusionParams(SamplingParams):
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
 
 
+def check_place(fields: Iterable[str]) -> None:
+    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads."""
+    for name in fields:
+        if name in RequestOptions.model_fields:
+            raise InvalidRequestError(f'{name} belongs into vllm_xargs: {{"vllm_xargs": {{"{name}": …}}}}')
+        if name == "gen_length":
+            raise InvalidRequestError(
+                "gen_length is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)"
+            )
+        if name in EngineOptions.model_fields:
+            raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name == "cfg_scale":
+            raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")
+
+
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
+    return parse_request_options(params.extra_args or {})
+
+
+def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
+    """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which."""
     try:
-        return RequestOptions.model_validate(params.extra_args or {})
+        return RequestOptions.model_validate(raw)
     except ValidationError as error:
-        known = ", ".join(RequestOptions.model_fields)
-        raise InvalidRequestError(f"{explain(error, 'request option')} (request options: {known})") from None
+        raise InvalidRequestError(explain(error, "request option", RequestOptions.model_fields)) from None
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
     """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
-    defaults = engine.request_defaults
+    resolve_cache(_check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS), engine)
+
+
+def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
+    """What a checkpoint's config.json says for requests that leave it open; raises ``ValueError`` where it is wrong."""
+    section = checkpoint_section(hf_config)
+    _check_defaults(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
+    return section
+
+
+def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]) -> RequestOptions:
     for name in defaults:
-        if name not in DEFAULTABLE_OPTIONS:
-            raise ValueError(f"request_defaults takes no {name!r}; it may hold {', '.join(DEFAULTABLE_OPTIONS)}")
+        if name not in allowed:
+            raise ValueError(
+                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
+            )
     try:
         options = RequestOptions.model_validate(defaults)
     except ValidationError as error:
-        raise ValueError(explain(error, "request default")) from None
+        raise ValueError(f"{where}: {explain(error, 'request default')}") from None
     for family in FAMILIES.values():
         resolve_unmasking(options, family)
-    resolve_cache(options, engine)
+    return options
 
 
-def _with_defaults(options: RequestOptions, defaults: dict[str, Any]) -> RequestOptions:
-    """The options with the engine's defaults for what they leave open. Steps and the rules of parallel unmasking are
-    alternatives: a request that names one of them gets no default rule."""
-    chosen = options.model_dump(exclude_none=True)
+def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Request options with defaults for what they leave open. Steps and the rules of parallel unmasking are
+    alternatives: who names one of them gets no default rule."""
     if chosen.keys() & {"steps", *PARALLEL_OPTIONS}:
         defaults = {name: value for name, value in defaults.items() if name not in PARALLEL_OPTIONS}
-    return options.model_copy(update=defaults | chosen)
+    return defaults | chosen
 
 
 def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
@@ -191,6 +265,15 @@ def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_
         num_blocks = -(-gen_length // block_length)
         steps = max(min(steps or gen_length, gen_length), num_blocks)
     assert steps is not None
+    if block_length > gen_length:
+        raise InvalidRequestError(
+            f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
+        )
+    if steps > gen_length:
+        raise InvalidRequestError(
+            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}; a step "
+            f"unmasks at least one token"
+        )
     return block_length, steps
 
 
@@ -247,16 +330,19 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
     )
 
 
+_GUIDANCE = {
+    "speculation_length": "speculation_length",
+    "guide_top_k": "top_k",
+    "guide_threshold": "threshold",
+    "guide_fallback": "fallback",
+    "guide_correction": "correction",
+}
+"""Request options about the guide, and their fields of ``Guidance``."""
+
+
 def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
     """How the guide decides for a request; None where it does not."""
-    details: dict[str, Any] = {
-        "speculation_length": options.speculation_length,
-        "top_k": options.guide_top_k,
-        "threshold": options.guide_threshold,
-        "fallback": options.guide_fallback,
-        "correction": options.guide_correction,
-    }
-    given = {name: value for name, value in details.items() if value is not None}
+    given = {name: value for name in _GUIDANCE if (value := getattr(options, name)) is not None}
     if engine.guide_model is None:
         if options.guided or given:
             named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
@@ -271,7 +357,7 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
-    return Guidance(**given)
+    return Guidance(**{_GUIDANCE[name]: value for name, value in given.items()})
 
 
 def resolve_decoding(
@@ -281,15 +367,16 @@ def resolve_decoding(
     own = request_options(params)
     # What the guide has no use for it only minds where the request itself asks for it.
     guidance = resolve_guidance(own, engine)
-    options = _with_defaults(own, engine.request_defaults)
+    if own.trace and not engine.trace:
+        raise InvalidRequestError(
+            "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
+        )
+    filled = with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
+    options = own.model_copy(update=filled)
     gen_length = params.max_tokens
     if gen_length is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
     block_length, steps = _fit(options, own, family, gen_length)
-    if block_length > gen_length:
-        raise InvalidRequestError(
-            f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
-        )
     of_es_dllm = _uses_es_dllm_sampler(options, engine)
     unfiltered = of_es_dllm and params.temperature == 0
     if of_es_dllm:
@@ -304,7 +391,8 @@ def resolve_decoding(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
-        steps=steps,
+        # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
+        steps=steps if parallel is None else gen_length,
         schedule=family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,

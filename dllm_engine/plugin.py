@@ -1,14 +1,28 @@
 """Entry point ``vllm.general_plugins``: runs in every vLLM process (API server, engine core, workers)."""
 
+from dllm_engine.vllm_hooks import patch, table
+from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release, refuse_models
+
 
 def register() -> None:
     """Teach vLLM our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists.
 
-    Idempotent.
+    A vLLM that we do not suit serves other models as if we were not installed, and refuses ours. Idempotent.
     """
+    try:
+        check_release()
+        patch.check(table.PRIVATE)
+        patch.apply(table.EVERY_PROCESS)
+    except IncompatibleVLLMError as error:
+        refuse_models(error)
+    else:
+        _register_models()
+
+
+def _register_models() -> None:
     from transformers import AutoConfig
+    from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.model_executor.models.registry import ModelRegistry
 
     from dllm_engine.families import FAMILIES
     from dllm_engine.model_executor.models import configs
@@ -16,7 +30,7 @@ def register() -> None:
     from dllm_engine.model_executor.models.llada import LLaDAModelLM
     from dllm_engine.model_executor.models.tokenizers import register_tokenizers
     from dllm_engine.model_executor.page_memory import register_pool_spec
-    from dllm_engine.vllm_hooks import patch, table
+    from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 
     AutoConfig.register("llada", configs.LLaDAConfig, exist_ok=True)
@@ -27,4 +41,4 @@ def register() -> None:
         MODELS_CONFIG_MAP[family.architecture] = DiffusionEngineConfig
     register_tokenizers()
     register_pool_spec()
-    patch.apply(table.EVERY_PROCESS)
+    keep_our_warnings()

@@ -4,14 +4,13 @@ The bytes of weights and pages are exact for unquantized checkpoints. The activa
 vLLM measures when an engine starts, and the overhead is what the caller says it is.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dllm_engine.demo import model_path
-from dllm_engine.families import FAMILIES, family_of
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.families import family_of
+from dllm_engine.options import CACHE_OPTIONS, EngineOptions, checkpoint_section
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.released_configs import RELEASED_CONFIGS
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
@@ -42,7 +41,7 @@ class Deployment:
     response: int
     options: EngineOptions
     block_length: int | None = None
-    """None: the family's default."""
+    """None: the checkpoint's default, else the family's."""
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -180,32 +179,18 @@ def plan(deployment: Deployment) -> Sizing:
 
 def load_config(model: str) -> Any:
     """A model's config: of its folder, of the local Hugging Face cache, or known by its name."""
+    from dllm_engine.model_executor.models.configs import parse_config, read_json_object
+
     folder = Path(model_path(model))
     file = folder / "config.json" if folder.is_dir() else _cached_config(model)
-    if file is not None and file.is_file():
-        try:
-            values = json.loads(file.read_text())
-        except ValueError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from None
-    elif folder.is_dir():
-        raise ValueError(f"{folder} holds no config.json; name the folder of a checkpoint")
-    elif model in RELEASED_CONFIGS:
-        values = RELEASED_CONFIGS[model]
-    else:
-        raise ValueError(
-            f"model {model!r} is neither a folder nor in the local Hugging Face cache; download its config.json, or "
-            f"name one of demo, {', '.join(RELEASED_CONFIGS)}"
-        )
-    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
-
-    classes = {config.model_type: config for config in (LLaDAConfig, DreamConfig)}
-    if not isinstance(values, dict) or values.get("model_type") not in classes:
-        kind = values.get("model_type") if isinstance(values, dict) else None
-        raise ValueError(
-            f"model {model!r}: model_type={kind!r} is not a supported diffusion language model; supported: "
-            f"{', '.join(FAMILIES)}"
-        )
-    return classes[values["model_type"]](**{key: value for key, value in values.items() if key != "model_type"})
+    if file is not None:
+        return parse_config(read_json_object(file), str(file.parent))
+    if model in RELEASED_CONFIGS:
+        return parse_config(RELEASED_CONFIGS[model], model)
+    raise ValueError(
+        f"model {model!r} is neither a folder nor in the local Hugging Face cache; download its config.json, or name "
+        f"one of demo, {', '.join(RELEASED_CONFIGS)}"
+    )
 
 
 def _cached_config(model: str) -> Path | None:
@@ -223,10 +208,13 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     """The request that the plan is for."""
     family = family_of(config)
     block_length = deployment.block_length
+    if block_length is None:
+        default = checkpoint_section(config).get("block_length") or family.block_length_of(deployment.response)
+        block_length = min(default, deployment.response)
     return DecodingSpec(
         prompt_length=deployment.prompt,
         gen_length=deployment.response,
-        block_length=family.block_length_of(deployment.response) if block_length is None else block_length,
+        block_length=block_length,
         steps=deployment.response,
         schedule=family.schedule,
         unmasking=family.default_unmasking,

@@ -60,8 +60,9 @@ def _partial_statistics_kernel(
         if WITH_MARGIN:
             block_second = tl.max(tl.where(column == first + where, -float("inf"), x), 0)
             second = tl.maximum(tl.minimum(highest, block_highest), tl.maximum(second, block_second))
-        new_highest = tl.maximum(highest, block_highest)
-        if new_highest > -float("inf"):
+        new_highest = tl.maximum(highest, block_highest, propagate_nan=tl.PropagateNan.ALL)
+        # Whatever is no number makes the sums none.
+        if new_highest != -float("inf"):
             gap = x - new_highest
             weights = tl.exp(gap)
             if WITH_ENTROPY:

@@ -25,10 +25,14 @@ class Candidates:
 
     index: int
     """Of the request in the batch."""
+    request_id: str
     canvas: Canvas
     plan: StepPlan
     positions: torch.Tensor
     """``[num_candidates]``, in the canvas."""
+
+
+CHOSEN, NOT_FINITE = 1, 2
 
 
 class Filled(NamedTuple):
@@ -38,8 +42,8 @@ class Filled(NamedTuple):
     """Numbers in the batch."""
     positions: torch.Tensor
     """In their canvases."""
-    chosen: torch.Tensor
-    """bool: which of them it filled."""
+    outcome: torch.Tensor
+    """int64: ``CHOSEN`` where it filled one, ``NOT_FINITE`` where the model's logits were not."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,11 @@ class BatchCandidates:
             zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
         ):
             if positions.numel():
-                yield Candidates(index, self.batch.canvases[index], self.batch.plans[index], positions), of_request
+                batch = self.batch
+                found = Candidates(
+                    index, batch.request_ids[index], batch.canvases[index], batch.plans[index], positions
+                )
+                yield found, of_request
 
 
 def _fills_any(plan: StepPlan, canvas: Canvas) -> bool:
@@ -173,16 +181,38 @@ def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
     return first_of_all, quota.count
 
 
-def positions_of(filled: list[list[Filled]], num_requests: int) -> list[list[list[int]]]:
-    """The positions filled, ascending, per step and request. The device is waited for once."""
+def must_fill(plan: StepPlan, canvas: Canvas) -> bool:
+    """Whether a step fills a position whatever the model predicts."""
+    if plan.skips:
+        # The row of the only position that may be filled may have been dropped; the next step keeps it.
+        return False
+    if plan.quota.parallel is not None or canvas.spec.guidance is not None:
+        return True
+    by_chance = UNMASKING_POLICIES[canvas.spec.unmasking].draws_each_position
+    return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did to the requests of a batch, by their numbers."""
+
+    positions: list[list[int]]
+    """Filled in each request, ascending."""
+    not_finite: set[int]
+    """Requests for which the model made logits that are NaN or infinite."""
+
+
+def outcomes_of(filled: list[list[Filled]], num_requests: int) -> list[StepOutcome]:
+    """Per step. The device is waited for once."""
     parts = list(chain.from_iterable(filled))
-    found: list[list[list[int]]] = [[[] for _ in range(num_requests)] for _ in filled]
+    found = [StepOutcome([[] for _ in range(num_requests)], set()) for _ in filled]
     if not parts:
         return found
-    columns = torch.cat([torch.stack((part.requests, part.positions, part.chosen.long())) for part in parts], dim=1)
-    sizes = [sum(part.chosen.shape[0] for part in of_step) for of_step in filled]
-    for of_step, (requests, positions, chosen) in zip(found, columns.cpu().split(sizes, dim=1), strict=True):
-        kept = chosen.bool()
+    columns = torch.cat([torch.stack(part) for part in parts], dim=1)
+    sizes = [sum(part.outcome.shape[0] for part in of_step) for of_step in filled]
+    for of_step, (requests, positions, outcome) in zip(found, columns.cpu().split(sizes, dim=1), strict=True):
+        kept = outcome == CHOSEN
         for request, position in zip(requests[kept].tolist(), positions[kept].tolist(), strict=True):
-            of_step[request].append(position)
+            of_step.positions[request].append(position)
+        of_step.not_finite.update(requests[outcome == NOT_FINITE].tolist())
     return found

@@ -1,32 +1,113 @@
-"""A checkpoint's files, checked before they are read."""
+"""A checkpoint's files, checked before a model is made of them."""
 
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig
+
+from dllm_engine.model_executor.models.configs import check_config, read_json_object
+from dllm_engine.model_executor.models.decoder import DecoderShape
+from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.llada import LLaDAModelLM
+
+INDEX = "model.safetensors.index.json"
+_MODEL_CLASSES = {"llada": LLaDAModelLM, "Dream": DreamModel}
+_SIZES = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+    "vocab_size",
+)
 
 
-def check_safetensors(model: str) -> None:
-    """Raise ``ValueError`` naming the file that is missing from, or damaged in, the model folder ``model``.
+def check_safetensors(model: str) -> dict[str, tuple[Path, list[int]]]:
+    """The tensors in the model folder ``model``: the file and the shape of each, by name.
 
-    A name that is no local folder is left to vLLM, which downloads it.
+    A name that is no local folder is left to vLLM, which downloads it; it has none here.
+
+    Raises:
+        ValueError: naming the file that is missing from the folder, or damaged.
     """
     folder = Path(model)
     if not folder.is_dir():
-        return
-    files = set(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        wanted = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
-        missing = sorted(path.name for path in wanted if not path.is_file())
-        if missing:
-            raise ValueError(f"{index}: {', '.join(missing)} is listed but missing from {folder}; copy it there")
-        files |= wanted
+        return {}
+    files = set(folder.glob("*.safetensors")) | _files_of_index(folder)
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors file; copy the checkpoint's weights there")
+    tensors = {}
     for path in sorted(files):
         try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError as error:
+            with safe_open(path, framework="pt") as file:
+                tensors.update({name: (path, list(file.get_slice(name).get_shape())) for name in sorted(file.keys())})
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged or incomplete ({error}); copy it again") from error
+    return tensors
+
+
+def _files_of_index(folder: Path) -> set[Path]:
+    """The files that the folder's index lists, all of which are there; none without an index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return set()
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: 'weight_map' must be a table of tensor names and files; copy the file again")
+    names = set(map(str, weight_map.values()))
+    if odd := sorted(name for name in names if Path(name).name != name or not name.endswith(".safetensors")):
+        raise ValueError(f"{index}: 'weight_map' names {odd[0]!r}, which is no *.safetensors file of this folder")
+    if missing := sorted(name for name in names if not (folder / name).is_file()):
+        raise ValueError(f"{index}: {', '.join(missing)} is listed but missing from {folder}; copy it there")
+    return {folder / name for name in names}
+
+
+def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool = True) -> None:
+    """Check that ``config`` describes a model that can be served, and the weights in the folder ``model``.
+
+    The weights are not read, only their shapes: a size that is wrong by orders of magnitude would end in an
+    allocation that the system answers with a signal.
+
+    Raises:
+        ValueError: naming the file, and the key or tensor, that is missing, damaged or does not fit the others.
+    """
+    check_config(config)
+    model_class = _MODEL_CLASSES[config.model_type]
+    shape = model_class.decoder_shape(config)
+    if not with_weights:
+        return
+    keys = [config.attribute_map.get(name, name) for name in _SIZES]
+    stated = f"{Path(model) / 'config.json'} ({', '.join(f'{key}={getattr(config, key)}' for key in keys)})"
+    wanted = _shapes_in_layer(shape) | {
+        ("embedding.weight", None): [shape.vocab_size, shape.hidden_size],
+        ("lm_head.weight", None): [shape.vocab_size, shape.hidden_size],
+        ("final_norm.weight", None): [shape.hidden_size],
+    }
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    num_layers = 0
+    tensors = check_safetensors(model)
+    for name, (path, found) in tensors.items():
+        parameter, shard = model_class.locate(name)
+        if parameter.startswith("layers."):
+            _, layer, parameter = parameter.split(".", 2)
+            num_layers = max(num_layers, int(layer) + 1)
+        # Packed weights have other shapes; norms and the embedding are never packed.
+        is_plain = not is_quantized or len(found) == 1 or parameter == "embedding.weight"
+        expected = wanted.get((parameter, shard), found)
+        if is_plain and found != expected:
+            raise ValueError(f"{path}: tensor {name!r} has the shape {found}, not the {expected} of {stated}")
+    if tensors and num_layers != shape.num_layers:
+        raise ValueError(f"{model}: the weights hold {num_layers} layers, not the {shape.num_layers} of {stated}")
+
+
+def _shapes_in_layer(shape: DecoderShape) -> dict[tuple[str, str | int | None], list[int]]:
+    """Shapes of a layer's tensors by parameter and shard, as a model's ``locate`` names them."""
+    hidden, kv_size = shape.hidden_size, shape.num_kv_heads * shape.head_dim
+    shapes: dict[tuple[str, str | int | None], list[int]] = {
+        ("attn_norm.weight", None): [hidden],
+        ("mlp_norm.weight", None): [hidden],
+        ("out_proj.weight", None): [hidden, hidden],
+        ("gate_up_proj.weight", 0): [shape.intermediate_size, hidden],
+        ("gate_up_proj.weight", 1): [shape.intermediate_size, hidden],
+        ("down_proj.weight", None): [hidden, shape.intermediate_size],
+    }
+    for shard, rows in (("q", hidden), ("k", kv_size), ("v", kv_size)):
+        shapes["qkv_proj.weight", shard] = [rows, hidden]
+        shapes["qkv_proj.bias", shard] = [rows]
+    return shapes

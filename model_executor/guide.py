@@ -35,14 +35,16 @@ from dllm_engine.model_executor.token_prediction import gather_from_ranks
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.decoding import Span
 from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass(frozen=True)
 class Draft:
     """What the diffusion model proposes for the leftmost masked positions of a block."""
 
+    request_id: str
     canvas: Canvas
     positions: torch.Tensor
     """``[num_drafted]``, ascending; no masked position lies left of or between them."""
@@ -122,18 +124,29 @@ class Guide:
         """Take pages from ``memory`` from now on."""
         self.pages = memory.view_for(self.model.num_kv_heads, self.model.shape.head_dim)
 
-    def check(self, drafts: list[Draft]) -> list[Verdict]:
+    def check(self, drafts: list[Draft]) -> list[Verdict | RequestFailure]:
         """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all.
 
         Feeds what the pages do not hold yet, and at least the row before the first token to be judged. Tokens that the
         guide cannot read, or that its pages have no room for, it ranks behind all others.
         """
         asked = [self._question(draft) for draft in drafts]
-        asking = [question for question in asked if question.judged]
+        asking = [question for question in asked if isinstance(question, _Question) and question.judged]
         judged = iter(self._ask(asking) if asking else ())
-        return [self._verdict(question, next(judged) if question.judged else {}) for question in asked]
+        return [
+            question
+            if isinstance(question, RequestFailure)
+            else self._verdict(draft.request_id, question, next(judged) if question.judged else {})
+            for draft, question in zip(drafts, asked, strict=True)
+        ]
 
-    def _question(self, draft: Draft) -> _Question:
+    def _question(self, draft: Draft) -> _Question | RequestFailure:
+        try:
+            return self._read(draft)
+        except Exception as error:
+            return failure_of(draft.request_id, error)
+
+    def _read(self, draft: Draft) -> _Question:
         positions, tokens = draft.positions.tolist(), draft.tokens.tolist()
         text = draft.canvas.tokens[: positions[-1] + 1].tolist()
         for position, token in zip(positions, tokens, strict=True):
@@ -151,7 +164,8 @@ class Guide:
         return _Question(draft.canvas, tokens, reading, [t for t in judged if t <= room])
 
     def _ask(self, questions: list[_Question]) -> list[dict[int, tuple[int, int]]]:
-        """Per question the rank and the guide's own token of each token to be judged, by the token's index."""
+        """Per question the rank and the guide's own token of each token to be judged, by the token's index; a rank of
+        −1 where the guide's logits are not finite."""
         assert self.pages is not None
         device = self.pages.keys.device
         spans = []
@@ -178,8 +192,18 @@ class Guide:
         answers = zip(ranks.tolist(), own.tolist(), strict=True)
         return [{t: next(answers) for t in question.judged} for question in questions]
 
-    def _verdict(self, question: _Question, answers: dict[int, tuple[int, int]]) -> Verdict:
+    def _verdict(
+        self, request_id: str, question: _Question, answers: dict[int, tuple[int, int]]
+    ) -> Verdict | RequestFailure:
         """``answers``: as of ``_ask``."""
+        if any(rank < 0 for rank, _ in answers.values()):
+            return RequestFailure("not_finite", "the guide model produced logits that are NaN or infinite")
+        try:
+            return self._translate(question, answers)
+        except Exception as error:
+            return failure_of(request_id, error)
+
+    def _translate(self, question: _Question, answers: dict[int, tuple[int, int]]) -> Verdict:
         ranks, tokens = [], []
         for index, (draft, span) in enumerate(zip(question.drafted, question.reading.spelling, strict=True)):
             read = range(*span)
@@ -200,6 +224,7 @@ class Guide:
                 logits[:, token - first] = -torch.inf
         best, tokens = logits.max(dim=1)
         tokens = tokens + first
+        finite = best < torch.inf
         local = drafted - first
         here = (local >= 0) & (local < size)
         scores = logits.gather(1, local.clamp(0, size - 1)[:, None])[:, 0].masked_fill(~here, 0)
@@ -208,14 +233,15 @@ class Guide:
         sharded = get_tensor_model_parallel_world_size() > 1
         if sharded:
             scores = tensor_model_parallel_all_reduce(scores)
-            winner = torch.stack(gather_from_ranks(best, get_tp_group())).argmax(dim=0, keepdim=True)
+            bests = torch.stack(gather_from_ranks(best, get_tp_group()))
+            winner, finite = bests.argmax(dim=0, keepdim=True), (bests < torch.inf).all(dim=0)
             tokens = torch.stack(gather_from_ranks(tokens, get_tp_group())).gather(0, winner)[0]
         ahead = (logits > scores[:, None]) | ((logits == scores[:, None]) & (ids < drafted[:, None]))
         ranks = ahead.sum(dim=1)
         if sharded:
             ranks = torch.stack(gather_from_ranks(ranks, get_tp_group())).sum(dim=0)
         # A token that the guide does not have comes after all that it has.
-        return ranks.masked_fill(~known, self.model.shape.vocab_size), tokens
+        return ranks.masked_fill(~known, self.model.shape.vocab_size).masked_fill(~finite, -1), tokens
 
 
 def _weights(name: str, vllm_config: VllmConfig) -> Iterable[tuple[str, torch.Tensor]]:

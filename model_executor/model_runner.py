@@ -12,7 +12,6 @@ import torch
 from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,7 +22,16 @@ from dllm_engine.families import family_of
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.xformers_attention import check_xformers
 from dllm_engine.model_executor.cache_methods import CACHE_METHODS
-from dllm_engine.model_executor.candidates import BatchCandidates, Candidates, Filled, positions_of
+from dllm_engine.model_executor.candidates import (
+    CHOSEN,
+    NOT_FINITE,
+    BatchCandidates,
+    Candidates,
+    Filled,
+    StepOutcome,
+    must_fill,
+    outcomes_of,
+)
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.checkpoint import check_safetensors
 from dllm_engine.model_executor.foresight import foreseen, is_watched
@@ -45,7 +53,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import model_end_tokens
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.messages import (
-    BlockState,
+    BlockChange,
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
     NewRequest,
@@ -53,9 +61,8 @@ from dllm_engine.scheduler.messages import (
 )
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand
+from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
-
-logger = init_logger(__name__)
 
 _BY_MASK = (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST)
 
@@ -83,6 +90,8 @@ class DiffusionModelRunner:
         # A CPU is never waited for, and what is filled meanwhile would go through the head for nothing.
         self.looks_ahead = device.type != "cpu"
         self.canvases: dict[str, Canvas] = {}
+        self.failures: dict[str, RequestFailure] = {}
+        """Of requests whose own part of the work in hand raised an exception."""
         self.store = CanvasStore(device)
         self.pages: PageMemory | None = None
         self.graphs: StepGraphs | None = None
@@ -220,22 +229,30 @@ class DiffusionModelRunner:
         assert isinstance(scheduler_output, DiffusionSchedulerOutput)
         for request_id in scheduler_output.finished_req_ids:
             self.canvases.pop(request_id, None)
-        for request_id, request in scheduler_output.new_requests.items():
-            self.canvases[request_id] = self._new_canvas(request)
-        for request_id, tables in scheduler_output.page_tables.items():
-            self.canvases[request_id].page_tables = {kind: self._page_table(ids) for kind, ids in tables.items()}
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        plans, progress = scheduler_output.plans, scheduler_output.progress
+        self.failures = {}
+        self._take_in(scheduler_output)
+        plans = {i: plan for i, plan in scheduler_output.plans.items() if i not in self.failures}
+        progress = scheduler_output.progress
         reports: list[dict[str, StepReport]] = []
-        while True:
+        while plans:
             ran = self._run_steps(plans, progress, scheduler_output.num_steps - len(reports))
             reports += ran
-            if len(reports) == scheduler_output.num_steps or any(r.block_tokens for r in reports[-1].values()):
+            # What the scheduler must know of ends the dispatch.
+            if (
+                self.failures
+                or len(reports) == scheduler_output.num_steps
+                or any(r.block_tokens or r.failure for r in reports[-1].values())
+            ):
                 break
             for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
                 progress[request_id].advance(self.canvases[request_id].spec, report.num_unmasked, block_done=False)
-            plans = {i: self.plan(self.canvases[i].spec, p) for i, p in progress.items()}
+            plans = self._next_plans(progress)
+        failed = {request_id: StepReport.failed(failure) for request_id, failure in self.failures.items()}
+        if failed:
+            reports = reports or [{}]
+            reports[-1] |= failed
         request_ids = list(reports[-1])
         return DiffusionRunnerOutput(
             req_ids=request_ids,
@@ -243,6 +260,30 @@ class DiffusionModelRunner:
             sampled_token_ids=[report.block_tokens or [] for report in reports[-1].values()],
             reports=reports,
         )
+
+    def _next_plans(self, progress: dict[str, Progress]) -> dict[str, StepPlan]:
+        """None at all where one request has none: the scheduler must know first."""
+        plans = {}
+        for request_id, of_request in progress.items():
+            try:
+                plans[request_id] = self.plan(self.canvases[request_id].spec, of_request)
+            except Exception as error:
+                self.failures[request_id] = failure_of(request_id, error)
+        return {} if self.failures else plans
+
+    def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> None:
+        """Canvases of new requests, and page tables that have changed."""
+        new, tables = scheduler_output.new_requests, scheduler_output.page_tables
+        for request_id in new | tables:
+            try:
+                if request_id in new:
+                    self.canvases[request_id] = self._new_canvas(new[request_id])
+                if request_id in tables:
+                    self.canvases[request_id].page_tables = {
+                        kind: self._page_table(ids) for kind, ids in tables[request_id].items()
+                    }
+            except Exception as error:
+                self.failures[request_id] = failure_of(request_id, error)
 
     def _run_steps(
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
@@ -270,10 +311,11 @@ class DiffusionModelRunner:
 
     def _denoise(
         self, batch: StepBatch, candidates: BatchCandidates, layer_pass: LayerPass, run: list[dict[str, StepPlan]]
-    ) -> list[list[list[int]]]:
-        """Run steps of one batch; returns the positions that each filled, sorted, per request of the batch.
+    ) -> list[StepOutcome]:
+        """Run steps of one batch. Between steps the device is not waited for.
 
-        Between steps the device is not waited for.
+        An exception in here is no one request's and ends the engine: pages have been written in part, by some layers
+        and perhaps by some ranks, so that running the requests again, one by one, would not compute the same.
         """
         groups = self._by_settings(candidates)
         filled = [self._step(batch, groups, layer_pass)]
@@ -285,7 +327,7 @@ class DiffusionModelRunner:
                 batch = replace(batch, plans=in_order, input_ids=self.store.tokens[places])
                 groups = [replace(group, batch=batch) for group in groups]
                 filled.append(self._step(batch, groups, layer_pass))
-        return positions_of(filled, len(batch.plans))
+        return outcomes_of(filled, len(batch.plans))
 
     def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
         """Those that go through the head together."""
@@ -444,7 +486,9 @@ class DiffusionModelRunner:
         chosen = group.choose(statistics, masked)
         self.store.tokens[group.places] = torch.where(chosen, statistics.token, tokens)
         self.store.masked[group.places] = masked & ~chosen
-        return Filled(group.requests, group.positions, chosen)
+        # A NaN or an infinity among a row's logits makes every probability of the row NaN.
+        outcome = torch.where(statistics.probability < torch.inf, chosen, NOT_FINITE)
+        return Filled(group.requests, group.positions, outcome)
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""
@@ -456,12 +500,16 @@ class DiffusionModelRunner:
             guidance = candidates.canvas.spec.guidance
             assert guidance is not None
             window = slice(guidance.speculation_length)
-            drafts.append(Draft(candidates.canvas, candidates.positions[window], statistics.token[window]))
+            request_id = candidates.request_id
+            drafts.append(Draft(request_id, candidates.canvas, candidates.positions[window], statistics.token[window]))
             probabilities.append(statistics.probability[window].tolist())
         filled = []
         for draft, probability, verdict, (candidates, _) in zip(
             drafts, probabilities, self.guide.check(drafts), drafted, strict=True
         ):
+            if isinstance(verdict, RequestFailure):
+                self.failures[draft.request_id] = verdict
+                continue
             canvas, plan = draft.canvas, candidates.plan
             assert canvas.spec.guidance is not None
             chosen = select_guided(
@@ -477,33 +525,76 @@ class DiffusionModelRunner:
             canvas.masked[positions] = False
             positions = positions.sort().values
             of_request = torch.full_like(positions, candidates.index)
-            filled.append(Filled(of_request, positions, torch.ones_like(positions, dtype=torch.bool)))
+            filled.append(Filled(of_request, positions, torch.full_like(positions, CHOSEN)))
         return filled
 
     def _report(
-        self, batch: StepBatch, unmasked: list[list[list[int]]], layer_pass: LayerPass
+        self, batch: StepBatch, outcomes: list[StepOutcome], layer_pass: LayerPass
     ) -> list[dict[str, StepReport]]:
-        """``unmasked``: positions per step and request. No step but the last completes a block."""
-        reports: list[dict[str, StepReport]] = [{} for _ in unmasked]
-        for index, (request_id, plan, canvas) in enumerate(
-            zip(batch.request_ids, batch.plans, batch.canvases, strict=True)
-        ):
-            block = slice(*plan.block)
-            left = canvas.num_masked.get(plan.block, plan.block.size) - sum(len(of_step[index]) for of_step in unmasked)
-            canvas.num_masked[plan.block] = left
-            canvas.last_unmasked = unmasked[-1][index]
-            for number, (of_step, reports_of_step) in enumerate(zip(unmasked, reports, strict=True), start=1):
-                done = number == len(unmasked) and left == 0
-                reports_of_step[request_id] = StepReport(
-                    rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
-                    num_unmasked=len(of_step[index]),
-                    block_tokens=canvas.tokens[block].tolist() if done else None,
-                    trace=_trace(batch, index, of_step[index], layer_pass) if self.options.trace else None,
-                    kv_slots=layer_pass.kv_slots(index),
-                    logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
-                    block_state=_block_state(canvas, block) if canvas.confidences is not None else None,
-                )
+        """A dictionary per step. No step but the last completes a block."""
+        reports: list[dict[str, StepReport]] = [{} for _ in outcomes]
+        for index, request_id in enumerate(batch.request_ids):
+            try:
+                of_request = self._reports_of_request(batch, index, outcomes, layer_pass)
+            except Exception as error:
+                self.failures[request_id] = failure_of(request_id, error)
+                continue
+            for reports_of_step, report in zip(reports, of_request, strict=False):
+                reports_of_step[request_id] = report
         return reports
+
+    def _reports_of_request(
+        self, batch: StepBatch, index: int, outcomes: list[StepOutcome], layer_pass: LayerPass
+    ) -> list[StepReport]:
+        """A report per step, up to the first that fails."""
+        plan, canvas, block = batch.plans[index], batch.canvases[index], slice(*batch.plans[index].block)
+        unmasked = [outcome.positions[index] for outcome in outcomes]
+        left = canvas.num_masked.get(plan.block, plan.block.size) - sum(map(len, unmasked))
+        canvas.num_masked[plan.block] = left
+        canvas.last_unmasked = unmasked[-1]
+        reports: list[StepReport] = []
+        for number, outcome in enumerate(outcomes):
+            if failure := _failure(plan, canvas, index, outcome, plan.forward + number):
+                return [*reports, StepReport.failed(failure)]
+            done = number == len(outcomes) - 1 and left == 0
+            report = StepReport(
+                rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
+                num_unmasked=len(unmasked[number]),
+                block_tokens=canvas.tokens[block].tolist() if done else None,
+                trace=_trace(batch, index, unmasked[number], layer_pass) if self.options.trace else None,
+                kv_slots=layer_pass.kv_slots(index),
+                logprobs=_block_logprobs(canvas, block) if done and canvas.logprobs is not None else None,
+                block_change=self._block_change(canvas, plan.block, unmasked[number])
+                if canvas.confidences is not None
+                else None,
+            )
+            reports.append(report)
+        return reports
+
+    def _block_change(self, canvas: Canvas, block: Span, unmasked: list[int]) -> BlockChange:
+        """``unmasked``: the canvas positions that the step filled."""
+        assert canvas.confidences is not None
+        here = slice(*block)
+        known = [None if math.isnan(confidence) else confidence for confidence in canvas.confidences[here].tolist()]
+        filled = [position - block.start for position in unmasked]
+        return BlockChange(
+            positions=filled,
+            token_ids=canvas.tokens[unmasked].tolist(),
+            confidences=[known[position] for position in filled],
+            guesses=[known[position] for position in canvas.masked[here].nonzero().flatten().tolist()],
+            mask_token_id=self.mask_token_id,
+        )
+
+
+def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome, forward: int) -> RequestFailure | None:
+    """What is wrong with a request's part of a step, its forward pass number ``forward`` from 0."""
+    if index in outcome.not_finite:
+        return RequestFailure(
+            "not_finite", f"the model produced logits that are NaN or infinite in forward pass {forward + 1}"
+        )
+    if not outcome.positions[index] and must_fill(plan, canvas):
+        return RequestFailure("no_progress", f"forward pass {forward + 1} unmasked no token, although it has to")
+    return None
 
 
 def _trace(batch: StepBatch, index: int, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
@@ -538,16 +629,6 @@ def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
     tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
     values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
     return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
-
-
-def _block_state(canvas: Canvas, block: slice) -> BlockState:
-    assert canvas.confidences is not None
-    confidences = canvas.confidences[block].tolist()
-    return BlockState(
-        token_ids=canvas.tokens[block].tolist(),
-        masked=canvas.masked[block].tolist(),
-        confidences=[None if math.isnan(confidence) else confidence for confidence in confidences],
-    )
 
 
 def _row_span(plan: StepPlan, canvas: Canvas) -> Span:

@@ -19,6 +19,12 @@ class PagePoolSpec(FullAttentionSpec):
     pages_per_request: int = field(default=1)
     """Pages of a request as long as ``max_model_len``, over all layers."""
 
+    @classmethod
+    def merge(cls, specs: "list[PagePoolSpec]") -> "PagePoolSpec":
+        """vLLM's own would fall back to one page per request."""
+        (spec,) = specs  # the pool is the only pseudo-layer
+        return spec
+
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.pages_per_request * self.page_size_bytes
 

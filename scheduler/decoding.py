@@ -1,6 +1,7 @@
 """The two nouns every refresh plan speaks of: what a request asked for, and how far it has come."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from dllm_engine.families import ScheduleKind
@@ -51,7 +52,7 @@ class DecodingSpec:
     gen_length: int
     block_length: int
     steps: int
-    """Denoising steps over the whole response."""
+    """Denoising steps over the whole response, at least one per block and at most one per token."""
     schedule: ScheduleKind
     unmasking: str
     temperature: float
@@ -95,8 +96,18 @@ class DecodingSpec:
         start, stop = self.block_span(block)
         return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
 
-    def steps_in_block(self, block: int) -> int:
-        return split_steps(self.steps, self.num_blocks, block)
+    @cached_property
+    def steps_per_block(self) -> tuple[int, ...]:
+        return split_steps(self.steps, [self.block_span(block).size for block in range(self.num_blocks)])
+
+    def most_steps_in_block(self, block: int) -> int:
+        """Forward passes within which a block is finished whatever the model predicts.
+
+        Before the schedule's last step a pass may fill no position: a time grid asks for none, chance gives none. From
+        there on every second pass fills one at least. ES-dLLM may drop the row of the only candidate in one pass, not
+        in two.
+        """
+        return self.steps_per_block[block] + 2 * self.block_span(block).size
 
 
 @dataclass

@@ -34,9 +34,11 @@ from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_demand
+from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.units import readable_size
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass
@@ -99,31 +101,40 @@ class DiffusionScheduler(SchedulerInterface):
         self.states: dict[str, RequestState] = {}
         self.finished_req_ids: set[str] = set()
         self.finished_req_ids_dict: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
-        self._rejected: list[Request] = []
+        self._errors: list[tuple[int, EngineCoreOutput]] = []
+        """Last outputs of requests that failed, with their clients; sent with those of the step."""
         self._num_steps = 0
         self._stats = EngineStats()
         self._pause_state = PauseState.UNPAUSED
         # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
         self._seeds = random.Random(vllm_config.model_config.seed)
+        page_bytes = sum(group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups)
+        logger.info("%s", _what_is_kept(self.options, self.geometry, self.pages.num_pages, page_bytes))
 
     # Requests coming and going
 
     def add_request(self, request: Request) -> None:
-        if request.request_id in self.states:
-            raise ValueError(f"request id {request.request_id!r} is running already")
         try:
             state = self._new_state(request)
         except ValueError as error:
             # The front end has checked the same rules (admission.py); only a client that bypasses it comes here.
-            logger.error("request %s refused: %s", request.request_id, error)
-            self._rejected.append(request)
+            self._refuse(request, RequestFailure("refused", str(error)))
+            return
+        except Exception as error:
+            self._refuse(request, failure_of(request.request_id, error))
             return
         self.states[request.request_id] = state
         self.waiting.add_request(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
+    def _refuse(self, request: Request, failure: RequestFailure) -> None:
+        logger.error("request %s refused: %s", request.request_id, failure.message)
+        self._send_error(request, failure, Progress())
+
     def _new_state(self, request: Request) -> RequestState:
+        if request.request_id in self.states:
+            raise ValueError(f"request id {request.request_id!r} is running already; choose another")
         params = request.sampling_params
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
@@ -158,6 +169,32 @@ class DiffusionScheduler(SchedulerInterface):
             self._free(request)
         return requests
 
+    def _fail(self, request: Request, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None) -> None:
+        """End a request with an error. ``output``: the step that it may be part of."""
+        state = self.states[request.request_id]
+        logger.error("request %s failed: %s", request.request_id, failure.message)
+        if output is not None:
+            for of_requests in (output.plans, output.new_requests, output.page_tables, output.num_scheduled_tokens):
+                of_requests.pop(request.request_id, None)
+        # Wherever it is: what failed may have been on its way from one to the other.
+        self.running = remove_all(self.running, {request})
+        self.waiting.remove_requests([request])
+        self._free(request)
+        self._send_error(request, failure, state.progress)
+
+    def _send_error(self, request: Request, failure: RequestFailure, progress: Progress) -> None:
+        request.status = RequestStatus.FINISHED_ERROR
+        self._stats.requests_failed[failure.cause] += 1
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            events=request.take_events(),
+            kv_transfer_params=figures_message(progress, error=failure.message),
+            trace_headers=request.trace_headers,
+        )
+        self._errors.append((request.client_index, output))
+
     def _free(self, request: Request) -> None:
         state = self.states.pop(request.request_id)
         if self.log_stats:  # else nobody empties its lists
@@ -181,10 +218,13 @@ class DiffusionScheduler(SchedulerInterface):
         budget = self.max_rows
         # Those left out of the last steps first: a row budget too small for all must not starve anyone.
         for request in sorted(self.running, key=lambda r: self.states[r.request_id].last_scheduled):
-            plan = self._next_plan(request)
-            if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
-                self._schedule_one(request, plan, output)
-                budget -= plan.max_rows
+            try:
+                plan = self._next_plan(request)
+                if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
+                    self._schedule_one(request, plan, output)
+                    budget -= plan.max_rows
+            except Exception as error:
+                self._fail(request, failure_of(request.request_id, error), output)
         if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
             self._admit(output, budget)
         canvases = self._canvases()
@@ -197,26 +237,32 @@ class DiffusionScheduler(SchedulerInterface):
     def _admit(self, output: DiffusionSchedulerOutput, budget: int) -> None:
         while self.waiting and len(self.running) < self.max_num_running:
             request = self.waiting.peek_request()
-            state = self.states[request.request_id]
-            demand, plan = self.page_demand(state.spec), self._next_plan(request)
-            if not self.pages.can_reserve(demand) or plan.max_rows > budget:
-                break
-            self.waiting.pop_request()
-            self.pages.reserve(request.request_id, demand)
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)
-            if self.log_stats:
-                request.record_event(EngineCoreEventType.SCHEDULED)
-            if request.prefill_stats is not None:
-                request.prefill_stats.set(
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_local_cached_tokens=0,
-                    num_external_cached_tokens=0,
-                )
-            assert request.prompt_token_ids is not None
-            output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
-            self._schedule_one(request, plan, output)
-            budget -= plan.max_rows
+            try:
+                demand, plan = self.page_demand(self.states[request.request_id].spec), self._next_plan(request)
+                if not self.pages.can_reserve(demand) or plan.max_rows > budget:
+                    break
+                self._admit_one(request, demand, plan, output)
+                budget -= plan.max_rows
+            except Exception as error:
+                self._fail(request, failure_of(request.request_id, error), output)
+
+    def _admit_one(self, request: Request, demand: int, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:
+        state = self.states[request.request_id]
+        self.pages.reserve(request.request_id, demand)
+        self.waiting.pop_request()
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.SCHEDULED)
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=0,
+                num_external_cached_tokens=0,
+            )
+        assert request.prompt_token_ids is not None
+        output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
+        self._schedule_one(request, plan, output)
 
     def _can_run_on(self, output: DiffusionSchedulerOutput, canvases: dict[str, int]) -> bool:
         """Whether the runner may go on by itself: nobody waits, and every step of every request has room."""
@@ -231,11 +277,14 @@ class DiffusionScheduler(SchedulerInterface):
 
     def _run_on(self, output: DiffusionSchedulerOutput) -> None:
         output.num_steps = self.options.steps_per_dispatch
-        for request_id in output.plans:
+        for request_id in list(output.plans):
             state = self.states[request_id]
-            # Whichever of its steps writes them.
-            self._hold_pages(state, output, of_block=True)
-            output.progress[request_id] = replace(state.progress, trace={})
+            try:
+                # Whichever of its steps writes them.
+                self._hold_pages(state, output, of_block=True)
+                output.progress[request_id] = replace(state.progress, trace={})
+            except Exception as error:
+                self._fail(state.request, failure_of(request_id, error), output)
 
     def _canvases(self) -> dict[str, int]:
         """Canvas lengths of the running requests."""
@@ -302,29 +351,30 @@ class DiffusionScheduler(SchedulerInterface):
             plans = dict(scheduler_output.plans)
             for request_id, report in itertools.chain.from_iterable(r.items() for r in model_runner_output.reports):
                 state = self.states.get(request_id)
-                if state is None:  # aborted while the step ran
+                if state is None:  # aborted while the step ran, or failed in a step before this one
                     continue
-                # The steps after the first were planned by the runner.
-                plan = plans.pop(request_id, None) or self.plan(state.spec, state.progress)
-                output = self._account(state, plan, report)
+                if report.failure is not None:
+                    self._fail(state.request, report.failure)
+                    continue
+                try:
+                    # The steps after the first were planned by the runner.
+                    plan = plans.pop(request_id, None) or self.plan(state.spec, state.progress)
+                    output = self._account(state, plan, report)
+                except Exception as error:
+                    self._fail(state.request, failure_of(request_id, error))
+                    continue
                 if output is not None:
                     outputs[state.request.client_index].append(output)
                 if state.request.is_finished():
                     finished.add(state.request)
+                elif state.progress.step >= state.spec.most_steps_in_block(state.progress.block):
+                    self._fail(state.request, _stuck(state))
         self.running = remove_all(self.running, finished)
         for request in finished:
             self._free(request)
-        for request in self._rejected:
-            request.status = RequestStatus.FINISHED_ERROR
-            outputs[request.client_index].append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    events=request.take_events(),
-                )
-            )
-        self._rejected.clear()
+        for client_index, output in self._errors:
+            outputs[client_index].append(output)
+        self._errors.clear()
         return self._per_client(outputs)
 
     def _account(self, state: RequestState, plan: StepPlan, report: StepReport) -> EngineCoreOutput | None:
@@ -332,8 +382,8 @@ class DiffusionScheduler(SchedulerInterface):
         if report.kv_slots is not None:
             self._settle_pages(state, report.kv_slots)
         progress, spec = state.progress, state.spec
-        self._stats.add_step(plan, spec, report.num_unmasked, report.rows_computed)
-        shown = provisional_message(spec, progress, report.block_state) if report.block_state is not None else {}
+        self._stats.add_step(plan, spec, report)
+        shown = provisional_message(spec, progress, report.block_change) if report.block_change is not None else {}
         if plan.state is RefreshState.UPDATE:
             state.tokens_retained = plan.retained
             progress.tokens_retained = max(progress.tokens_retained, plan.retained)
@@ -409,7 +459,11 @@ class DiffusionScheduler(SchedulerInterface):
         if self._pause_state == PauseState.PAUSED_ALL:
             return 0
         waiting = 0 if self._pause_state == PauseState.PAUSED_NEW else len(self.waiting)
-        return waiting + len(self.running) + len(self._rejected)
+        return waiting + len(self.running) + len(self._errors)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether it waits or runs here; asked by vLLM 0.33."""
+        return request_id in self.states
 
     def has_finished_requests(self) -> bool:
         return bool(self.finished_req_ids)
@@ -459,3 +513,25 @@ class DiffusionScheduler(SchedulerInterface):
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+
+def _stuck(state: RequestState) -> RequestFailure:
+    progress = state.progress
+    return RequestFailure(
+        "no_progress",
+        f"block {progress.block} of the response still has {progress.num_masked} masked tokens after {progress.step} "
+        "forward passes, more than any block can need",
+    )
+
+
+def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int, page_bytes: int) -> str:
+    """The engine's cache method and pages, for its log."""
+    method = f"cache_method={options.cache_method!r} {options.cache.model_dump() or ''}".strip()
+    if not options.uses_pages:
+        return f"{method}: every step computes the whole canvas, no pages are kept"
+    tokens = num_pages // geometry.num_layers * geometry.page_size
+    return (
+        f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({readable_size(page_bytes)} each, "
+        f"together {readable_size(num_pages * page_bytes)}) retain {tokens:,} tokens of each of the "
+        f"{geometry.num_layers} layers"
+    )

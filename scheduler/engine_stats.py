@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
+from dllm_engine.scheduler.messages import StepReport
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 
@@ -15,16 +16,22 @@ class EngineStats:
     engine_steps: int = 0
     """Batches run; each is one forward pass for every request in it."""
     denoising_steps: dict[str, int] = field(default_factory=Counter)
-    """Per refresh state, summed over requests."""
-    forward_passes: int = 0
-    """Summed over requests."""
-    tokens_unmasked: int = 0
+    """Per refresh state, summed over requests. Each is a forward pass of a request."""
+    num_denoising_steps: int = 0
+    """As vLLM counts them, whose block diffusion ends each block with a pass that only commits it: one more per block
+    that is complete. Ours need no such pass; ``vllm bench serve`` takes one per block off again."""
+    num_canvas_positions: int = 0
+    """Positions of the running block, summed over ``num_denoising_steps``."""
+    num_committed_tokens: int = 0
+    """Tokens unmasked: none is masked again."""
     tokens_computed: int = 0
     """Rows fed to the model."""
     eviction_candidates: int = 0
     """Tokens per layer that UPDATE steps could have retained."""
     eviction_retained: int = 0
     """Tokens per layer that they did retain."""
+    requests_failed: dict[str, int] = field(default_factory=Counter)
+    """Requests that ended with an error, by ``FailureCause``."""
     request_pages_held: list[int] = field(default_factory=list)
     """Per request that ended: the most pages it held."""
     request_tokens_per_forward: list[float] = field(default_factory=list)
@@ -35,12 +42,14 @@ class EngineStats:
     tokens_retained: int = 0
     """Tokens per layer in pages now, summed over requests."""
 
-    def add_step(self, plan: StepPlan, spec: DecodingSpec, num_unmasked: int, rows_computed: int) -> None:
+    def add_step(self, plan: StepPlan, spec: DecodingSpec, report: StepReport) -> None:
         """Count one denoising step of one request."""
         self.denoising_steps[plan.state.value] += 1
-        self.forward_passes += 1
-        self.tokens_unmasked += num_unmasked
-        self.tokens_computed += rows_computed
+        steps_of_vllm = 1 if report.block_tokens is None else 2
+        self.num_denoising_steps += steps_of_vllm
+        self.num_canvas_positions += steps_of_vllm * plan.block.size
+        self.num_committed_tokens += report.num_unmasked
+        self.tokens_computed += report.rows_computed
         if plan.state is RefreshState.UPDATE:
             self.eviction_candidates += eviction_candidates(plan, spec)
             self.eviction_retained += plan.retained
@@ -52,7 +61,8 @@ class EngineStats:
             self.request_tokens_per_forward.append(progress.num_unmasked / progress.num_forwards)
 
     def to_message(self) -> dict[str, Any]:
-        return asdict(self) | {"denoising_steps": dict(self.denoising_steps)}
+        by_label = {"denoising_steps": dict(self.denoising_steps), "requests_failed": dict(self.requests_failed)}
+        return asdict(self) | by_label
 
 
 def eviction_candidates(plan: StepPlan, spec: DecodingSpec) -> int:

@@ -8,6 +8,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request_failure import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -36,14 +37,18 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 
 @dataclass(frozen=True)
-class BlockState:
-    """The running block after a step, an entry per position."""
+class BlockChange:
+    """What a step changed in the running block."""
 
+    positions: list[int]
+    """Filled by this step; counted from the block's start."""
     token_ids: list[int]
-    """The mask token's id where masked."""
-    masked: list[bool]
+    """Of those positions, and so are ``confidences``: the probability of the token that was committed."""
     confidences: list[float | None]
-    """Probability of the token that was committed, or would be next; None where none was predicted yet."""
+    guesses: list[float | None]
+    """Per position that is still masked, in order: the probability of the token that would have been next; None where
+    none was predicted yet."""
+    mask_token_id: int
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,14 @@ class StepReport:
     """Slots of keys that each layer turned out to need, on the rank that needs most, where a step has settled that."""
     logprobs: LogprobsLists | None = None
     """Of ``block_tokens``, if the request asks."""
-    block_state: BlockState | None = None
+    block_change: BlockChange | None = None
     """If the request streams by step."""
+    failure: RequestFailure | None = None
+    """Ends the request; nothing else in the report counts then."""
+
+    @classmethod
+    def failed(cls, failure: RequestFailure) -> "StepReport":
+        return cls(rows_computed=0, num_unmasked=0, block_tokens=None, trace=None, failure=failure)
 
 
 @dataclass

@@ -108,7 +108,7 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> U
         # The guide decides how many; schedules have no say.
         first_needed = block_alone and spec.shifts_logits and progress.step == 0
         return UnmaskQuota(block, progress.num_masked, 1.0, first_needed=first_needed)
-    steps = spec.steps_in_block(progress.block)
+    steps = spec.steps_per_block[progress.block]
     in_blocks = block_alone or spec.num_blocks > 1
     if spec.schedule == "timestep" and in_blocks and progress.step == 0 and steps != 1:
         return UnmaskQuota(Span(block.start, block.start + 1), 1, 1.0)

@@ -1,5 +1,6 @@
 """How many tokens a denoising step unmasks: pure functions of the shape of a block and the step within it."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -7,9 +8,19 @@ import torch
 TIMESTEP_EPS = 1e-3
 
 
-def split_steps(steps: int, num_blocks: int, block: int) -> int:
-    """Denoising steps of one block when ``steps`` are spread over all blocks, earlier blocks first."""
-    return steps // num_blocks + (block < steps % num_blocks)
+def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
+    """Denoising steps of each block, when ``steps`` are spread over blocks of so many masks each.
+
+    Every block gets one, and the rest by the masks it has beyond its first, rounded to the largest remainders, earlier
+    blocks first. So a step per mask over the whole response is a step per mask in every block, and blocks of equal
+    size get equally many.
+    """
+    others = [count - 1 for count in masks]
+    extra, total = steps - len(masks), max(sum(others), 1)
+    shares = [divmod(extra * count, total) for count in others]
+    left_over = extra - sum(share for share, _ in shares)
+    rounded_up = set(sorted(range(len(masks)), key=lambda block: -shares[block][1])[:left_over])
+    return tuple(1 + share + (block in rounded_up) for block, (share, _) in enumerate(shares))
 
 
 def uniform_count(block_size: int, steps: int, step: int) -> int:

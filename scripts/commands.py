@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import tomllib
@@ -68,14 +69,27 @@ def parser() -> argparse.ArgumentParser:
 def setup(environment: Environment, options: argparse.Namespace) -> int:
     """Installs, and says how to go on."""
     environment.install(options.extras)
-    print(f"Ready. To use it in this shell: source {environment.directory / 'bin' / 'activate'}")
+    print_next_steps(environment)
     return 0
 
 
 def demo(environment: Environment, options: argparse.Namespace) -> int:
-    """Answers one prompt with the demo model."""
+    """Answers one prompt with the demo model, and says how to go on."""
     environment.install()
-    return environment.run("dllm", "generate", options.prompt)
+    status = environment.run("dllm", "generate", options.prompt)
+    if not status:
+        print_next_steps(environment)
+    return status
+
+
+def print_next_steps(environment: Environment) -> None:
+    """What a newcomer types next."""
+    activate = environment.directory / "bin" / "activate"
+    if activate.is_relative_to(Path.cwd()):
+        activate = activate.relative_to(Path.cwd())
+    print("\nTo go on in this shell:")
+    print(f"    source {shlex.quote(str(activate))}")
+    print('    dllm generate "Reverse: Rome Tom Oslo"')
 
 
 def test(environment: Environment, options: argparse.Namespace) -> int:
@@ -85,8 +99,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     runs only when the fast one passed. pytest runs last: its closing line ends the output.
     """
     slow = options.slow or options.all
-    # The slow stage also starts engines and replicas under Ray.
-    environment.install(["eval", "ray", "test"] if slow else ["eval", "test"])
+    environment.install(["eval", "ray", "test"])
     failures = []
     if options.lint or options.all:
         failures.append(environment.run("ruff", "check"))

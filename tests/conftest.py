@@ -16,6 +16,15 @@ import pytest
 
 from tests import tiny_checkpoints
 from tests.engines import EngineFactory, freeze_imports
+from tests.skips import pytest_sessionfinish, pytest_terminal_summary
+
+__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--red-team", type=int, default=1, metavar="N", help="draw N times as many random cases in tests/red_team"
+    )
 
 
 @pytest.fixture(scope="session")

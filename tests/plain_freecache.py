@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.plain_reference import LayerWeights, PlainModel
+from tests.plain_reference import LayerWeights, PlainModel, steps_per_block
 
 
 class _CleanCache:
@@ -106,7 +106,7 @@ def plain_freecache(
     for number, (first, end) in enumerate(blocks):
         in_block = None
         if steps is not None:
-            in_block = steps // len(blocks) + (1 if number < steps % len(blocks) else 0)
+            in_block = steps_per_block(steps, [end - first for first, end in blocks])[number]
         step = 0
         while any(canvas[position] == model.mask for position in range(first, end)):
             last_fed = length if include_suffix else end

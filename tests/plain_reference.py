@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -156,6 +157,20 @@ class Decoded:
     """Smallest relative margin of any decision."""
 
 
+def steps_per_block(steps: int, sizes: list[int]) -> list[int]:
+    """Every block gets a step; the others are shared by the tokens that a block has beyond one, largest fractions up.
+
+    Of equal fractions the earlier block's goes up.
+    """
+    beyond_one = sum(sizes) - len(sizes)
+    exact = [1 + Fraction((steps - len(sizes)) * (size - 1), max(beyond_one, 1)) for size in sizes]
+    shared = [math.floor(share) for share in exact]
+    while sum(shared) < steps and beyond_one:
+        fractions = [share - given for share, given in zip(exact, shared, strict=True)]
+        shared[fractions.index(max(fractions))] += 1
+    return shared
+
+
 def decode(
     model: PlainModel,
     prompt: list[int],
@@ -181,9 +196,9 @@ def decode(
         for offset in range(0, gen_length, block_length)
     ]
     result = Decoded([])
-    for number, (first, end) in enumerate(blocks):
+    shares = steps_per_block(steps, [end - first for first, end in blocks])
+    for (first, end), in_block in zip(blocks, shares, strict=True):
         block_size = end - first
-        in_block = steps // len(blocks) + (1 if number < steps % len(blocks) else 0)
         if threshold is not None:
             in_block = block_size
         for step in range(in_block):

@@ -2,8 +2,7 @@
 
 Readings where the papers leave room:
 
-* Blocks may be unlike in length: the last takes what is left of the response. Steps are shared out evenly, the first
-  blocks take what is left over.
+* Blocks may be unlike in length: the last takes what is left of the response. Steps are shared by length.
 * Dream in blocks: a block's first pass fills its first position alone, outside the schedule and whatever the rule,
   unless the block has but one pass.
 * A ``threshold`` is ignored by policies that measure no probability (``entropy``, ``topk_margin``).
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.plain_reference import PlainModel
+from tests.plain_reference import PlainModel, steps_per_block
 
 RULES = ("threshold", "factor", "entropy_bound", "margin")
 
@@ -88,7 +87,7 @@ class Decoding:
 
     def steps_of(self, number: int) -> int:
         assert self.steps is not None
-        return self.steps // len(self.blocks) + (1 if number < self.steps % len(self.blocks) else 0)
+        return steps_per_block(self.steps, [end - first for first, end in self.blocks])[number]
 
     def decided(self, margin: float) -> None:
         self.closest = min(self.closest, margin)

@@ -17,7 +17,7 @@ COIN_TOSS = 1e-4
 
 
 def random_requests(seed: int, count: int, is_dream: bool) -> list[Request]:
-    """Lengths that fit nothing, blocks unlike in length, fewer or more steps than tokens, and every parallel rule."""
+    """Lengths that fit nothing, blocks unlike in length, fewer steps than tokens, and every parallel rule."""
     draw = random.Random(seed)
     return [_random_request(draw, is_dream) for _ in range(count)]
 
@@ -31,7 +31,7 @@ def _random_request(draw: random.Random, is_dream: bool) -> Request:
     by_probability = "maskgit_plus" if is_dream else "low_confidence"
     rule = draw.choice([None, None, None, "threshold", "factor", "entropy_bound", "margin"])
     if rule is None:
-        asked["steps"] = draw.choice([gen_length, draw.randrange(num_blocks, 2 * gen_length + 1)])
+        asked["steps"] = draw.choice([gen_length, draw.randrange(num_blocks, gen_length + 1)])
         asked["unmasking"] = draw.choice([by_probability, "entropy", "topk_margin"])
     else:
         values = {"threshold": (0.2, 0.5, 0.9), "factor": (1.0, 3.0), "entropy_bound": (0.3, 3.0), "margin": (0.1, 0.6)}

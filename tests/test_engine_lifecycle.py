@@ -170,6 +170,13 @@ def test_figures_of_a_sequence_add_up(llm):
     assert figures.to_json()["trace"]["unmasked_per_step"] == figures.unmasked_per_step
 
 
+def test_a_request_for_the_trace_is_refused_where_none_is_recorded(engines, tiny_llada):
+    with pytest.raises(ValueError, match=r"trace=True: the engine records no trace; start it with trace=True"):
+        generate(engines(tiny_llada, trace=False), [PROMPT], params(trace=True))
+    (output,) = generate(engines(tiny_llada, trace=True), [PROMPT], params(trace=True))
+    assert output.outputs[0].diffusion.refresh_states
+
+
 def test_trace_is_refused_by_name_where_it_was_not_recorded(engines, tiny_llada):
     (output,) = generate(engines(tiny_llada, trace=False), [PROMPT], params())
     with pytest.raises(ValueError, match="trace=True"):

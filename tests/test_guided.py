@@ -273,6 +273,46 @@ def test_a_useless_guide_costs_one_step_a_token_and_fills_left_to_right(engine, 
     assert output.outputs[0].diffusion.unmasked_per_step == [[10 + i] for i in range(24)]
 
 
+def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(engine, monkeypatch):
+    llm = engine(cache_method="dual")
+    alone = [list(ask(llm, [case])[0].outputs[0].token_ids) for case in LENGTHS]
+    guide, judged = runner_of(llm).guide, []
+    judge = guide._judge
+
+    def overflow(hidden, drafted):
+        judged.append(len(drafted))
+        hidden[0] = torch.nan  # a row of the request asked first
+        return judge(hidden, drafted)
+
+    monkeypatch.setattr(guide, "_judge", overflow)
+    outputs = ask(llm, LENGTHS[1:2])
+    monkeypatch.undo()
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert outputs[0].outputs[0].diffusion.error == "the guide model produced logits that are NaN or infinite"
+    assert len(judged) == 1
+    assert [list(o.outputs[0].token_ids) for o in ask(llm, LENGTHS)] == alone
+    assert_nothing_left(llm)
+
+
+def test_a_text_that_the_guide_cannot_read_ends_its_request_alone(engine, monkeypatch):
+    llm = engine(cache_method="dual")
+    alone = [list(ask(llm, [case])[0].outputs[0].token_ids) for case in LENGTHS]
+    reader = runner_of(llm).guide.reader
+    read = type(reader).read
+
+    def unreadable(self, tokens, drafted):
+        if tokens[: LENGTHS[0][0]] == prompt(LENGTHS[0][0]):
+            raise UnicodeError("no text")
+        return read(self, tokens, drafted)
+
+    monkeypatch.setattr(type(reader), "read", unreadable)
+    failed, *others = ask(llm, LENGTHS)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "UnicodeError: no text" in failed.outputs[0].diffusion.error
+    assert [list(o.outputs[0].token_ids) for o in others] == alone[1:]
+    assert_nothing_left(llm)
+
+
 def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, reference_checkpoints):
     from dllm_engine import DiffusionParams
 
@@ -338,7 +378,7 @@ def test_aborting_in_any_state_leaks_no_page(engine):
         ({"factor": 0.9}, "factor=0.9: the guide decides"),
         ({"entropy_bound": 0.9}, "entropy_bound=0.9: the guide decides"),
         ({"margin": 0.9}, "margin=0.9: the guide decides"),
-        ({"guided": False, "guide_top_k": 2}, "guided=False and top_k"),
+        ({"guided": False, "guide_top_k": 2}, "guided=False and guide_top_k"),
         ({"guide_fallback": "coin"}, "guide_fallback='coin'"),
         ({"speculation_length": 0}, "speculation_length=0"),
         ({"guide_threshold": 1.0}, "guide_threshold=1.0"),

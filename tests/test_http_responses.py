@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 from dllm_engine.figures import DiffusionFigures
-from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields
+from dllm_engine.provisional import ProvisionalBlock
+from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields, whole_completion
 
 
 def completion(index=0, *, passes=1, finish_reason=None, trace=None, shown=None, tokens=(5,)):
@@ -20,10 +22,18 @@ def completion(index=0, *, passes=1, finish_reason=None, trace=None, shown=None,
     )
 
 
+def block(*, masked, step=1) -> ProvisionalBlock:
+    """Two positions, the first of them filled."""
+    pieces = ["a", None if masked else "b"]
+    return ProvisionalBlock(
+        block=0, num_blocks=1, gen_length=2, start=0, step=step, forward_pass=step, token_ids=[7, 8],
+        masked=[False, masked], confidences=[0.5, 0.25], pieces=pieces, special=[False, False],
+    )  # fmt: skip
+
+
 def step(index=0, *, passes):
     """A completion that only shows a block."""
-    shown = SimpleNamespace(to_json=lambda: {"forward_pass": passes})
-    return completion(index, passes=passes, shown=shown, tokens=())
+    return completion(index, passes=passes, shown=block(masked=True, step=passes), tokens=())
 
 
 def event(**chunk) -> str:
@@ -34,12 +44,15 @@ def choices_of(result):
     return [(c.index, c) for c in result]
 
 
-def with_fields(make_events, results):
-    fields = StreamFields({"text": ""})
-    return stream_with_fields(make_events, results, choices_of, lambda result: [], fields)
+END = {"finish_reason": "stop"}
+HEAD = {"id": "chat-1", "created": 7}
 
 
-def stream(results, make_events) -> list:
+def with_fields(make_events, results, **kwargs):
+    return stream_with_fields(make_events, results, choices_of, StreamFields(HEAD, **kwargs))
+
+
+def stream(results, make_events, **kwargs) -> list:
     """The chunks that a client would receive."""
 
     async def received():
@@ -47,7 +60,7 @@ def stream(results, make_events) -> list:
             for result in results:
                 yield result
 
-        return [e async for e in with_fields(make_events, source())]
+        return [e async for e in with_fields(make_events, source(), **kwargs)]
 
     events = asyncio.run(received())
     return [e if e == "data: [DONE]\n\n" else json.loads(e.removeprefix("data: ")) for e in events]
@@ -62,7 +75,7 @@ async def chunk_per_completion(results):
 
 
 def test_each_chunk_has_the_figures_of_its_choice_so_far():
-    results = [[completion(0, passes=1)], [completion(0, passes=2), completion(1, passes=7)]]
+    results = [[completion(0, passes=1)], [completion(0, passes=2, **END), completion(1, passes=7, **END)]]
     *chunks, usage, done = stream(results, chunk_per_completion)
     assert [c["choices"][0]["diffusion"]["forward_passes"] for c in chunks] == [1, 2, 7]
     assert [c["choices"][0]["text"] for c in chunks] == ["é"] * 3
@@ -76,17 +89,29 @@ def test_the_chunk_that_names_the_role_has_none():
             yield event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
             yield event(choices=[{"index": 0, "delta": {"content": "x"}}])
 
-    role, text = stream([[completion()]], role_first)
+    role, text = stream([[completion(**END)]], role_first)
     assert "diffusion" not in role["choices"][0]
     assert "diffusion" in text["choices"][0]
 
 
-def test_the_trace_comes_with_the_last_chunk_only():
+def test_the_trace_comes_with_the_last_chunk_where_the_request_asks():
     trace = {"refresh_states": ["full"]}
     results = [[completion(trace=trace)], [completion(trace=trace, finish_reason="stop")]]
-    first, last, *_ = stream(results, chunk_per_completion)
+    first, last, *_ = stream(results, chunk_per_completion, with_trace=True)
     assert "trace" not in first["choices"][0]["diffusion"]
     assert last["choices"][0]["diffusion"]["trace"] == trace
+    _, last, *_ = stream(results, chunk_per_completion)
+    assert "trace" not in last["choices"][0]["diffusion"]
+
+
+@pytest.mark.parametrize(("options", "asked"), [(None, False), ({"steps": 8}, False), ({"trace": 1}, True)])
+def test_a_whole_response_has_the_trace_where_the_request_asks(options, asked):
+    trace = {"refresh_states": ["full"]}
+    choice = SimpleNamespace()
+    respond = whole_completion(lambda *_: SimpleNamespace(choices=[choice]))
+    result = SimpleNamespace(outputs=[completion(trace=trace, **END)])
+    respond(None, [result], SimpleNamespace(vllm_xargs=options))
+    assert choice.diffusion.get("trace") == (trace if asked else None)
 
 
 async def chat_chunks(results):
@@ -102,16 +127,19 @@ async def chat_chunks(results):
     yield "data: [DONE]\n\n"
 
 
-def test_steps_have_chunks_of_their_own_after_the_role_and_before_their_block():
-    finished = completion(passes=2, shown=step(passes=2).provisional, finish_reason="stop")
-    role, first, second, block, done = stream([[step(passes=1)], [finished]], chat_chunks)
+def test_steps_have_chunks_of_their_own_without_choices():
+    """So that a client that measures or shows text leaves them out, and takes the role for no token."""
+    finished = completion(passes=2, shown=block(masked=False, step=2), finish_reason="stop")
+    first, second, role, text, done = stream([[step(passes=1)], [finished]], chat_chunks)
+    assert [chunk["choices"] for chunk in (first, second)] == [[], []]
     assert role["choices"][0]["delta"] == {"role": "assistant"}
-    assert [c["choices"][0].get("provisional") for c in (role, first, second, block)] == [
-        None, {"forward_pass": 1}, {"forward_pass": 2}, None,
-    ]  # fmt: skip
-    assert block["choices"][0]["delta"] == {"content": "x"}
-    assert {(c["id"], c["created"]) for c in (role, first, second, block)} == {("chat-1", 7)}
-    assert first["choices"][0]["diffusion"]["forward_passes"] == 1
+    assert text["choices"][0]["delta"] == {"content": "x"}
+    assert {(c["id"], c["created"]) for c in (role, first, second, text)} == {("chat-1", 7)}
+    assert first["provisional"]["index"] == 0
+    assert first["provisional"]["pieces"] == ["a"]
+    assert first["provisional"]["guess_percents"] == [25]
+    assert second["provisional"]["pieces"] == ["b"], "what the first chunk brought is not sent again"
+    assert first["provisional"]["diffusion"]["forward_passes"] == 1
     assert done == "data: [DONE]\n\n"
 
 
@@ -122,16 +150,59 @@ def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
         async def source():
             yield [step(passes=1)]
             await more.wait()
-            yield [completion(passes=2)]
+            yield [completion(passes=2, **END)]
 
         events = with_fields(chat_chunks, source())
-        role, first = await anext(events), await anext(events)
+        first = await anext(events)
         more.set()
-        return [role, first, *[e async for e in events]]
+        return [first, *[e async for e in events]]
 
-    _, first, block, _ = asyncio.run(asyncio.wait_for(received(), timeout=10))
+    first, _, text, _ = asyncio.run(asyncio.wait_for(received(), timeout=10))
     assert '"provisional"' in first
-    assert '"content":"x"' in block
+    assert '"content":"x"' in text
+
+
+async def as_vllm(results):
+    """vLLM's generators end a stream with the error of the engine's results."""
+    try:
+        async for event_ in chat_chunks(results):
+            if event_ != "data: [DONE]\n\n":
+                yield event_
+    except Exception as error:
+        yield event(error={"message": str(error)})
+    yield "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        pytest.param([], id="before the first result"),
+        pytest.param([[completion()]], id="after a block"),
+        pytest.param([[step(passes=1)]], id="amid a block"),
+        pytest.param([[completion(tokens=(), finish_reason="abort")]], id="aborted before the first token"),
+        pytest.param([[completion()], [completion(tokens=(), finish_reason="abort")]], id="aborted after a block"),
+        pytest.param([[completion(0, **END), completion(1)]], id="one choice is missing"),
+    ],
+)
+def test_a_stream_that_is_cut_off_ends_with_an_error_event(results):
+    *_, error, done = stream(results, as_vllm)
+    assert error == {"error": {"message": "the server ended the request before its response was complete"}}
+    assert done == "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("before", [[], [step(passes=1)], [completion()]])
+def test_an_error_of_the_engine_ends_the_stream_with_an_error_event(before):
+    async def received():
+        async def source():
+            if before:
+                yield before
+            raise RuntimeError("the engine died")
+
+        return [e async for e in with_fields(as_vllm, source())]
+
+    *_, error, done = asyncio.run(received())
+    assert "the engine died" in error
+    assert done == "data: [DONE]\n\n"
 
 
 def test_an_error_of_vllms_generator_reaches_the_server():
@@ -141,7 +212,7 @@ def test_an_error_of_vllms_generator_reaches_the_server():
         yield ""
 
     with pytest.raises(RuntimeError, match="broken"):
-        stream([[completion()]], broken)
+        stream([[completion(**END)]], broken)
 
 
 def test_errors_and_other_models_pass_unchanged():
@@ -150,7 +221,7 @@ def test_errors_and_other_models_pass_unchanged():
             yield event(choices=[{"index": 0, "text": "a"}])
             yield event(error={"message": "no"})
 
-    other_model = SimpleNamespace(index=0, finish_reason=None, token_ids=[5])
+    other_model = SimpleNamespace(index=0, finish_reason="stop", token_ids=[5])
     assert stream([[other_model]], failing) == [
         {"choices": [{"index": 0, "text": "a"}]},
         {"error": {"message": "no"}},
@@ -193,3 +264,116 @@ def test_chunks_that_were_merged_on_the_way_have_the_figures_of_the_last():
     merged.add(output(2, [6, 7]), aggregate=True)
     assert merged.outputs[0].token_ids == [5, 6, 7]
     assert merged.outputs[0].diffusion.forward_passes == 2
+
+
+def test_a_request_that_failed_says_why_to_http_clients():
+    """Also where its last output was merged with one before, or came from another process."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.exceptions import GenerationError
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from dllm_engine.figures import error_reason
+    from dllm_engine.plugin import register
+    from dllm_engine.vllm_hooks import patch, table
+
+    register()
+    patch.apply(table.SERVING)
+
+    def output(tokens, finish_reason):
+        made = CompletionOutput(0, "x" * len(tokens), tokens, None, None, finish_reason=finish_reason)
+        return RequestOutput("r", None, [1], None, [made], finished=finish_reason is not None)
+
+    merged = output([5], None)
+    merged.add(output([], error_reason("logits are NaN")), aggregate=True)
+    for reason in (merged.outputs[0].finish_reason, pickle.loads(pickle.dumps(error_reason("logits are NaN")))):
+        assert reason == "error"
+        with pytest.raises(GenerationError, match="logits are NaN"):
+            GenerateBaseServing._raise_if_error(None, reason, "r")
+    with pytest.raises(GenerationError, match="Internal server error"):
+        GenerateBaseServing._raise_if_error(None, "error", "r")
+    GenerateBaseServing._raise_if_error(None, "stop", "r")
+
+
+# vLLM's own generators
+
+
+def vllm_stream(endpoint, results) -> list[str]:
+    """The events that vLLM's generator, as this package changes it, makes of an engine's results."""
+    from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    from dllm_engine.vllm_hooks import patch, table
+
+    patch.apply(table.SERVING)
+    is_chat = endpoint == "chat"
+    serving = object.__new__(OpenAIServingChat if is_chat else OpenAIServingCompletion)
+    for name, value in {
+        "model_config": SimpleNamespace(is_dllm_engine=True), "enable_force_include_usage": False, "parser_cls": None,
+        "system_fingerprint": None, "enable_prompt_tokens_details": False, "enable_per_request_metrics": False,
+        "response_role": "assistant", "enable_log_outputs": False, "_include_reasoning_tokens_details": False,
+        "log_error_stack": False,
+    }.items():  # fmt: skip
+        setattr(serving, name, value)
+    metadata = RequestResponseMetadata(request_id="r")
+
+    async def source():
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+            yield result if is_chat else (0, result)
+
+    if is_chat:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], stream=True)
+        events = serving.chat_completion_stream_generator(request, source(), "r", "demo", [], None, metadata)
+    else:
+        request = CompletionRequest(prompt="a", max_tokens=8, stream=True)
+        events = serving.completion_stream_generator(request, [None], source(), "r", 7, "demo", 1, None, metadata)
+
+    async def received():
+        return [e async for e in events]
+
+    return asyncio.run(received())
+
+
+def engine_output(*, tokens=(), shown=None, finish_reason=None):
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
+    made.diffusion, made.provisional = DiffusionFigures(1, 1, 1, 1), shown
+    return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("end", ["abort", "error", "nothing", "an exception"])
+@pytest.mark.parametrize("granularity", ["block", "step"])
+@pytest.mark.parametrize("num_blocks", [0, 1])
+def test_vllms_generators_end_a_cut_off_stream_with_an_error_event(endpoint, end, granularity, num_blocks):
+    shown = granularity == "step"
+    results = [engine_output(shown=block(masked=True))] if shown else []
+    results += [engine_output(tokens=[5], shown=block(masked=False) if shown else None)] * num_blocks
+    if end in ("abort", "error"):
+        results.append(engine_output(finish_reason=end))
+    elif end == "an exception":
+        results.append(RuntimeError("the engine died"))
+    *_, error, done = vllm_stream(endpoint, results)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+    assert done == "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(endpoint):
+    by_block = vllm_stream(endpoint, [engine_output(tokens=[5, 6], finish_reason="stop")])
+    finished = engine_output(tokens=[5, 6], shown=block(masked=False), finish_reason="stop")
+    by_step = vllm_stream(endpoint, [engine_output(shown=block(masked=True)), finished])
+    usual = [e for e in by_step if "provisional" not in e]
+
+    def without_time(events):
+        return [[json.loads(e[6:]) | {"created": 0} if e.startswith("data: {") else e] for e in events]
+
+    assert without_time(usual) == without_time(by_block)
+    steps = [json.loads(e.removeprefix("data: ")) for e in by_step if "provisional" in e]
+    assert [step["choices"] for step in steps] == [[], []]
+    assert by_step.index(usual[0]) == 2, "the role too comes with the first text, so that it is not taken for a token"

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 import tomllib
 from html.parser import HTMLParser
@@ -24,6 +25,24 @@ def test_the_server_has_the_page():
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.text == playground.page()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "traces"),
+    [
+        ({}, None, None),
+        ({"cache_method": "sparse", "trace": True}, "0.5", "true"),
+        ({"cache_method": "sparse", "cache_options": {"retention_ratio": 0.3}}, "0.3", None),
+        ({"cache_method": "sparse", "cache_options": "paper"}, "0.5", None),
+    ],
+)
+def test_the_page_knows_what_the_engine_allows(options, limit, traces):
+    answer = app_client("--additional-config", json.dumps({"dllm": options})).get("/playground")
+    parser = Tags()
+    parser.feed(answer.text)
+    attributes = parser.found[0][1]
+    assert parser.found[0][0] == "html"
+    assert (attributes.get("data-retention-ratio"), attributes.get("data-trace")) == (limit, traces)
 
 
 def test_servers_of_other_models_do_not():

@@ -36,7 +36,9 @@ def test_its_name_may_be_written_with_escapes():
         b'{"nested": {"structured_outputs": 7}}',
         b'["structured_outputs"]',
         b'{"structured_outputs": ',
-        b'{"structured_outputs":' + b"[" * 100_000,
+        b'{"nested": "' + b"[" * 300 + b'\\""}',
+        b'{"a": [' + b"[]," * 100_000 + b"[]]}",
+        b"[" * 200 + b"]" * 200,
         b"",
     ],
     ids=lambda body: body[:40].decode(),
@@ -44,6 +46,18 @@ def test_its_name_may_be_written_with_escapes():
 def test_everything_else_is_left_to_vllm(body):
     # An application without an engine has no such route.
     assert app_client().post(PATH, content=body).status_code == 404
+
+
+@pytest.mark.parametrize("path", [PATH, "/invocations", "/tokenize", "/"])
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"a":' * 50_000, b'{"structured_outputs":' + b"[" * 100_000, b"[" * 201 + b"]" * 201],
+    ids=["lists", "objects", "in a field", "just too deep"],
+)
+def test_what_is_nested_too_deeply_to_be_parsed_is_refused(path, body):
+    answer = app_client().post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "more than 200 lists and objects" in answer.json()["error"]["message"]
 
 
 def test_servers_of_other_models_are_left_alone():
@@ -55,6 +69,23 @@ def test_the_key_is_asked_for_first():
     assert client.post(PATH, json={"structured_outputs": "text"}).status_code == 401
     headers = {"Authorization": "Bearer secret"}
     assert client.post(PATH, json={"structured_outputs": "text"}, headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring"])
+def test_the_key_is_asked_for_wherever_prompts_are_answered(path):
+    body = b"[" * 1000  # what the check of bodies refuses was let through by that of keys
+    client = app_client("--api-key", "secret")
+    assert client.post(path, content=body).status_code == 401
+    assert client.post(path, content=body, headers={"Authorization": "Bearer guess"}).status_code == 401
+    assert client.post(path, content=body, headers={"Authorization": "Bearer secret"}).status_code == 400
+    assert client.options(path).status_code != 401
+    assert client.get("/health").status_code != 401
+    assert app_client().post(path, content=body).status_code == 400
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setattr("vllm.envs.VLLM_API_KEY", "secret", raising=False)
+    assert app_client().post("/invocations", content=b"{}").status_code == 401
 
 
 def through_the_check(*messages):

@@ -3,12 +3,13 @@
 import asyncio
 import copy
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from dllm_engine.figures import DiffusionFigures
-from dllm_engine.provisional import MASK_MARK, ProvisionalBlock, read_message
+from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader, ProvisionalBlock
 from tests import tiny_checkpoints
 from tests.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
@@ -177,15 +178,25 @@ class Tokenizer:
         return data.decode(errors="replace")
 
 
+def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dict:
+    """What a step changed, as the engine sends it."""
+    masked = length - len(positions) if step == 1 else 0
+    return {
+        "block": block, "num_blocks": 2, "gen_length": 2 * length, "start": block * length, "length": length,
+        "step": step, "forward_pass": step, "positions": positions, "token_ids": token_ids,
+        "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0,
+    }  # fmt: skip
+
+
 def read(token_ids, masked) -> ProvisionalBlock:
-    message = {"block": 0, "num_blocks": 1, "start": 0, "step": 1, "forward_pass": 1}
-    lists = {"token_ids": token_ids, "masked": masked, "confidences": [0.12345678] + [None] * (len(masked) - 1)}
-    return read_message(message | lists, Tokenizer())
+    filled = [i for i, is_masked in enumerate(masked) if not is_masked]
+    return BlockReader(Tokenizer()).read(message(filled, [token_ids[i] for i in filled], length=len(masked)))
 
 
 def test_text_marks_what_is_masked_and_leaves_special_tokens_out():
     block = read([5, 0, 1, 2, 9], [False, True, False, False, False])
     assert block.pieces == ["a", None, "", "é", "<end>"]
+    assert block.special == [False, False, False, False, True]
     assert block.text == f"a{MASK_MARK}é"
 
 
@@ -196,21 +207,80 @@ def test_tokens_of_one_letter_with_a_mask_between_them_are_not_yet_a_letter():
     assert "é" not in block.text
 
 
-def test_the_http_form_rounds():
-    block = read([5, 0], [False, True]).to_json()
-    assert block["confidences"] == [0.123457, None]
-    assert set(block) == set(ProvisionalBlock.__dataclass_fields__)
+# What HTTP clients are sent
+
+
+class Client:
+    """Rebuilds the response from the chunks, as docs/streaming.md tells clients to."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str | None] = []
+        self.confidences: dict[int, float] = {}
+
+    def take(self, form: dict) -> None:
+        if not self.pieces:
+            self.pieces = [None] * form["gen_length"]
+        for position, piece in zip(form["positions"], form["pieces"], strict=True):
+            self.pieces[position] = piece
+        for position, percent in zip(form["guess_positions"], form["guess_percents"], strict=True):
+            self.confidences[position] = percent / 100
+        self.confidences |= zip(form["positions"], form["confidences"], strict=True)
+
+
+def test_a_chunk_brings_what_changed_since_the_last_one():
+    reader, changes = BlockReader(Tokenizer()), BlockChanges()
+    first = changes.to(reader.read(message([1], [9], length=3, guess=0.4)))
+    assert first == {
+        "block": 0, "step": 1, "forward_pass": 1, "num_blocks": 2, "gen_length": 6, "start": 0, "length": 3,
+        "positions": [1], "token_ids": [9], "confidences": [0.1235], "pieces": ["<end>"], "special": [1],
+        "guess_positions": [0, 2], "guess_percents": [40, 40],
+    }  # fmt: skip
+    second = message([0], [5], length=3, step=2) | {"guesses": [0.4099]}
+    assert changes.to(reader.read(second)) == {
+        "block": 0, "step": 2, "forward_pass": 2,
+        "positions": [0], "token_ids": [5], "confidences": [0.1235], "pieces": ["a"], "special": [],
+        "guess_positions": [], "guess_percents": [],
+    }  # fmt: skip
+    third = changes.to(reader.read(message([1], [5], length=3, block=1) | {"guesses": [None, None]}))
+    assert (third["start"], third["positions"], third["guess_positions"]) == (3, [4], [])
+
+
+def test_a_piece_that_a_later_token_changes_is_sent_again():
+    reader, changes = BlockReader(Tokenizer()), BlockChanges()
+    assert changes.to(reader.read(message([1], [2], length=2)))["pieces"] == [""]
+    letter = changes.to(reader.read(message([0], [1], length=2, step=2)))
+    assert (letter["positions"], letter["pieces"]) == ([0, 1], ["", "é"])
+
+
+@pytest.mark.parametrize("sent", [range(24), (0, 3, 4, 12, 23), (5, 7, 15, 23), (7, 15, 23)])
+def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, sent):
+    blocks = [output.outputs[0].provisional for output in stream(engines(tiny_llada))]
+    expected = {}
+    client, changes = Client(), BlockChanges()
+    for n, block in enumerate(blocks):
+        here = range(block.start, block.start + 8)
+        tokens = zip(block.masked, block.token_ids, strict=True)
+        block = replace(block, pieces=[None if m else f"<{t}>" for m, t in tokens], special=[False] * 8)
+        if not any(block.masked):
+            expected |= dict(zip(here, block.pieces, strict=True))
+        if n not in sent:
+            continue
+        client.take(changes.to(block))
+        assert [client.pieces[p] for p in here] == block.pieces
+        assert [client.confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
+    if {7, 15, 23} <= set(sent):
+        assert dict(enumerate(client.pieces)) == expected
 
 
 # A consumer that is slow
 
 
-def output(tokens=(), *, passes, shown=True, finished=False):
+def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=0):
     from vllm.outputs import CompletionOutput, RequestOutput
 
-    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None)
+    made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None)
     made.diffusion = DiffusionFigures(passes, passes, passes, 0)
-    made.provisional = SimpleNamespace(forward_pass=passes) if shown else None
+    made.provisional = SimpleNamespace(masked=[masked, False]) if shown else None
     return RequestOutput("r", None, [1], None, [made], finished=finished)
 
 
@@ -225,23 +295,73 @@ def collector():
     return RequestOutputCollector(RequestOutputKind.DELTA, "r")
 
 
-def test_a_slow_consumer_gets_every_step_in_order(collector):
+def fetched(collector) -> list:
+    """All that waits."""
+    received = []
+    while (next_one := collector.get_nowait()) is not None:
+        received.append(next_one)
+    return received
+
+
+def passes_of(outputs) -> list[int]:
+    return [o.outputs[0].diffusion.forward_passes for o in outputs]
+
+
+def test_a_slow_consumer_gets_the_latest_step_and_all_text(collector):
     collector.put(output(passes=1))
     collector.put(output(passes=2))
-    collector.put(output([5], passes=3))
-    collector.put(output([6], passes=4, finished=True))
+    collector.put(output([5], passes=3, masked=False))  # ends the block
+    collector.put(output(passes=4))
+    collector.put(output(passes=5))
+    received = fetched(collector)
+    assert passes_of(received) == [3, 5]
+    assert [list(r.outputs[0].token_ids) for r in received] == [[5], []]
+
+
+def test_what_waits_stays_in_order_while_it_is_fetched(collector):
+    collector.put(output([5], passes=1, masked=False))
+    collector.put(output(passes=2))
+    collector.put(output([6], passes=3, masked=False))
 
     async def fetch():
-        received = [collector.get_nowait()]
-        received.append(await collector.get())
-        collector.put(output(passes=9))  # after what waits already
-        received += [await collector.get(), await collector.get(), collector.get_nowait(), collector.get_nowait()]
-        return received
+        first = await collector.get()
+        collector.put(output(passes=4))  # after what waits already
+        collector.put(output([7], passes=5, masked=False, finished=True))
+        return [first, await collector.get(), *fetched(collector)]
 
-    *received, nothing = asyncio.run(fetch())
-    assert [r.outputs[0].diffusion.forward_passes for r in received] == [1, 2, 3, 4, 9]
-    assert [r.outputs[0].token_ids for r in received] == [[], [], [5], [6], []]
-    assert nothing is None
+    received = asyncio.run(fetch())
+    assert passes_of(received) == [1, 3, 5]
+    assert [r.finished for r in received] == [False, False, True]
+
+
+def test_choices_overtake_only_their_own_steps(collector):
+    collector.put(output(passes=1, index=0))
+    collector.put(output(passes=1, index=1))
+    collector.put(output([5], passes=2, index=0, masked=False))
+    collector.put(output([6], passes=2, index=1, masked=False, finished=True))
+    received = fetched(collector)
+    assert [(o.outputs[0].index, o.outputs[0].token_ids) for o in received] == [(0, [5]), (1, [6])]
+
+
+def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
+    """By the response: a state per block and its text."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    most = 0
+    for each in copy.deepcopy(outputs):
+        collector.put(each)
+        most = max(most, 1 + len(collector.dllm_backlog))
+    assert most <= 2 * 3
+    received = fetched(collector)
+    for index in (0, 1):
+        mine = [o.outputs[0] for o in received if o.outputs[0].index == index]
+        assert [b.provisional.block for b in mine] == [0, 1, 2]
+        assert [token for c in mine for token in c.token_ids] == [
+            token for o in outputs if o.outputs[0].index == index for token in o.outputs[0].token_ids
+        ]
 
 
 def test_finished_blocks_merge_as_ever(collector):
@@ -253,7 +373,7 @@ def test_finished_blocks_merge_as_ever(collector):
 
 
 def test_an_error_does_not_wait_its_turn(collector):
-    collector.put(output(passes=1))
+    collector.put(output([5], passes=1, masked=False))
     collector.put(output(passes=2))
     collector.put(RuntimeError("the engine died"))
     with pytest.raises(RuntimeError, match="died"):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cli.comparison import Combination, combinations, engines
-from dllm_engine.cli.engine import check_vllm, decoding_options, has_chat_template
+from dllm_engine.cli.engine import decoding_options, has_chat_template
 from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -76,7 +77,7 @@ class HarnessScore:
 
 def check_lm_eval() -> None:
     """Raise ``CommandError`` where lm_eval is missing."""
-    check_vllm()
+    check_release()
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:

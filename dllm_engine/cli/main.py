@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dllm_engine import __version__
 from dllm_engine.cli import (
     bench,
+    chat,
     demo_path,
     evaluate,
     generate,
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    running = (generate, serve, evaluate, bench, inspect_cache, lm_eval_command, profile_layers)
+    running = (generate, chat, serve, evaluate, bench, inspect_cache, lm_eval_command, profile_layers)
     for command in (*running, plan, models, demo_path):
         command.add_parser(commands)
     return parser

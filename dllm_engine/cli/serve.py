@@ -13,13 +13,15 @@ from dllm_engine.cli.engine import (
     add_cache_arguments,
     add_denoising_arguments,
     cache_options,
-    check_vllm,
     given,
 )
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
+from dllm_engine.start_checks import check_start
 from dllm_engine.vllm_hooks import server_start
+from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
+from dllm_engine.vllm_hooks.release import check_release
 
 ENGINE_ARGUMENTS = (
     *CACHE_ARGUMENTS,
@@ -51,9 +53,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "For requests that name none themselves (in `vllm_xargs`). They are fitted to the length of a response: a "
         "block is at most the response, and a response takes at least a step per block and at most one per token. A "
         "request that names `steps` is not given the threshold. The length itself is vLLM's to set: "
-        "--override-generation-config '{\"max_new_tokens\": 512}' (default: 256).",
+        "--override-generation-config '{\"max_new_tokens\": 512}' (default: the "
+        "checkpoint's, else 256).",
     )
-    add_denoising_arguments(requests, "the family's")
+    add_denoising_arguments(requests)
     other = parser.add_argument_group("other")
     other.add_argument(
         "--refresh-ratio",
@@ -92,14 +95,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     if args.config is not None:
-        check_vllm()
+        check_release()
         args = with_config_file(args.parser, args)
     check_listening(stated_arguments(args.unknown))
     server_start.end_on_signals()
     arguments = vllm_arguments(args)
-    check_vllm()
+    check_release()
+    check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 
+    register_cpu_distribution()  # with VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins
     sys.argv = ["vllm", *arguments]
     vllm_main()
     return 0
@@ -173,7 +178,7 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
         if options.get("cache_options") == PAPER:
             options = options | {"cache_options": {}}
     if defaults := given(args, REQUEST_ARGUMENTS):
-        check_vllm()  # what checks them needs it
+        check_release()  # what checks them needs it
         stated["request_defaults"] = defaults
     options = merged(options, stated)
     EngineOptions.parse(options)

@@ -1,7 +1,7 @@
 """The playground: a page at ``/playground`` of the server itself, to chat with the model and watch it denoise.
 
-One HTML file without a build step and without anything from elsewhere. It holds no data: whatever it shows it asks of
-the server's own API, with the API key that the user types.
+One HTML file without a build step and without anything from elsewhere. It holds no data but what the engine allows:
+whatever it shows it asks of the server's own API, with the API key that the user types.
 """
 
 import base64
@@ -11,14 +11,25 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.options import EngineOptions
+
 PATH = "/playground"
 _PAGE = Path(__file__).with_name("page.html")
 
 
 @functools.cache
 def page() -> str:
-    """The HTML."""
+    """The HTML, for an engine whose options are not known."""
     return _PAGE.read_text(encoding="utf-8")
+
+
+def page_for(options: EngineOptions) -> str:
+    """The HTML, which says in attributes up to what retention ratio a request may ask for, and whether for a trace."""
+    ratio = getattr(options.cache, "retention_ratio", None)
+    known = f' data-retention-ratio="{ratio}"' if ratio is not None else ""
+    if options.trace:
+        known += ' data-trace="true"'
+    return page().replace('<html lang="en"', f'<html lang="en"{known}', 1)
 
 
 @functools.cache
@@ -49,11 +60,13 @@ def _hashes(tag: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def add_route(app: Any) -> None:
-    """Serve the page from a FastAPI ``app``."""
+def add_route(app: Any, options: EngineOptions) -> None:
+    """Serve the page from a FastAPI ``app`` of an engine with these options."""
     from starlette.responses import HTMLResponse
 
+    html = page_for(options)
+
     async def playground() -> HTMLResponse:
-        return HTMLResponse(page(), headers=page_headers())
+        return HTMLResponse(html, headers=page_headers())
 
     app.add_api_route(PATH, playground, methods=["GET", "HEAD"], include_in_schema=False, response_class=HTMLResponse)

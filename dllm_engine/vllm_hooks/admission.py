@@ -8,46 +8,78 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_request, default_gen_length
+from dllm_engine.admission import check_integer, check_request, default_gen_length
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams, InvalidRequestError, check_page_demand
 from dllm_engine.scheduler.page_layout import PoolGeometry
 
 
+class CheckedPrompt(dict[str, Any]):
+    """A rendered prompt that was checked before vLLM asks for it, with the request that ``process_inputs`` made."""
+
+    request: EngineCoreRequest | None = None
+
+
 def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
     def checked(
         self: Any, request_id: str, prompt: Any, params: Any, supported_tasks: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        config = self.model_config.hf_config
-        if getattr(self.model_config, "is_dllm_engine", False) and isinstance(params, SamplingParams):
-            prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
-            if prompt["type"] != "token":
-                raise InvalidRequestError(
-                    "only text and token prompts are supported, no embeddings or other modalities"
-                )
-            prompt_token_ids = prompt.get("prompt_token_ids") or []
-            max_model_len = self.model_config.max_model_len
-            if isinstance(params, DiffusionParams):
-                params = params.to_sampling_params()
-            if params.max_tokens is None:
-                params = params.clone()
-                params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
-            engine = EngineOptions.from_vllm_config(self.vllm_config)
-            spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
-            if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
-                raise InvalidRequestError(
-                    "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
-                    "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
-                )
-            # The null block is not handed out; before the engine has told its size there is nothing to compare.
-            if (num_blocks := self.vllm_config.cache_config.num_gpu_blocks) is not None:
-                geometry = PoolGeometry.of_model(config, engine, self.vllm_config.parallel_config.tensor_parallel_size)
-                check_page_demand(spec, engine, geometry, num_blocks - 1)
-        return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+        if not getattr(self.model_config, "is_dllm_engine", False) or not isinstance(params, SamplingParams):
+            return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+        if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
+            # vLLM writes into a request, so it is handed out once.
+            request, prompt.request = prompt.request, None
+            request.request_id = request_id
+            return request
+        prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
+        params = _checked_params(self, prompt, params)
+        check_integer("priority", kwargs.get("priority"))
+        request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+        _check_can_be_sent(request)
+        return request
 
     return checked
+
+
+def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -> SamplingParams:
+    """The parameters in vLLM's own class and with a length, if the request can be served."""
+    if prompt["type"] != "token":
+        raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
+    vllm_config, model_config = input_processor.vllm_config, input_processor.model_config
+    prompt_token_ids = prompt.get("prompt_token_ids") or []
+    max_model_len, config = model_config.max_model_len, model_config.hf_config
+    if isinstance(params, DiffusionParams):
+        params = params.to_sampling_params()
+    if params.max_tokens is None:
+        params = params.clone()
+        params.max_tokens = default_gen_length(len(prompt_token_ids), model_config)
+    engine = EngineOptions.from_vllm_config(vllm_config)
+    spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
+    if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
+        raise InvalidRequestError(
+            "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
+            "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
+        )
+    # The null block is not handed out; before the engine has told its size there is nothing to compare.
+    if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
+        geometry = PoolGeometry.of_model(config, engine, vllm_config.parallel_config.tensor_parallel_size)
+        check_page_demand(spec, engine, geometry, num_blocks - 1)
+    return params
+
+
+def _check_can_be_sent(request: EngineCoreRequest) -> None:
+    """vLLM finds out when it has noted the request already, answers 500, and keeps it for ever."""
+    try:
+        MsgpackEncoder().encode(request)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise InvalidRequestError(
+            f"the request cannot be sent to the engine: {error}; text must be valid Unicode, an integer have at most "
+            f"64 bits"
+        ) from None
 
 
 def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> Any:
@@ -65,29 +97,12 @@ def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, 
 
 def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's server gives a streamed response the status 200, and ``AsyncLLM.generate`` checks the request when it is
-    asked for the first result. Check when it is called, so that a refusal has its own status, streamed or not.
-
-    What vLLM cannot send to its engine process (half a surrogate pair, integers beyond 64 bits) is refused too: vLLM
-    finds out when it has noted the request already, answers 500, and keeps it for ever.
-    """
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    encode = MsgpackEncoder().encode
+    asked for the first result. Check when it is called, so that a refusal has its own status, streamed or not."""
 
     def generate_if_valid(
         self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        # The server renders prompts beforehand. Others wait for the generator, which renders off the event loop.
-        if getattr(self.model_config, "is_dllm_engine", False) and isinstance(prompt, dict) and "type" in prompt:
-            to_send = {name: kwargs.get(name) for name in ("data_parallel_rank", "session_id")}
-            request = self.input_processor.process_inputs(request_id, prompt, sampling_params, ("generate",), **to_send)
-            try:
-                encode(request)
-            except (ValueError, OverflowError) as error:
-                raise InvalidRequestError(
-                    f"the request cannot be sent to the engine: {error}; text must be valid Unicode, an integer have "
-                    f"at most 64 bits"
-                ) from None
+        prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
         results: AsyncGenerator[Any, None] = generate(self, prompt, sampling_params, request_id, **kwargs)
         return results
 
@@ -95,16 +110,48 @@ def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_respond(respond: Callable[..., Any]) -> Callable[..., Any]:
-    """`/v1/responses` calls `generate` in a generator of its own. To be checked it is enough to be called."""
+    """`/v1/responses` calls ``generate`` in a generator of its own, so its request is checked when that one is made."""
 
     def respond_if_valid(
         self: Any, request_id: str, engine_input: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        self.engine_client.generate(engine_input, sampling_params, request_id, session_id=kwargs.get("session_id"))
+        engine_input = _checked_prompt(self.engine_client, engine_input, sampling_params, request_id, kwargs)
         results: AsyncGenerator[Any, None] = respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
         return results
 
     return respond_if_valid
+
+
+_OF_REQUESTS = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
+"""Arguments of ``AsyncLLM.generate`` that a request carries."""
+
+
+def _checked_prompt(
+    engine: Any, prompt: Any, params: SamplingParams, request_id: str, arguments: dict[str, Any]
+) -> Any:
+    """The prompt with its checked request. A raw prompt as it is: its generator renders it off the event loop, and
+    checks it then."""
+    rendered = isinstance(prompt, dict) and "type" in prompt
+    if not getattr(engine.model_config, "is_dllm_engine", False) or not rendered or isinstance(prompt, CheckedPrompt):
+        return prompt
+    carried = {name: arguments[name] for name in _OF_REQUESTS if name in arguments}
+    checked = CheckedPrompt(prompt)
+    checked.request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
+    return checked
+
+
+def explained_greedy(verify: Callable[..., None]) -> Callable[..., None]:
+    """vLLM refuses several responses of a greedy request, and does not say what to do about it."""
+
+    def verify_greedy(self: SamplingParams) -> None:
+        if self.n > 1:
+            raise InvalidRequestError(
+                f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "
+                f"leave n at 1"
+            )
+        verify(self)
+
+    return verify_greedy
 
 
 def refused_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:

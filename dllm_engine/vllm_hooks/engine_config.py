@@ -1,30 +1,35 @@
 """Settings that turn stock vLLM into a diffusion engine; applied when the model is one of ours."""
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.checkpoint import check_checkpoint
 from dllm_engine.model_executor.guide_text import Retokenizer
 from dllm_engine.model_executor.models.causal import CausalModel
+from dllm_engine.model_executor.models.configs import unsupported_model
+from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
-from dllm_engine.params import DEFAULT_GEN_LENGTH
+from dllm_engine.params import DEFAULT_GEN_LENGTH, checkpoint_defaults, with_defaults
+from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
 from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
@@ -43,22 +48,12 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         config = model_config.hf_config
-        if getattr(config, "mask_token_id", None) is None:
-            raise ValueError(
-                f"{Path(model_config.model) / 'config.json'} has no 'mask_token_id'; a diffusion language model needs "
-                f"the id of its mask token there"
-            )
-        if not 0 <= config.mask_token_id < config.vocab_size:
-            raise ValueError(
-                f"{Path(model_config.model) / 'config.json'}: mask_token_id={config.mask_token_id} is outside the "
-                f"vocabulary of {config.vocab_size}"
-            )
+        check_checkpoint(model_config.model, config, with_weights=False)
         model_config.is_dllm_engine = True
         # Our classes stand for all that `auto_map` names; nothing a checkpoint brings is ever run, asked for or not.
         model_config.trust_remote_code = False
-        # Defaults for callers that name neither: greedy as the authors decode, and a bounded response.
-        own = _generation_config(model_config)
-        defaults = {"temperature": own.get("temperature", 0.0), "max_new_tokens": DEFAULT_GEN_LENGTH}
+        # For callers that name neither: the checkpoint's, else greedy as the authors decode, and a bounded length.
+        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | _generation_config(model_config)
         given = model_config.override_generation_config or {}
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
@@ -69,7 +64,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         from vllm.config.compilation import CompilationMode, CUDAGraphMode
         from vllm.platforms import current_platform
 
+        keep_our_warnings()  # vLLM has set up its log anew for this engine
         _refuse_unsupported(vllm_config)
+        _check_files(vllm_config)
         _settle_engine_options(vllm_config)
         worker_class = WORKER_CLASSES.get(current_platform.device_type)
         if worker_class is None:
@@ -96,8 +93,32 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         limit_responses(vllm_config.model_config.dllm_response_limit)
+        leave_completion_length_open()
         patch.apply(table.SERVING)
         end_on_signals_while_loading()
+
+
+def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
+    """vLLM's hook for every model's config, which would ignore our options for a model that is none of ours."""
+
+    def try_verify_and_update_config(self: "VllmConfig") -> None:
+        model, additional = self.model_config, self.additional_config
+        is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
+        if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
+            found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
+            raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
+        original(self)
+
+    return try_verify_and_update_config
+
+
+def _check_files(vllm_config: "VllmConfig") -> None:
+    """Refuse weights or a tokenizer that cannot be read here, before any process is started for them."""
+    model_config = vllm_config.model_config
+    if vllm_config.load_config.load_format != "dummy":
+        check_checkpoint(model_config.model, model_config.hf_config)
+    if not model_config.skip_tokenizer_init:
+        check_tokenizer(model_config)
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:
@@ -108,6 +129,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
     family = family_of(model_config.hf_config)
+    defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
+    options = options.model_copy(update={"request_defaults": defaults})
     options = options.with_paper_settings(paper_settings(options.cache_method, model_config.model, family))
     if options.guide_model is not None:
         if isinstance(options.cache, ESDLLMOptions) and options.cache.skips:
@@ -129,7 +152,10 @@ def guide_shape(options: EngineOptions, model_config: "ModelConfig") -> GuideSha
     """Sizes of the engine's guide model; raises ``ValueError`` where it cannot guide this model."""
     guide = options.guide_model
     assert guide is not None
-    config = AutoConfig.from_pretrained(guide)
+    try:
+        config = AutoConfig.from_pretrained(guide)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
     shape = CausalModel.decoder_shape(config)
     # Without tokenizers nobody knows; ids are then handed over as they are.
     same_tokens = model_config.skip_tokenizer_init or _has_same_tokens(guide, model_config)
@@ -195,7 +221,15 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             raise ValueError(f"{name} is not supported for diffusion models; {instead}")
 
 
-def _generation_config(model_config: "ModelConfig") -> dict:
-    """The checkpoint's own generation_config.json; empty where it has none or is not on this disk."""
-    path = Path(model_config.model) / "generation_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _generation_config(model_config: "ModelConfig") -> dict[str, Any]:
+    """Temperature and length that the checkpoint's generation_config.json states."""
+    source = model_config.generation_config  # as vLLM reads it: the checkpoint's own, another folder's, or none
+    if source == "vllm":
+        return {}
+    folder = model_config.hf_config_path or model_config.model if source == "auto" else source
+    content = get_hf_file_to_dict("generation_config.json", folder, model_config.revision) or {}
+    stated = {name: content[name] for name in ("temperature", "max_new_tokens") if content.get(name) is not None}
+    length = stated.get("max_new_tokens", 1)
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"{folder}/generation_config.json: max_new_tokens={length!r} must be an integer of at least 1")
+    return stated

@@ -9,18 +9,23 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from vllm import envs
+
 from dllm_engine import playground
+from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.vllm_hooks.key_check import KeyCheck
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 from dllm_engine.vllm_hooks.shutdown import RefuseAtTheEnd
 
+LEFT_OUT = ("/scale_elastic_ep",)
+"""Routes of vLLM that an engine without experts cannot serve: they would stop it."""
 
-def wants_playground(args: Namespace) -> bool:
-    """Whether ``additional_config`` leaves the playground on; its values were checked with the engine's options."""
-    from dllm_engine.options import OPTIONS_KEY
 
+def engine_options(args: Namespace) -> EngineOptions:
+    """The options in ``additional_config``, whose values were checked when the engine started."""
     additional = getattr(args, "additional_config", None)
     options = additional.get(OPTIONS_KEY) if isinstance(additional, dict) else None
-    return not isinstance(options, dict) or options.get("playground", True) is not False
+    return EngineOptions.parse(options or {})
 
 
 def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., None]:
@@ -30,10 +35,14 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
         register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
         if not getattr(model_config, "is_dllm_engine", False):
             return
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in LEFT_OUT]
         # Added before vLLM's own, which makes it the innermost: what needs the key is refused without it first.
         app.add_middleware(BodyCheck)
+        if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
+            app.add_middleware(KeyCheck, tokens=keys)
         app.add_middleware(RefuseAtTheEnd)
-        if wants_playground(args):
-            playground.add_route(app)
+        options = engine_options(args)
+        if options.playground:
+            playground.add_route(app, options)
 
     return register

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from dllm_engine.metrics import DiffusionMetrics, snapshot, take_stats
+from dllm_engine.metrics import DiffusionMetrics, take_stats
 
 
 def registering_metrics(init: Callable[..., None]) -> Callable[..., None]:
@@ -34,10 +34,3 @@ def recording_metrics(record: Callable[..., None]) -> Callable[..., None]:
                     logger.diffusion.record(message, engine_idx or 0)
 
     return record_with_metrics
-
-
-def getting_all_metrics(get_metrics: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def get_all_metrics(self: Any) -> list[Any]:
-        return [*get_metrics(self), *snapshot()]
-
-    return get_all_metrics

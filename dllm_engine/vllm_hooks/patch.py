@@ -1,19 +1,21 @@
 """How an attribute of vLLM is replaced: one function, which checks first that the attribute is what we expect."""
 
+import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal
+
+from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 Scope = Literal["attribute", "every_import", "if_imported"]
 _MARK = "_dllm_engine_patch"
-
-
-class PatchError(RuntimeError):
-    """The installed vLLM lacks something that this package changes."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,59 @@ class Patch:
     the module is loaded already."""
 
 
+@dataclass(frozen=True)
+class Private:
+    """What is imported from a module of vLLM that promises nothing to others."""
+
+    module: str
+    names: str
+    """Separated by blanks: ``name``, or ``Class.attribute`` where we override or read the attribute."""
+    why: str
+
+
 def apply(patches: Iterable[Patch]) -> None:
-    """Replace the attributes. A second call changes nothing.
+    """Replace the attributes, all or none. A second call changes nothing.
 
     Raises:
-        PatchError: an attribute is missing or takes other parameters; names it and what it is needed for.
+        IncompatibleVLLMError: an attribute is missing or takes other parameters; names it and what it is needed for.
     """
+    found = []
     for patch in patches:
         module_name, _, path = patch.target.partition(":")
         if patch.scope != "if_imported" or module_name in sys.modules:
-            _replace(patch, module_name, path)
+            found.append((patch, *_original(patch, module_name, path)))
+    for patch, owner, name, original in found:
+        if not hasattr(original, _MARK):
+            _replace(patch, owner, name, original)
 
 
-def _replace(patch: Patch, module_name: str, path: str) -> None:
+def check(uses: Iterable[Private]) -> None:
+    """Raise ``IncompatibleVLLMError`` where vLLM lacks a name; nothing is imported for it."""
+    for use in uses:
+        for name in use.names.split():
+            if not _is_there(use.module, name):
+                raise _changed(f"It uses {use.module}:{name}, {use.why}, but it is not there")
+
+
+def _original(patch: Patch, module_name: str, path: str) -> tuple[Any, str, Any]:
+    """The owner of a patched attribute, the attribute's name and its value, checked."""
     owner_path, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
         owner = attrgetter(owner_path)(module) if owner_path else module
         original = vars(owner)[name]  # its own, not one that it inherits
     except (ImportError, AttributeError, KeyError) as error:
-        raise _changed(patch, "it is not there") from error
-    if hasattr(original, _MARK):
-        return
-    expected = [parameter.strip() for parameter in patch.parameters.split(",") if parameter.strip()]
-    found = list(inspect.signature(original).parameters)
-    if found[: len(expected)] != expected:
-        raise _changed(patch, f"it takes ({', '.join(found)}), not ({patch.parameters}, …)")
+        elsewhere = isinstance(error, ImportError) and not (error.name or "").startswith("vllm")
+        raise _unfit(patch, f"importing it fails: {error}" if elsewhere else "it is not there") from error
+    if not hasattr(original, _MARK):
+        expected = [parameter.strip() for parameter in patch.parameters.split(",") if parameter.strip()]
+        found = list(inspect.signature(original).parameters)
+        if found[: len(expected)] != expected:
+            raise _unfit(patch, f"it takes ({', '.join(found)}), not ({patch.parameters}, …)")
+    return owner, name, original
+
+
+def _replace(patch: Patch, owner: Any, name: str, original: Any) -> None:
     factory_module, _, factory_name = patch.factory.partition(":")
     factory: Callable[[Any], Any] = getattr(import_module(f"{__package__}.{factory_module}"), factory_name)
     replacement = factory(original)
@@ -69,10 +98,56 @@ def _replace(patch: Patch, module_name: str, path: str) -> None:
                 setattr(other, name, replacement)
 
 
-def _changed(patch: Patch, what: str) -> PatchError:
+def _is_there(module_name: str, path: str) -> bool:
+    owner_name, _, member = path.rpartition(".")
+    if module_name in sys.modules:
+        module = sys.modules[module_name]
+        if not owner_name:
+            return hasattr(module, member)
+        owner = getattr(module, owner_name, None)  # its own members, not those that it inherits
+        return member in getattr(owner, "__dict__", ()) or member in getattr(owner, "__dataclass_fields__", ())
+    # A worker must not load what only the front end uses, so the source is read instead.
+    return path in _names_in_source(module_name)
+
+
+@cache
+def _names_in_source(module_name: str) -> frozenset[str]:
+    """``name`` and ``Class.name`` of all that a module's source binds; none where there is no such module."""
+    try:
+        spec = find_spec(module_name)
+    except ModuleNotFoundError:  # a package above it
+        spec = None
+    if spec is None or spec.origin is None:
+        return frozenset()
+    body = ast.parse(Path(spec.origin).read_bytes()).body
+    classes = (node for node in body if isinstance(node, ast.ClassDef))
+    members = (f"{node.name}.{name}" for node in classes for name in _names_bound(node.body))
+    return frozenset(_names_bound(body)).union(members)
+
+
+def _names_bound(body: Iterable[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.If):
+            yield from _names_bound([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from _names_bound([*node.body, *(n for h in node.handlers for n in h.body), *node.orelse])
+
+
+def _unfit(patch: Patch, what: str) -> IncompatibleVLLMError:
+    return _changed(f"It changes {patch.target} to {patch.why}, but {what}")
+
+
+def _changed(what: str) -> IncompatibleVLLMError:
     import vllm
 
-    return PatchError(
-        f"vLLM {vllm.__version__} does not suit this dllm-engine. It changes {patch.target} to {patch.why}; {what}; "
-        "install a vLLM that this dllm-engine supports"
+    return IncompatibleVLLMError(
+        f"vLLM {vllm.__version__} does not suit this dllm-engine. {what}; install a vLLM that this dllm-engine supports"
     )

@@ -5,8 +5,8 @@ streams by step, its running block. Requests of other models are untouched.
 from collections.abc import Callable
 from typing import Any
 
-from dllm_engine.figures import MESSAGE_KEY, DiffusionFigures
-from dllm_engine.provisional import PROVISIONAL_KEY, read_message
+from dllm_engine.figures import MESSAGE_KEY, DiffusionFigures, error_reason
+from dllm_engine.provisional import PROVISIONAL_KEY, BlockReader
 
 
 def take_message(state: Any, message: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -15,7 +15,9 @@ def take_message(state: Any, message: dict[str, Any] | None) -> dict[str, Any] |
     if message is None or MESSAGE_KEY not in message:
         return message
     if PROVISIONAL_KEY in message:
-        state.provisional = read_message(message[PROVISIONAL_KEY], state.logprobs_processor.tokenizer)
+        if not hasattr(state, "block_reader"):
+            state.block_reader = BlockReader(state.logprobs_processor.tokenizer)
+        state.provisional = state.block_reader.read(message[PROVISIONAL_KEY])
     state.diffusion = DiffusionFigures(**message[MESSAGE_KEY])
     return None
 
@@ -44,6 +46,8 @@ def with_figures(new_completion_output: Callable[..., Any]) -> Callable[..., Any
         completion = new_completion_output(self, *args, **kwargs)
         completion.diffusion = getattr(self, "diffusion", None)
         completion.provisional = getattr(self, "provisional", None)
+        if completion.diffusion is not None and completion.diffusion.error is not None:
+            completion.finish_reason = error_reason(completion.diffusion.error)
         return completion
 
     return make_completion

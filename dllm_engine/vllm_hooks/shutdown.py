@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.vllm_hooks.server_start import SIGNALS, address_error, end_now
 
-logger = init_logger("vllm.dllm_engine.shutdown")
+logger = init_logger(f"vllm.{__name__}")
 
 Message = MutableMapping[str, Any]
 

@@ -1,7 +1,8 @@
 """The way of provisional blocks through vLLM's front end, for requests that stream by step.
 
-vLLM takes every output for new tokens, in its latency histograms too, so these go round it; and it merges outputs that
-a slow consumer has not fetched, which would lose steps, so these are kept one by one.
+vLLM takes every output for new tokens, in its latency histograms too, so these go round it. It merges outputs that a
+slow consumer has not fetched; of a stream by step a waiting step is replaced by the next one of its block, so that at
+most one output per finished block waits, and one of the running block. Each keeps its text.
 """
 
 from collections import deque
@@ -37,21 +38,35 @@ def processing_provisional(process_outputs: Callable[..., Any]) -> Callable[...,
     return process
 
 
-def carries_provisional(output: Any) -> bool:
+def _shows_block(output: Any) -> bool:
     """Whether a ``RequestOutput`` shows the state of a block."""
     return any(getattr(c, PROVISIONAL_KEY, None) is not None for c in getattr(output, "outputs", None) or ())
 
 
-def putting_one_by_one(put: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    def put_one_by_one(self: Any, output: Any) -> None:
+def _is_overtaken(waiting: Any, output: Any) -> bool:
+    """Whether ``waiting`` brings nothing but a step of a running block that ``output`` goes on from. The last step of a
+    block, which leaves no mask, comes with its text."""
+    indices = {completion.index for completion in output.outputs}
+    blocks = [getattr(completion, PROVISIONAL_KEY, None) for completion in waiting.outputs]
+    return {completion.index for completion in waiting.outputs} <= indices and all(
+        block is not None and any(block.masked) for block in blocks
+    )
+
+
+def putting_latest(put: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def put_latest(self: Any, output: Any) -> None:
         backlog = self.__dict__.setdefault("dllm_backlog", deque())
-        takes_turn = self.output is not None and not isinstance(output, Exception)
-        if takes_turn and (backlog or carries_provisional(self.output) or carries_provisional(output)):
-            backlog.append(output)
+        nothing_waits = self.output is None or isinstance(self.output, Exception)
+        if nothing_waits or isinstance(output, Exception):
+            put(self, output)
+        elif backlog or _shows_block(self.output) or _shows_block(output):
+            waiting = [other for other in (self.output, *backlog) if not _is_overtaken(other, output)]
+            self.output, *rest = *waiting, output
+            self.dllm_backlog = deque(rest)
         else:
             put(self, output)
 
-    return put_one_by_one
+    return put_latest
 
 
 def _fetched(collector: Any, output: Any) -> Any:

@@ -1,8 +1,18 @@
-"""The table of everything in vLLM that this package replaces."""
+"""The table of everything in vLLM that this package replaces, or uses although vLLM promises it to nobody.
 
-from dllm_engine.vllm_hooks.patch import Patch
+All of it was compared with the sources of the releases in ``release.py``. What is added here is looked up in each.
+What is not a function is not in it: the default of ``max_tokens`` in ``CompletionRequest`` (``request_bodies.py``).
+"""
+
+from dllm_engine.vllm_hooks.patch import Patch, Private
 
 EVERY_PROCESS = (
+    Patch(
+        "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
+        "engine_config:refusing_stray_options",
+        "self",
+        "refuse options of diffusion engines for a model that is none",
+    ),
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "admission:checked_inputs",
@@ -42,21 +52,21 @@ EVERY_PROCESS = (
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.put",
-        "step_stream:putting_one_by_one",
+        "step_stream:putting_latest",
         "self, output",
-        "keep the steps of a slow consumer apart",
+        "drop the steps that a slow consumer was overtaken by, never text",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get",
         "step_stream:getting_one",
         "self",
-        "keep the steps of a slow consumer apart",
+        "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
         "step_stream:getting_one_nowait",
         "self",
-        "keep the steps of a slow consumer apart",
+        "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__",
@@ -71,10 +81,16 @@ EVERY_PROCESS = (
         "record the metrics of diffusion engines",
     ),
     Patch(
-        "vllm.v1.engine.llm_engine:LLMEngine.get_metrics",
-        "metrics:getting_all_metrics",
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
+        "shared_memory:unnaming_in_engine",
         "self",
-        "show the metrics of diffusion engines",
+        "leave no shared memory behind when the engine is killed",
+    ),
+    Patch(
+        "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
+        "shared_memory:unnaming_in_worker",
+        "self",
+        "leave no shared memory behind when a worker is killed",
     ),
     Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",
@@ -113,6 +129,36 @@ SERVING = (
         "refuse a request to /v1/responses before its response starts",
     ),
     Patch(
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion",
+        "request_bodies:checked_fields",
+        "self, request",
+        "refuse options of ours in the wrong place, which vLLM would ignore",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion",
+        "request_bodies:checked_fields",
+        "self, request",
+        "refuse options of ours in the wrong place, which vLLM would ignore",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses",
+        "request_bodies:checked_fields",
+        "self, request",
+        "refuse options of ours in the wrong place, which vLLM would ignore",
+    ),
+    Patch(
+        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
+        "admission:explained_greedy",
+        "self",
+        "say what several responses to a prompt need",
+    ),
+    Patch(
+        "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
+        "aborts:dropping_parents",
+        "self, request_ids, internal",
+        "forget a request with n > 1 when all of its responses were aborted",
+    ),
+    Patch(
         "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
         "admission:refused_beam_search",
         "self",
@@ -133,13 +179,13 @@ SERVING = (
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
         "http_responses:chat_stream",
-        "self, request, result_generator",
+        "self, request, result_generator, request_id, model_name",
         "add figures and provisional blocks to the chunks of a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
         "http_responses:whole_completion",
-        "self, final_res_batch",
+        "self, final_res_batch, request",
         "add figures to a completion",
     ),
     Patch(
@@ -147,6 +193,12 @@ SERVING = (
         "http_responses:whole_chat",
         "self, request, result_generator",
         "add figures to a chat completion",
+    ),
+    Patch(
+        "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error",
+        "http_responses:explaining_errors",
+        "self, finish_reason, request_id",
+        "tell a client why its request ended with an error",
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:serve_http",
@@ -157,3 +209,133 @@ SERVING = (
     ),
 )
 """Applied in the process that builds an engine's config, once the model is known to be one of ours."""
+
+_SCHEDULER = "for the scheduler"
+_RUNNER = "for the model runner"
+_WORKER = "for the workers"
+_SETTINGS = "to set up an engine"
+_FRONT_END = "for what a front end checks and shows"
+
+PRIVATE = (
+    # The scheduler and its messages
+    Private("vllm.v1.core.sched.interface", "SchedulerInterface PauseState", _SCHEDULER),
+    Private("vllm.v1.core.sched.output", "SchedulerOutput.make_empty CachedRequestData.make_empty", _SCHEDULER),
+    Private("vllm.v1.core.sched.output", "NewRequestData.from_request GrammarOutput", _SCHEDULER),
+    Private("vllm.v1.core.sched.request_queue", "SchedulingPolicy create_request_queue", _SCHEDULER),
+    Private("vllm.v1.core.sched.utils", "remove_all", _SCHEDULER),
+    Private("vllm.v1.engine", "EngineCoreEventType EngineCoreOutput EngineCoreOutputs", _SCHEDULER),
+    Private("vllm.v1.engine", "EngineCoreOutput.kv_transfer_params EngineCoreOutputs.scheduler_stats", _SCHEDULER),
+    Private("vllm.v1.request", "Request.append_output_token_ids Request.take_events RequestStatus", _SCHEDULER),
+    Private("vllm.v1.structured_output", "StructuredOutputManager", _SCHEDULER),
+    Private("vllm.multimodal", "MULTIMODAL_REGISTRY MultiModalRegistry", _SCHEDULER),
+    Private("vllm.v1.metrics.stats", "PrefixCacheStats SchedulerStats.kv_connector_stats", "for the metrics"),
+    Private("vllm.v1.metrics.loggers", "PrometheusStatLogger._counter_cls", "for the metrics"),
+    Private("vllm.v1.metrics.loggers", "PrometheusStatLogger._gauge_cls", "for the metrics"),
+    Private("vllm.v1.metrics.loggers", "PrometheusStatLogger._histogram_cls", "for the metrics"),
+    # Pages
+    Private("vllm.v1.core.block_pool", "BlockPool.get_new_blocks BlockPool.free_blocks", "for the pages"),
+    Private("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", "for the pages"),
+    Private("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "for the pages"),
+    Private("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager", "for the pages"),
+    Private("vllm.v1.kv_cache_interface", "FullAttentionSpec KVCacheConfig.num_blocks KVCacheSpec", "for the pages"),
+    Private("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry._ensure_registered", "for the pages"),
+    Private("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry.register", "for the pages"),
+    # Workers and what they run
+    Private("vllm.v1.outputs", "DraftTokenIds EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput", _RUNNER),
+    Private("vllm.tasks", "SupportedTask", _RUNNER),
+    Private("vllm.distributed.parallel_state", "GroupCoordinator graph_capture", _RUNNER),
+    Private("vllm.model_executor.model_loader", "get_model", _RUNNER),
+    Private("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "for the guide model"),
+    Private(
+        "vllm.model_executor.model_loader.weight_utils",
+        "download_weights_from_hf initialize_single_dummy_weight safetensors_weights_iterator",
+        "for the guide model",
+    ),
+    Private("vllm.utils.torch_utils", "set_default_torch_dtype", "for the guide model"),
+    Private("vllm.utils.torch_utils", "set_random_seed", _WORKER),
+    Private("vllm.v1.worker.worker_base", "CompilationTimes WorkerBase.get_supported_kv_cache_layouts", _WORKER),
+    Private("vllm.v1.worker.cpu_worker", "CPUWorker.init_device CPUWorker.compile_or_warm_up_model", _WORKER),
+    Private("vllm.v1.worker.gpu_worker", "Worker._make_model_runner init_worker_distributed_environment", _WORKER),
+    Private("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model Worker.execute_dummy_batch", _WORKER),
+    Private("vllm.platforms.cpu", "CpuPlatform", "for Ray without GPUs"),
+    Private("vllm.platforms.interface", "Platform.ray_device_key", "for Ray without GPUs"),
+    Private("vllm.v1.executor.ray_executor_v2", "RayWorkerProc.get_node_and_physical_gpu_ids", "for Ray without GPUs"),
+    Private("vllm.v1.executor.ray_executor_v2", "RayExecutorV2._get_actor_resource_kwargs", "for Ray without GPUs"),
+    Private("vllm.v1.executor.ray_executor_v2", "RayExecutorV2._init_executor", "for Ray without GPUs"),
+    # Settings of an engine
+    Private("vllm.model_executor.models.config", "MODELS_CONFIG_MAP", _SETTINGS),
+    Private(
+        "vllm.model_executor.models.config",
+        "VerifyAndUpdateConfig.verify_and_update_config VerifyAndUpdateConfig.verify_and_update_model_config",
+        _SETTINGS,
+    ),
+    Private("vllm.config.compilation", "CompilationMode CUDAGraphMode", _SETTINGS),
+    Private("vllm.config.compilation", "CompilationConfig.mode CompilationConfig.cudagraph_mode", _SETTINGS),
+    Private("vllm.config.compilation", "CompilationConfig.custom_ops", _SETTINGS),
+    Private("vllm.config.scheduler", "SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling", _SETTINGS),
+    Private("vllm.config.scheduler", "SchedulerConfig.enable_chunked_prefill SchedulerConfig.policy", _SETTINGS),
+    Private("vllm.config.scheduler", "SchedulerConfig.max_num_batched_tokens SchedulerConfig.max_num_seqs", _SETTINGS),
+    Private("vllm.config.cache", "CacheConfig.enable_prefix_caching CacheConfig.kv_cache_memory_bytes", _SETTINGS),
+    Private("vllm.config.cache", "CacheConfig.num_gpu_blocks", _SETTINGS),
+    Private("vllm.config.parallel", "ParallelConfig.worker_cls", _SETTINGS),
+    Private("vllm.config.parallel", "ParallelConfig.distributed_executor_backend", _SETTINGS),
+    Private(
+        "vllm.config.parallel",
+        "ParallelConfig.tensor_parallel_size ParallelConfig.pipeline_parallel_size ParallelConfig.enable_dbo "
+        "ParallelConfig.decode_context_parallel_size ParallelConfig.prefill_context_parallel_size "
+        "ParallelConfig.enable_expert_parallel ParallelConfig.enable_batch_sharded_sampling ParallelConfig.ubatch_size",
+        "to refuse what diffusion models do not support",
+    ),
+    Private(
+        "vllm.config.offload",
+        "UVAOffloadConfig.cpu_offload_gb PrefetchOffloadConfig.offload_group_size",
+        "to refuse what diffusion models do not support",
+    ),
+    Private("vllm.tokenizers", "cached_tokenizer_from_config", _SETTINGS),
+    Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
+    # Front ends
+    Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
+    Private("vllm.v1.serial_utils", "MsgpackEncoder", _FRONT_END),
+    Private("vllm.v1.engine", "EngineCoreRequest", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.model_fields", _FRONT_END),
+    Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
+    Private("vllm.v1.engine.exceptions", "EngineDeadError", _FRONT_END),
+    Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),
+    Private("vllm.v1.engine.output_processor", "OutputProcessor.propagate_error", _FRONT_END),
+    Private("vllm.entrypoints.serve.exception_handling.error_response", "create_error_response", _FRONT_END),
+    Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _FRONT_END),
+    Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
+    Private("vllm.entrypoints.launchers.launcher", "terminate_if_errored", _FRONT_END),
+    Private("vllm.entrypoints.cli.main", "main", "for `dllm serve`"),
+    Private("vllm.entrypoints.cli.serve", "make_arg_parser", "for `dllm serve`"),
+    Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
+)
+"""Names that are imported, and the attributes of theirs that are overridden, set or read. Checked at start-up."""
+
+RAY_SERVE = (
+    Private("vllm.entrypoints.cli.serve", "make_arg_parser validate_parsed_serve_args", "for Ray Serve"),
+    Private("vllm.entrypoints.launchers.api_server.app_state", "init_app_state", "for Ray Serve"),
+    Private("vllm.entrypoints.launchers.api_server.entry", "build_async_engine_client", "for Ray Serve"),
+    Private("vllm.entrypoints.launchers.app", "build_app", "for Ray Serve"),
+    Private("vllm.utils.argparse_utils", "FlexibleArgumentParser", "for Ray Serve"),
+)
+"""As ``PRIVATE``, of ``examples/ray_serve_app.py`` alone. An engine starts without them."""
+
+PUBLIC = (
+    "vllm",
+    "vllm.config",
+    "vllm.distributed",
+    "vllm.engine.arg_utils",
+    "vllm.exceptions",
+    "vllm.logger",
+    "vllm.model_executor.layers.layernorm",
+    "vllm.model_executor.layers.linear",
+    "vllm.model_executor.layers.quantization",
+    "vllm.model_executor.layers.vocab_parallel_embedding",
+    "vllm.model_executor.model_loader.weight_utils.default_weight_loader",
+    "vllm.outputs",
+    "vllm.platforms",
+    "vllm.sampling_params",
+)
+"""Modules, and one function, that vLLM's documentation gives to users and to models outside its tree."""

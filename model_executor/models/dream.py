@@ -2,7 +2,7 @@
 
 import re
 
-from dllm_engine.model_executor.models.configs import DreamConfig
+from dllm_engine.model_executor.models.configs import DreamConfig, config_file
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 
 _TOP_LEVEL = {
@@ -32,7 +32,7 @@ class DreamModel(DiffusionDecoder):
         for key, wanted in {"hidden_act": "silu", "rope_type": "default", "use_sliding_window": False}.items():
             value = getattr(config, key)
             if value != wanted:
-                raise ValueError(f"config.json: {key}={value!r} is not supported for Dream, only {wanted!r}")
+                raise ValueError(f"{config_file(config)}: {key}={value!r} is not supported for Dream, only {wanted!r}")
         return DecoderShape(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,

@@ -2,7 +2,7 @@
 
 import re
 
-from dllm_engine.model_executor.models.configs import LLaDAConfig
+from dllm_engine.model_executor.models.configs import LLaDAConfig, config_file
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 
 # Keys of config.json that would change the computation, with the one value this model implements.
@@ -46,7 +46,9 @@ class LLaDAModelLM(DiffusionDecoder):
         for key, allowed in _REQUIRED_VALUES.items():
             value = getattr(config, key, allowed[0])
             if value not in allowed:
-                raise ValueError(f"config.json: {key}={value!r} is not supported for LLaDA, only {allowed[0]!r}")
+                raise ValueError(
+                    f"{config_file(config)}: {key}={value!r} is not supported for LLaDA, only {allowed[0]!r}"
+                )
         return DecoderShape(
             hidden_size=config.d_model,
             intermediate_size=config.mlp_hidden_size,

@@ -1,5 +1,6 @@
 """How many prompt tokens each KV head of a layer retains. A new one is a function and its name in ``HEAD_BUDGETS``."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -42,7 +43,9 @@ def prompt_preference(scores: torch.Tensor, layer_budget: int, base_share: float
     base = int(base_share * layer_budget)
     pool = (layer_budget - base) * len(masses)
     total = sum(masses)
-    return [base + (pool * mass / total if total > 0 else pool / len(masses)) for mass in masses]
+    # Of scores that are no numbers, of a request that is about to end with an error, no shares can be made.
+    shared = 0 < total < math.inf
+    return [base + (pool * mass / total if shared else pool / len(masses)) for mass in masses]
 
 
 def adaptive(scores: torch.Tensor, layer_budget: int, base_share: float) -> list[float]:

@@ -22,9 +22,8 @@ def main() -> None:
         tensor_parallel_size=int(size),
         distributed_executor_backend=backend,
         dtype="float32",
-        max_model_len=512,
         trace=True,
-        **{"skip_tokenizer_init": True, **task["engine"]},
+        **{"skip_tokenizer_init": True, "max_model_len": 512, **task["engine"]},
     )
     pages = watch_pages(llm)
     aborted = task.get("aborted", [])
@@ -47,6 +46,7 @@ def main() -> None:
             "retained": output.outputs[0].diffusion.retained_positions,
             "selected": output.outputs[0].diffusion.selected_positions,
             "trace": output.outputs[0].diffusion.trace,
+            "tokens_computed": output.outputs[0].diffusion.tokens_computed,
         }
         for output in outputs
     ]

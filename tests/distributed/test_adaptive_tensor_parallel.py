@@ -1,15 +1,10 @@
 """Two tensor-parallel ranks recompute, retain and hold what one does, for methods that decide per layer and head."""
 
-import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
+from tests.distributed.sharded import answer_sharded
 from tests.engines import generate
 
 pytestmark = pytest.mark.slow
@@ -31,33 +26,6 @@ METHODS = {
 def prompt_of(length: int, seed: int) -> list[int]:
     draw = random.Random(1000 * seed + length)
     return [draw.randrange(480) for _ in range(length)]
-
-
-def answer_sharded(
-    checkpoint: Path, requests: list[dict], aborted: Sequence[dict] = (), **engine
-) -> tuple[list[dict], list[list[int]]]:
-    """Answers of two ranks, and the pages at each step: planned, allocated, reserved. Requests to be ``aborted`` run
-    for two steps before the others."""
-    environment = os.environ | {
-        # The scheduler in the program's process, where it can be watched; the ranks have processes of their own.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.answer_cases", str(checkpoint), "2", "mp"],
-        input=json.dumps({"engine": engine, "requests": requests, "aborted": aborted}),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("ANSWERS ", "PAGES ")))
-    assert "ANSWERS" in lines, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(lines["ANSWERS"]), json.loads(lines["PAGES"])
 
 
 def pages_for(amount: int, per_page: int) -> int:
@@ -103,6 +71,7 @@ def test_two_ranks_do_what_one_does(engines, reference_checkpoints, model, metho
         trace = output.outputs[0].diffusion.trace
         assert answer["tokens"] == list(output.outputs[0].token_ids)
         assert answer["trace"] == trace
+        assert answer["tokens_computed"] == output.outputs[0].diffusion.tokens_computed
         if method == "maskkv":
             (of_all,) = trace["retained_per_head"]
             assert {len(layer) for layer in of_all} == {MODELS[model]}

@@ -5,7 +5,7 @@ import pytest
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 from tests.byte_level_tokenizers import copy_renumbered
-from tests.distributed.test_adaptive_tensor_parallel import answer_sharded
+from tests.distributed.sharded import answer_sharded
 from tests.engines import generate
 
 pytestmark = pytest.mark.slow

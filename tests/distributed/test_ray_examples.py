@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,39 +49,51 @@ def alone(engines, examples):
     return [output.outputs[0] for output in llm.chat(chats, DiffusionParams(**PARAMS), use_tqdm=False)]
 
 
-def run_batch(environment, tmp_path):
-    command = [sys.executable, EXAMPLES / "ray_batch.py", "in.jsonl", "out.jsonl", "--replicas", "2"]
-    command += ["--batch-size", "4", "--max-model-len", "512"]
-    return subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+def descendants(process, name):
+    """Processes below ``process`` with ``name`` in their names."""
+    found = []
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                found += [child] if name in child.name() + " ".join(child.cmdline()) else []
+    return found
 
 
-def test_batches_on_replicas_are_answered_as_by_one_process_and_resumed(environment, tmp_path, examples, alone):
-    good = [{"id": i, "prompt": example.prompt, **PARAMS} for i, example in enumerate(examples)]
+def wait_until(condition, process, log):
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+        assert time.monotonic() < end, log.read_text(errors="replace")[-4000:]
+        time.sleep(0.1)
+
+
+def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_killed(
+    environment, tmp_path, examples, alone
+):
+    good = [{"id": i, "prompt": example.prompt, **PARAMS} for i, example in enumerate(examples * 10)]
     bad = ["not JSON", json.dumps({"prompt": "x", "stepz": 3}), json.dumps({"id": "b", "prompt": "x", "steps": "many"})]
     (tmp_path / "in.jsonl").write_text("\n".join([*bad, *map(json.dumps, good)]) + "\n")
-    output = tmp_path / "out.jsonl"
+    output, log = tmp_path / "out.jsonl", tmp_path / "log"
+    command = [sys.executable, EXAMPLES / "ray_batch.py", "in.jsonl", "out.jsonl", "--replicas", "2"]
+    command += ["--batch-size", "16", "--max-model-len", "512"]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=stderr)
+    try:
+        wait_until(lambda: output.exists() and output.stat().st_size, process, log)
+        killed, _ = descendants(process, "Replica")
+        killed.kill()
+        assert process.wait(TIMEOUT_S) == 1, log.read_text(errors="replace")[-4000:]
+    finally:
+        process.kill()
 
-    done = run_batch(environment, tmp_path)
-    assert done.returncode == 1, done.stderr[-4000:]
-    assert "errors: 3" in done.stderr
-    records = {record["index"]: record for record in map(json.loads, output.read_text().splitlines())}
-    assert sorted(records) == list(range(len(bad) + len(good)))
-    assert [sorted(records[i].keys() & {"error", "text"}) for i in range(len(bad))] == [["error"]] * len(bad)
+    assert "errors: 3" in log.read_text()
+    records = sorted(map(json.loads, output.read_text().splitlines()), key=lambda record: record["index"])
+    assert [record["index"] for record in records] == list(range(len(bad) + len(good)))
+    assert [sorted(record.keys() & {"error", "text"}) for record in records[: len(bad)]] == [["error"]] * len(bad)
     assert "'stepz'" in records[1]["error"]
-    for i, expected in enumerate(alone):
-        record = records[len(bad) + i]
+    for i, (record, expected) in enumerate(zip(records[len(bad) :], alone * 10, strict=True)):
         assert record["id"] == i
         assert (record["token_ids"], record["text"]) == (list(expected.token_ids), expected.text)
-
-    whole = output.read_text().splitlines(keepends=True)
-    output.write_text("".join(whole[:5]) + whole[5][:20])
-    done = run_batch(environment, tmp_path)
-    assert f"answered: {len(whole) - 5}, before: 5" in done.stderr, done.stderr[-4000:]
-    again = output.read_text().splitlines(keepends=True)
-    assert again[:5] == whole[:5]
-    assert sorted(again) == sorted(whole)
 
 
 class RayServer:
@@ -96,23 +109,12 @@ class RayServer:
         )
 
     def wait_until(self, condition):
-        end = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text(errors="replace")[-4000:]
-            assert time.monotonic() < end, self.log.read_text(errors="replace")[-4000:]
-            time.sleep(1)
+        wait_until(condition, self.process, self.log)
 
     def replicas(self):
         """Replicas whose engine has a worker."""
-        found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                if "ServeReplica" in process.name() + " ".join(process.cmdline()):
-                    names = [child.name() for child in process.children(recursive=True)]
-                    found += [process] if any("Worker" in name for name in names) else []
-            except psutil.Error:
-                continue
-        return found
+        found = descendants(self.process, "ServeReplica:dllm:DiffusionServer")
+        return [process for process in found if descendants(process, "Worker")]
 
     def post(self, path, body):
         request = urllib.request.Request(
@@ -124,14 +126,8 @@ class RayServer:
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": PARAMS["gen_length"]}
         return self.post("/v1/chat/completions", body | {"vllm_xargs": {"block_length": PARAMS["block_length"]}} | more)
 
-    def chat_retried(self, prompt):
-        """(text, attempts)."""
-        for attempt in range(1, 20):
-            try:
-                return json.loads(self.chat(prompt))["choices"][0]["message"]["content"], attempt
-            except (urllib.error.HTTPError, OSError):
-                time.sleep(1)
-        raise AssertionError("every attempt failed")
+    def text(self, prompt):
+        return json.loads(self.chat(prompt))["choices"][0]["message"]["content"]
 
     def stop(self):
         everything = psutil.Process(self.process.pid).children(recursive=True)
@@ -152,16 +148,16 @@ def is_healthy(url):
         return False
 
 
-def test_ray_serve_answers_as_one_process_and_replaces_a_killed_replica(environment, tmp_path, examples, alone):
+def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_and_a_replica_are_killed(
+    environment, tmp_path, examples, alone
+):
     server = RayServer(environment, tmp_path / "log")
     try:
         server.wait_until(lambda: "serving demo on" in server.log.read_text(errors="replace"))
         assert is_healthy(server.url)
-        assert len(server.replicas()) == 2
+        killed, other = server.replicas()
         prompts = [example.prompt for example in examples]
         expected = [answer.text for answer in alone]
-        with ThreadPoolExecutor(4) as clients:
-            assert [text for text, _ in clients.map(server.chat_retried, prompts)] == expected
         streamed = [json.loads(line[6:]) for line in server.chat(prompts[0], stream=True).splitlines() if "{" in line]
         deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed if chunk["choices"]]
         assert "".join(deltas) == expected[0]
@@ -170,15 +166,23 @@ def test_ray_serve_answers_as_one_process_and_replaces_a_killed_replica(environm
             server.chat("x", presence_penalty=0.5)
         assert refused.value.code == 400
 
-        killed = server.replicas()[0]
-        engine = killed.children(recursive=True)
-        killed.kill()
+        # No client tries again: the ingress does.
+        processes = killed.children(recursive=True)
+        (engine,) = descendants(killed, "EngineCore")
+        with ThreadPoolExecutor(16) as clients:
+            answers = [clients.submit(server.text, prompt) for prompt in prompts * 8]
+            answers[16].result()
+            engine.kill()
+            assert [answer.result() for answer in answers] == expected * 8
+        server.wait_until(lambda: len(server.replicas()) == 2)
+        assert killed not in server.replicas()
+        assert not psutil.wait_procs(processes, timeout=30)[1], "what belonged to the killed engine lives on"
+
+        processes = other.children(recursive=True)
+        other.kill()
         with ThreadPoolExecutor(4) as clients:
-            answers = list(clients.map(server.chat_retried, prompts))
-        assert [text for text, _ in answers] == expected
-        server.wait_until(lambda: len([p for p in server.replicas() if p.pid != killed.pid]) == 2)
-        assert not psutil.wait_procs(engine, timeout=30)[1], "the killed replica's engine lives on"
-        assert server.chat_retried(prompts[0])[0] == expected[0]
+            assert list(clients.map(server.text, prompts)) == expected
+        assert not psutil.wait_procs(processes, timeout=30)[1], "the killed replica's engine lives on"
     finally:
         status, left = server.stop()
     assert status == 0

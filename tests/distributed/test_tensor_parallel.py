@@ -1,13 +1,8 @@
 """Two tensor-parallel ranks give the tokens of one, in real worker processes under vLLM's executors."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.distributed.sharded import answer_sharded
 from tests.engines import generate
 from tests.reference_cases import reference_cases, request_fields
 
@@ -22,28 +17,6 @@ SAMPLED = [
 ]
 
 
-def answer_sharded(checkpoint: Path, backend: str, requests: list[dict], **engine: object) -> list[dict]:
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.answer_cases", str(checkpoint), "2", backend],
-        input=json.dumps({"engine": engine, "requests": requests}),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")), None)
-    assert line is not None, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(line.removeprefix("ANSWERS "))
-
-
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 @pytest.mark.parametrize("model", MODELS)
 def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model, backend):
@@ -56,7 +29,7 @@ def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model,
     requests = [{"prompt": case["prompt_ids"][row], "params": request_fields(case)} for case, row in rows]
     sampled = [{"prompt": cases[0]["prompt_ids"][0], "params": params} for params in SAMPLED]
 
-    answers = answer_sharded(reference_checkpoints / model, backend, requests + sampled)
+    answers, _ = answer_sharded(reference_checkpoints / model, requests + sampled, backend=backend)
 
     for (case, row), answer in zip(rows, answers, strict=False):
         assert answer["tokens"] == case["output_ids"][row][len(case["prompt_ids"][row]) :], case["name"]
@@ -85,7 +58,7 @@ def test_two_ranks_retain_and_unmask_the_same_tokens_as_one(
     asked = [{"gen_length": 40, "block_length": 16, "ignore_eos": True} | RULES[i % 5] for i in range(len(prompts))]
     requests = [{"prompt": prompt, "params": params} for prompt, params in zip(prompts, asked, strict=True)]
 
-    answers = answer_sharded(reference_checkpoints / model, "mp", requests, **engine)
+    answers, _ = answer_sharded(reference_checkpoints / model, requests, **engine)
 
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
     expected = generate(alone, prompts, [DiffusionParams(**params) for params in asked])
@@ -112,7 +85,7 @@ def test_two_ranks_skip_the_same_rows_as_one(engines, reference_checkpoints, mod
     params = {"gen_length": 40, "block_length": 16, "ignore_eos": True}
     requests = [{"prompt": prompt, "params": params} for prompt in prompts]
 
-    answers = answer_sharded(reference_checkpoints / model, "mp", requests, **engine)
+    answers, _ = answer_sharded(reference_checkpoints / model, requests, **engine)
 
     alone = generate(
         engines(reference_checkpoints / model, max_model_len=512, **engine), prompts, DiffusionParams(**params)
@@ -133,7 +106,7 @@ def test_two_ranks_may_run_several_steps_per_dispatch(engines, reference_checkpo
     asked = [{"gen_length": 40, "block_length": 16, "ignore_eos": True} | RULES[i % 5] for i in range(len(prompts))]
     requests = [{"prompt": prompt, "params": params} for prompt, params in zip(prompts, asked, strict=True)]
 
-    answers = answer_sharded(reference_checkpoints / model, "mp", requests, steps_per_dispatch=6, **engine)
+    answers, _ = answer_sharded(reference_checkpoints / model, requests, steps_per_dispatch=6, **engine)
 
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
     expected = generate(alone, prompts, [DiffusionParams(**params) for params in asked])

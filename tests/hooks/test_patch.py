@@ -1,14 +1,17 @@
-"""What we replace in vLLM is checked first, so that another vLLM is refused with a sentence."""
+"""What we replace in vLLM, or import although it is private, is checked first: another vLLM gets a sentence."""
 
+import sys
 from importlib import import_module
 from operator import attrgetter
 
 import pytest
 
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.patch import Patch, PatchError
+from dllm_engine.vllm_hooks.patch import Patch, Private
+from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 PATCHES = (*table.EVERY_PROCESS, *table.SERVING)
+PRIVATE = [(use, name) for use in (*table.PRIVATE, *table.RAY_SERVE) for name in use.names.split()]
 
 
 def owner_of(target: str):
@@ -29,7 +32,7 @@ def _registered():
 @pytest.mark.parametrize("of_vllm", PATCHES, ids=lambda of_vllm: of_vllm.target)
 def test_an_attribute_that_is_gone_is_named(of_vllm, monkeypatch):
     monkeypatch.delattr(*owner_of(of_vllm.target))
-    with pytest.raises(PatchError) as raised:
+    with pytest.raises(IncompatibleVLLMError) as raised:
         patch.apply([of_vllm])
     assert of_vllm.target in str(raised.value)
     assert of_vllm.why in str(raised.value)
@@ -39,7 +42,7 @@ def test_an_attribute_that_is_gone_is_named(of_vllm, monkeypatch):
 def test_an_attribute_with_other_parameters_is_named(of_vllm, monkeypatch):
     owner, name = owner_of(of_vllm.target)
     monkeypatch.setattr(owner, name, lambda *, changed: None)
-    with pytest.raises(PatchError) as raised:
+    with pytest.raises(IncompatibleVLLMError) as raised:
         patch.apply([of_vllm])
     assert of_vllm.target in str(raised.value)
     assert "(changed)" in str(raised.value)
@@ -64,3 +67,53 @@ def test_a_function_that_others_have_imported_is_replaced_there_too():
 
 def test_a_module_that_is_not_loaded_is_left_alone():
     patch.apply([Patch("vllm.no_such_module:attribute", "admission:checked_inputs", "", "test", scope="if_imported")])
+
+
+def test_where_one_attribute_is_gone_none_is_replaced(monkeypatch):
+    from vllm import outputs
+
+    monkeypatch.setattr(outputs.RequestOutput, "add", original := lambda self, next_output, aggregate: None)
+    with pytest.raises(IncompatibleVLLMError):
+        patch.apply([*table.EVERY_PROCESS, Patch("vllm.outputs:gone", "admission:checked_inputs", "", "test")])
+    assert outputs.RequestOutput.add is original
+
+
+@pytest.mark.parametrize(("use", "name"), PRIVATE, ids=lambda value: getattr(value, "module", value))
+def test_a_private_name_that_is_gone_is_named(use, name, monkeypatch):
+    if use.module.startswith("vllm.v1.executor.ray"):
+        pytest.importorskip("ray")
+    import_module(use.module)
+    patch.check([use])
+    owner, attribute = owner_of(f"{use.module}:{name}")
+    monkeypatch.delitem(getattr(owner, "__dataclass_fields__", {}), attribute, raising=False)
+    monkeypatch.delattr(owner, attribute, raising=attribute in vars(owner))
+    with pytest.raises(IncompatibleVLLMError) as raised:
+        patch.check([use])
+    assert f"{use.module}:{name}" in str(raised.value)
+
+
+SOURCE = """
+from os.path import join as joined
+annotated: int = 1
+try:
+    assigned = 1
+except ImportError:
+    other = 2
+class Class:
+    field: int
+    def method(self): ...
+raise AssertionError("nobody may run this")
+"""
+
+
+def test_a_module_that_is_not_loaded_is_read_and_not_run(tmp_path, monkeypatch):
+    (tmp_path / "module_of_vllm.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    there = "joined annotated assigned other Class Class.field Class.method"
+    patch.check([Private("module_of_vllm", there, "test")])
+    for name in ("join", "field", "Class.annotated", "Other.method"):
+        with pytest.raises(IncompatibleVLLMError, match=f"module_of_vllm:{name}, test, but it is not there"):
+            patch.check([Private("module_of_vllm", name, "test")])
+    with pytest.raises(IncompatibleVLLMError, match=r"vllm\.no_such_package\.module:name"):
+        patch.check([Private("vllm.no_such_package.module", "name", "test")])
+    assert "module_of_vllm" not in sys.modules

@@ -325,3 +325,27 @@ def test_logprobs_of_given_tokens_are_those_of_the_softmax(monkeypatch):
 
     for sharded in on_two_ranks(work):
         torch.testing.assert_close(sharded, expected)
+
+
+# Logits that are no numbers
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        GREEDY,
+        SamplingSettings(0.0, 0.9, 20, True),
+        SamplingSettings(0.7, 1.0, 0, False),
+        SamplingSettings(0.7, 0.8, 30, True),
+    ],
+)
+def test_a_probability_is_a_number_just_where_the_logits_are(settings):
+    """Minus infinity is one: such a token is never drawn."""
+    logits = random_logits(6)
+    logits[0, 7] = torch.nan
+    logits[1, VOCAB - 1] = torch.inf
+    logits[2, :] = torch.nan
+    logits[3, 3:100] = -torch.inf
+    logits[4, MASK] = torch.inf
+    found = predict(logits, settings)
+    assert (found.probability < torch.inf).tolist() == [False, False, False, True, False, True]

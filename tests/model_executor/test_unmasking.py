@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dllm_engine.model_executor.candidates import BatchCandidates, positions_of
+from dllm_engine.model_executor.candidates import BatchCandidates, outcomes_of
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner, _sampling_settings
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
@@ -62,8 +62,8 @@ def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | No
     repeated = {name: torch.cat([x] * len(plans)) for name, x in vars(STATISTICS).items() if x is not None}
     if held_back is not None:
         repeated["held_back"] = torch.tensor(held_back * len(plans))
-    (filled,) = positions_of([[runner._fill(candidates, TokenStatistics(**repeated))]], len(plans))
-    return list(zip(canvases, filled, strict=True))
+    (outcome,) = outcomes_of([[runner._fill(candidates, TokenStatistics(**repeated))]], len(plans))
+    return list(zip(canvases, outcome.positions, strict=True))
 
 
 def fill(unmasking: str, count: int, ratio: float = 0.5, parallel: ParallelRule | None = None):

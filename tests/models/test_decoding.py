@@ -20,7 +20,7 @@ LLADA_SETTINGS = {
     "last block shorter, uneven steps": {"gen_length": 27, "block_length": 10, "steps": 13},
     "last block of one token": {"gen_length": 17, "block_length": 4, "steps": 17},
     "one step per block": {"gen_length": 24, "block_length": 8, "steps": 3},
-    "more steps than tokens": {"gen_length": 12, "block_length": 4, "steps": 20},
+    "short last block, a step for all of it": {"gen_length": 19, "block_length": 8, "steps": 6},
     "one block": {"gen_length": 24, "block_length": 24, "steps": 7},
     "one token per block": {"gen_length": 6, "block_length": 1, "steps": 6},
     "one token": {"gen_length": 1, "block_length": 1, "steps": 1},
@@ -29,7 +29,7 @@ DREAM_SETTINGS = {
     "entropy": {"gen_length": 24, "block_length": 24, "steps": 24, "unmasking": "entropy"},
     "odd steps": {"gen_length": 20, "block_length": 20, "steps": 7, "unmasking": "maskgit_plus"},
     "one step": {"gen_length": 16, "block_length": 16, "steps": 1, "unmasking": "entropy"},
-    "more steps than tokens": {"gen_length": 8, "block_length": 8, "steps": 20, "unmasking": "topk_margin"},
+    "blocks, short last, fewer steps": {"gen_length": 19, "block_length": 8, "steps": 11, "unmasking": "topk_margin"},
     "blocks": {"gen_length": 24, "block_length": 8, "steps": 24, "unmasking": "entropy"},
     "blocks, uneven steps": {"gen_length": 24, "block_length": 8, "steps": 17, "unmasking": "maskgit_plus"},
     "blocks, last shorter": {"gen_length": 21, "block_length": 8, "steps": 21, "unmasking": "topk_margin"},
@@ -152,3 +152,17 @@ def test_settings_left_out_are_the_familys(engines, tiny_llada, tiny_dream, fami
     (spelled,) = generate(llm, PROMPTS[:1], DiffusionParams(**params, **named, steps=40))
     assert left_out.outputs[0].token_ids == spelled.outputs[0].token_ids
     assert left_out.outputs[0].diffusion == spelled.outputs[0].diffusion
+
+
+@pytest.mark.parametrize("gen_length", [33, 40, 65])
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_steps_left_open_are_one_per_token_whatever_the_length(engines, tiny_llada, tiny_dream, family, gen_length):
+    from dllm_engine import DiffusionParams
+
+    llm = engines(tiny_llada if family == "llada" else tiny_dream)
+    params = DiffusionParams(gen_length=gen_length, block_length=32, ignore_eos=True)
+    (output,) = generate(llm, PROMPTS[:1], params)
+    figures = output.outputs[0].diffusion
+    assert figures.forward_passes == gen_length
+    if family == "llada":
+        assert [len(step) for step in figures.unmasked_per_step] == [1] * gen_length

@@ -379,9 +379,12 @@ def test_naming_a_request_twice_aborts_it_once():
 
 def test_id_in_use_is_refused_and_can_be_used_again_afterwards():
     scheduler, runner = make_scheduler(), StandInRunner()
-    scheduler.add_request(request("a"))
-    with pytest.raises(ValueError, match="'a'"):
-        scheduler.add_request(request("a"))
+    scheduler.add_request(request("a", client=0))
+    scheduler.add_request(request("a", client=1))
+    _, outputs = step(scheduler, runner)
+    (refused,) = outputs[1].outputs
+    assert refused.finish_reason == FinishReason.ERROR
+    assert "'a' is running already" in refused.kv_transfer_params["diffusion"]["error"]
     run(scheduler, runner)
     scheduler.schedule()
     scheduler.add_request(request("a"))

@@ -28,8 +28,8 @@ def test_counts_start_anew_with_each_message():
     scheduler.add_request(request("a"))  # 4 steps of 2 tokens over a canvas of 18
     reported = list(messages(scheduler, runner))
     assert [m["denoising_steps"] for m in reported] == [{"full": 1}] * 4
-    assert [(m["engine_steps"], m["forward_passes"]) for m in reported] == [(1, 1)] * 4
-    assert [m["tokens_unmasked"] for m in reported] == [2] * 4
+    assert [m["engine_steps"] for m in reported] == [1] * 4
+    assert [m["num_committed_tokens"] for m in reported] == [2] * 4
     assert [m["tokens_computed"] for m in reported] == [18] * 4
     assert [m["request_tokens_per_forward"] for m in reported] == [[], [], [], [2.0]]
     assert {m["pages_total"] for m in reported} == {99}
@@ -40,7 +40,15 @@ def test_two_requests_are_one_batch_and_two_forward_passes():
     scheduler.add_request(request("a"))
     scheduler.add_request(request("b"))
     first = next(messages(scheduler, runner))
-    assert (first["engine_steps"], first["forward_passes"], first["denoising_steps"]) == (1, 2, {"full": 2})
+    assert (first["engine_steps"], first["denoising_steps"]) == (1, {"full": 2})
+
+
+def test_a_complete_block_counts_a_step_more_as_in_vllm():
+    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
+    scheduler.add_request(request("a"))  # 2 blocks of 4 tokens, 2 steps each
+    reported = list(messages(scheduler, runner))
+    assert [m["num_denoising_steps"] for m in reported] == [1, 2, 1, 2]
+    assert [m["num_canvas_positions"] for m in reported] == [4, 8, 4, 8]
 
 
 def test_pages_and_retained_tokens_come_and_go_with_their_request():

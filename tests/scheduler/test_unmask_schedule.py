@@ -8,17 +8,27 @@ from dllm_engine.scheduler.unmask_schedule import split_steps, timestep_count, t
 
 
 @pytest.mark.parametrize(
-    ("steps", "num_blocks", "expected"),
+    ("steps", "masks", "expected"),
     [
-        (32, 4, [8, 8, 8, 8]),
-        (18, 4, [5, 5, 4, 4]),
-        (5, 3, [2, 2, 1]),
-        (3, 3, [1, 1, 1]),
-        (7, 1, [7]),
+        (32, [8] * 4, (8, 8, 8, 8)),
+        (18, [8] * 4, (5, 5, 4, 4)),
+        (5, [8] * 3, (2, 2, 1)),
+        (3, [8] * 3, (1, 1, 1)),
+        (7, [8], (7,)),
+        # A step per mask, whatever the blocks.
+        (33, [32, 1], (32, 1)),
+        (65, [32, 32, 1], (32, 32, 1)),
+        (3, [1, 1, 1], (1, 1, 1)),
+        # Two masks per step, as far as they go.
+        (20, [32, 8], (16, 4)),
+        (17, [32, 1], (16, 1)),
+        # 1 + 7·31/38 = 6.71, 1 + 7·7/38 = 2.29
+        (9, [32, 8], (7, 2)),
+        (2, [32, 1], (1, 1)),
     ],
 )
-def test_steps_are_spread_evenly_with_earlier_blocks_first(steps, num_blocks, expected):
-    assert [split_steps(steps, num_blocks, block) for block in range(num_blocks)] == expected
+def test_steps_are_shared_by_masks_with_earlier_blocks_first(steps, masks, expected):
+    assert split_steps(steps, masks) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,9 +92,17 @@ def test_every_token_is_unmasked_exactly_once(block_size, steps):
 
 
 @settings(deadline=None)
-@given(steps=st.integers(1, 500), num_blocks=st.integers(1, 100))
-def test_no_step_is_lost_between_blocks(steps, num_blocks):
-    split = [split_steps(steps, num_blocks, block) for block in range(num_blocks)]
+@given(masks=st.lists(st.integers(1, 60), min_size=1, max_size=30), data=st.data())
+def test_no_step_is_lost_between_blocks_and_none_is_empty(masks, data):
+    steps = data.draw(st.integers(len(masks), sum(masks)))
+    split = split_steps(steps, masks)
     assert sum(split) == steps
-    assert split == sorted(split, reverse=True)
-    assert split[0] - split[-1] <= 1
+    assert all(1 <= share <= count for share, count in zip(split, masks, strict=True))
+    assert split_steps(sum(masks), masks) == tuple(masks)
+
+
+@given(num_blocks=st.integers(1, 100), size=st.integers(1, 50), data=st.data())
+def test_equal_blocks_get_equally_many_steps_and_the_first_what_is_left_over(num_blocks, size, data):
+    steps = data.draw(st.integers(num_blocks, num_blocks * size))
+    split = split_steps(steps, [size] * num_blocks)
+    assert list(split) == [steps // num_blocks + (block < steps % num_blocks) for block in range(num_blocks)]

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import environment
@@ -72,6 +71,19 @@ def test_only_changed_steps_run_again(made, monkeypatch):
 def test_failed_run_goes_on_where_it_stopped(made, monkeypatch):
     assert install(made, monkeypatch, {"a": "1", "b": "1", "c": "1"}, failing="b") == ["a", "b"]
     assert install(made, monkeypatch, {"a": "1", "b": "1", "c": "1"}) == ["b", "c"]
+
+
+def test_extras_of_an_earlier_run_stay(made, monkeypatch):
+    asked: list[list[str]] = []
+
+    def steps(extras: list[str]) -> list[Step]:
+        asked.append(list(extras))
+        return steps_that_log([], {"project": ",".join(extras)})
+
+    monkeypatch.setattr(made, "_steps", steps)
+    for extras in ([], ["test", "ray"], [], ["eval"]):
+        made.install(extras)
+    assert asked == [[], ["ray", "test"], ["ray", "test"], ["eval", "ray", "test"]]
 
 
 def test_editing_a_requirement_list_changes_the_steps_that_read_it(tmp_path, monkeypatch):
@@ -154,16 +166,6 @@ def test_missing_cpu_build_of_torch_is_explained(made, monkeypatch):
     with pytest.raises(SetupError, match="nothing was downloaded") as caught:
         made._install_torch()
     assert "PIP_EXTRA_INDEX_URL" in str(caught.value)
-
-
-def test_vllm_metadata_wheel_has_the_version_that_selects_the_cpu(tmp_path):
-    wheel = environment.write_vllm_metadata(tmp_path)
-    target = tmp_path / "site-packages"
-    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--target", target, wheel], check=True, capture_output=True)
-    found: list[Distribution] = list(distributions(path=[str(target)]))
-    assert [(one.metadata["Name"], one.version) for one in found] == [("vllm", "0.32.0+cpu")]
-    assert {path.name.split("-")[0] for path in target.iterdir()} == {"vllm"}
 
 
 def test_older_python_gets_an_explanation(tmp_path):

@@ -31,13 +31,14 @@ class Server:
         environment = os.environ | {"VLLM_LOGGING_LEVEL": logging_level}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         executable = str(Path(sys.executable).parent / program)
-        self.process = subprocess.Popen(
-            [executable, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [executable, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
 
     @property
     def url(self) -> str:
@@ -89,6 +90,6 @@ def scrape(url: str) -> dict[str, float]:
             name, labels, value = match.groups()
             values[name] = values.get(name, 0.0) + float(value)
             state = re.search(r'refresh_state="(\w+)"', labels or "")
-            if state and name == "dllm:denoising_steps_total":
+            if state and name == "vllm:dllm_denoising_steps_total":
                 values["steps:" + state[1]] = float(value)
     return values

@@ -142,30 +142,34 @@ def test_streamed_chunks_carry_the_figures_so_far(client, model, examples, endpo
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_streaming_by_step_shows_the_running_block(client, model, examples, offline, endpoint):
+def test_streaming_by_step_shows_the_running_block(client, model, examples, endpoint):
     options = {"vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
     if endpoint == "chat":
         whole = ask(client, model, examples[0].prompt).choices[0]
-        chunks = [c for c in ask(client, model, examples[0].prompt, stream=True, extra_body=options) if c.choices]
-        assert chunks[0].choices[0].delta.role == "assistant"
+        chunks = list(ask(client, model, examples[0].prompt, stream=True, extra_body=options))
         text_of, whole_text = (lambda choice: choice.delta.content or ""), whole.message.content
     else:
         settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
         whole = client.completions.create(**settings, extra_body=BLOCK).choices[0]
         chunks = list(client.completions.create(**settings, stream=True, extra_body=options))
         text_of, whole_text = (lambda choice: choice.text), whole.text
-    assert "".join(text_of(chunk.choices[0]) for chunk in chunks) == whole_text
-    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
-    assert figures_of(chunks[-1].choices[0]) == figures_of(whole)
-    steps = [chunk.choices[0] for chunk in chunks if "provisional" in chunk.choices[0].model_extra]
-    assert [figures_of(s)["forward_passes"] for s in steps] == list(range(1, figures_of(whole)["forward_passes"] + 1))
-    states = [step.model_extra["provisional"] for step in steps]
-    assert [sum(state["masked"]) for state in states] == [7, 6, 5, 4, 3, 2, 1, 0] * (len(states) // 8)
-    assert all(state["text"].count("░") == sum(state["masked"]) for state in states)
-    assert all(not text_of(step) and step.finish_reason is None for step in steps)
-    shown = "".join(state["text"] for state in states if not any(state["masked"]))
-    assert shown.startswith(whole_text)
-    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    usual = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(map(text_of, usual)) == whole_text
+    assert usual[-1].finish_reason == whole.finish_reason
+    assert figures_of(usual[-1]) == figures_of(whole)
+    steps = [chunk.model_extra["provisional"] for chunk in chunks if "provisional" in chunk.model_extra]
+    assert not any(chunk.choices for chunk in chunks if "provisional" in chunk.model_extra)
+    pieces = {}
+    for step in steps:
+        pieces |= zip(step["positions"], step["pieces"], strict=True)
+        for position in step["special"]:
+            pieces[position] = ""
+        filled = sum(p // 8 == step["block"] for p in pieces)
+        if step["step"] == 8:  # the last of its block
+            assert filled == 8
+    assert "".join(pieces[p] for p in sorted(pieces)).startswith(whole_text)
+    assert steps[-1]["forward_pass"] == steps[-1]["diffusion"]["forward_passes"] == figures_of(whole)["forward_passes"]
+    assert len({(chunk.id, chunk.model) for chunk in chunks if chunk.id}) == 1
 
 
 def test_a_client_that_hangs_up_amid_steps_frees_its_place(client, server, model, examples):
@@ -247,9 +251,19 @@ def test_stop_strings_cut_the_text(client, model, examples, offline):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
-    answer = ask(client, model, examples[0].prompt, max_tokens=None, extra_body={"ignore_eos": True})
-    assert answer.usage.completion_tokens == 256
+def test_what_nobody_asked_for_is_the_checkpoints(client, model, examples, offline):
+    """Its length and its blocks; in a chat, a completion and the responses API alike."""
+    message = [{"role": "user", "content": examples[0].prompt}]
+    assert client.chat.completions.create(model=model, messages=message).choices[0].message.content == offline[0].text
+    open_ended = {"extra_body": {"ignore_eos": True}}
+    assert client.chat.completions.create(model=model, messages=message, **open_ended).usage.completion_tokens == 32
+    assert client.completions.create(model=model, prompt="Hello!", **open_ended).usage.completion_tokens == 32
+    assert (
+        client.completions.create(model=model, prompt="Hello!", max_tokens=16, **open_ended).usage.completion_tokens
+        == 16
+    )
+    response = client.responses.create(model=model, input=examples[0].prompt)
+    assert response.output_text == offline[0].text
 
 
 @pytest.mark.parametrize(
@@ -265,6 +279,11 @@ def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty=1.5"),
         ({"extra_body": {"min_tokens": 3}}, "min_tokens=3"),
+        ({"n": 2}, "n=2 needs a temperature above 0"),
+        ({"extra_body": {"block_length": 8}}, "block_length belongs into vllm_xargs"),
+        ({"extra_body": {"cache_method": "dual"}}, "cache_method is an option of the engine"),
+        ({"extra_body": {"vllm_xargs": {"gen_length": 8}}}, "max_tokens"),
+        ({"extra_body": {"vllm_xargs": {"steps": 33}}}, "steps=33"),
         ({"extra_body": {"vllm_xargs": {"steps": 0}}}, "steps=0"),
         ({"extra_body": {"vllm_xargs": {"steps": 2, "block_length": 8}}}, "steps=2"),
         ({"extra_body": {"vllm_xargs": {"block_length": 0}}}, "block_length=0"),
@@ -346,11 +365,16 @@ def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, exam
     figures = [figures_of(answer.choices[0]) for answer in answers]
     after = scrape(server.url)
     grown = {name: after[name] - before[name] for name in after}
-    for name in ("forward_passes", "tokens_unmasked", "tokens_computed"):
-        assert grown[f"dllm:{name}_total"] == sum(f[name] for f in figures), name
+    assert grown["vllm:diffusion_num_committed_tokens_total"] == sum(f["tokens_unmasked"] for f in figures)
+    assert grown["vllm:dllm_tokens_computed_total"] == sum(f["tokens_computed"] for f in figures)
     assert grown["steps:full"] == sum(f["denoising_steps"] for f in figures)
-    assert grown["dllm:request_pages_held_count"] == 3
-    assert after["dllm:pages_reserved"] == after["dllm:pages_allocated"] == after["dllm:tokens_retained"] == 0
+    assert grown["vllm:dllm_request_pages_held_count"] == 3
+    assert (
+        after["vllm:dllm_pages_reserved"]
+        == after["vllm:dllm_pages_allocated"]
+        == after["vllm:dllm_tokens_retained"]
+        == 0
+    )
     labels = 'engine="0",model_name="' + model
     assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
 

@@ -212,21 +212,38 @@ def test_only_what_was_moved_is_sent(page):
     page.ask("Hello!")
     assert page.figure("tokens_per_forward") > 1.5
     page.element("reset").click()
+    page.move("temperature", 0.7)
+    page.element("seed").send_keys("12")
+    page.element("system").send_keys("Be brief.")
     page.ask("Hello!")
-    first, second, third = page.js("return window.asked")
-    assert first["vllm_xargs"] == third["vllm_xargs"] == {"stream_granularity": "step"}
-    assert "max_tokens" not in first
+    page.element("reset").click()
+    page.ask("Hello!")
+    first, second, third, last = page.js("return window.asked")
+    assert first == last
+    assert first["vllm_xargs"] == third["vllm_xargs"] == {"stream_granularity": "step", "trace": True}
+    assert not {"max_tokens", "temperature", "seed"} & first.keys()
+    assert [message["role"] for message in first["messages"]] == ["user"]
     assert second["max_tokens"] == 32
     assert second["vllm_xargs"] == {
-        "stream_granularity": "step", "block_length": 8, "retention_ratio": 0.25, "threshold": 0.9,
+        "stream_granularity": "step", "trace": True, "block_length": 8, "retention_ratio": 0.25, "threshold": 0.9,
     }  # fmt: skip
+    assert (third["temperature"], third["seed"]) == (0.7, 12)
+    assert third["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert page.js("const log = document.getElementById('log');"
+                   "return log.scrollHeight - log.clientHeight - log.scrollTop") < 2, "the end is in view"  # fmt: skip
+
+
+def test_the_retention_slider_ends_at_the_engines_own(page):
+    slider = page.element("retention_ratio")
+    assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("0.5", "0.5")
 
 
 def test_a_refusal_is_shown_in_words_and_the_next_request_works(page):
-    page.move("retention_ratio", 0.75)
+    page.move("max_tokens", 8)
+    page.move("block_length", 128)
     page.ask(PROMPT)
     (error,) = page.all(".turn.error")
-    assert "retention_ratio=0.75 is out of range" in error.text
+    assert "block_length=128 is out of range" in error.text
     assert "(400)" in error.text
     assert error.get_attribute("role") == "alert"
     assert page.element("prompt").get_attribute("value") == PROMPT, "to be sent again"
@@ -247,9 +264,8 @@ def test_markup_in_prompts_and_answers_is_text(page):
         "  if (!line.startsWith('data: {')) return line;"
         "  const chunk = JSON.parse(line.slice(6));"
         "  for (const choice of chunk.choices) {"
-        "   if (choice.delta && choice.delta.content) choice.delta.content = arguments_[0];"
-        "   if (choice.provisional) { choice.provisional.text = arguments_[0];"
-        "    choice.provisional.pieces = choice.provisional.pieces.map((p) => p === null ? null : arguments_[0]); } }"
+        "   if (choice.delta && choice.delta.content) choice.delta.content = arguments_[0]; }"
+        "  if (chunk.provisional) chunk.provisional.pieces = chunk.provisional.pieces.map(() => arguments_[0]);"
         "  return 'data: ' + JSON.stringify(chunk); }).join('\\n');"
         " return new Response(changed, {status: 200}); };".replace("arguments_[0]", repr(hostile).replace("\\'", "'")),
     )
@@ -329,11 +345,11 @@ def test_everything_is_reached_by_tab(page):
     page.short().ask(PROMPT)
     page.js("document.activeElement.blur(); window.scrollTo(0, 0); document.querySelector('.skip').focus()")
     reached = []
-    for _ in range(25):
+    for _ in range(30):
         reached.append(page.js("return document.activeElement.id"))
         webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
     wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
-              "remember", "reset", "play", "step", "canvas", "maps"]  # fmt: skip
+              "temperature", "seed", "system", "remember", "reset", "play", "step", "canvas", "maps"]  # fmt: skip
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 
 

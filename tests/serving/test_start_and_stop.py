@@ -111,8 +111,11 @@ def wait_until_running(server, number):
 
 
 @pytest.mark.parametrize("name", ["EngineCore", "Worker"])
-def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name):
-    watched = start()
+def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name, monkeypatch):
+    """Two ranks: what is left waits in the middle of a step for the one that is gone."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    watched = start("--tensor-parallel-size", "2")
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:

@@ -63,7 +63,7 @@ def unharmed(server):
     assert texts(server) == before
     values = scrape(server.url)
     assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
-    assert values["dllm:pages_reserved"] == 0
+    assert values["vllm:dllm_pages_reserved"] == 0
 
 
 def check(answer: tuple[int, bytes], sent: object) -> None:
@@ -78,7 +78,7 @@ def check(answer: tuple[int, bytes], sent: object) -> None:
         assert b'"code":500' not in body.replace(b" ", b""), shown
 
 
-ODD_NUMBERS = [0, -1, 1, 2, 17, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.5, 0.5, 1.5, 1e308]
+ODD_NUMBERS = [0, -1, 1, 2, 17, 2**31, 10**12, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.5, 0.5, 1.5, 1e308, 5e-324]
 ODD_NUMBERS += [math.nan, math.inf, -math.inf]
 ODD_TEXTS = [
     "",
@@ -117,6 +117,7 @@ def fields_of(path: str) -> list[str]:
 
 
 def bounded(max_examples: int):
+    """So many examples, the same in each run; ``--red-team N`` draws N times as many."""
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks
@@ -143,6 +144,18 @@ def test_odd_values_of_standard_fields(server, path):
         check(ask(server, path, body), body)
 
     fuzz()
+
+
+@pytest.mark.parametrize("number", [n for n in ODD_NUMBERS if n != 10**400], ids=str)
+def test_every_option_with_every_odd_number(server, number):
+    """As tests/test_extreme_options.py, through HTTP and with the engine in a process of its own."""
+    body = GOOD[COMPLETIONS]
+    for name in RequestOptions.model_fields:
+        odd = body | {"vllm_xargs": {name: number}}
+        check(ask(server, COMPLETIONS, odd), odd)
+    for name in fields_of(COMPLETIONS):
+        odd = body | {name: number}
+        check(ask(server, COMPLETIONS, odd), odd)
 
 
 MALFORMED = [
@@ -204,7 +217,33 @@ def test_what_cannot_reach_the_engine_is_refused(server, path, name):
     for stream in (False, True):
         status, answer = ask(server, path, GOOD[path] | {"stream": stream, name: odd})
         assert status == 400
-        assert "cannot be sent to the engine" in json.loads(answer)["error"]["message"]
+        wanted = "stream_interval=" if name == "stream_interval" else "cannot be sent to the engine"
+        assert wanted in json.loads(answer)["error"]["message"]
+
+
+def test_no_route_answers_an_odd_body_with_an_internal_error(server):
+    """Every route of the server, with what its schema asks for and odd values in it."""
+    api = json.loads(post(server, "/openapi.json", b"", "GET")[1])
+    schemas = api["components"]["schemas"]
+    for path, methods in sorted(api["paths"].items()):
+        operation = methods.get("post")
+        if operation is None:
+            continue
+        for body in (*MALFORMED, b"{}", b'"x"', b"5", b"[]", b"[1]", b"null"):
+            check(post(server, path, body), f"{path}: {body[:80]!r}")
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        reference = content.get("schema", {}).get("$ref", "").rsplit("/", 1)[-1]
+        fields = sorted(schemas.get(reference, {}).get("properties", ())) or ["new_data_parallel_size", "drain_timeout"]
+        plausible = {"model": "demo", "max_tokens": 4, "prompt": "x", "input": "x", "query": "x", "items": ["x"]}
+        plausible |= {"messages": [{"role": "user", "content": "x"}], "tokens": [5, 6], "label_token_ids": [5, 6]}
+
+        @bounded(40)
+        @given(st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
+        def fuzz(odd, path=path, plausible=plausible):
+            body = plausible | odd
+            check(ask(server, path, body), {"route": path, **body})
+
+        fuzz()
 
 
 def test_files_named_in_requests_are_not_opened(server, tmp_path):

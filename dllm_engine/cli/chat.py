@@ -1,0 +1,208 @@
+"""``dllm chat``: a conversation in the terminal, in which one sees the masks fill in."""
+
+import argparse
+import itertools
+import shutil
+import signal
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+from dllm_engine.cli.engine import (
+    add_decoding_arguments,
+    add_engine_arguments,
+    check_for_all,
+    has_chat_template,
+    start_engine,
+)
+from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.demo import DEMO_MODEL
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+    from dllm_engine.params import DiffusionParams
+
+GREETING = "/exit or Ctrl-D ends, /clear forgets the conversation, Ctrl-C stops an answer."
+DEMO_HINT = "The demo model knows single tasks only, such as “Reverse: Rome Tom Oslo”: give /clear before the next one."
+PROMPT = "> "
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal and watch it denoise",
+        description=f"Talk to a model: each line is a message, and its answer fills in step by step. {GREETING}",
+    )
+    add_decoding_arguments(parser)
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    llm, params = start_engine(args)
+    if not has_chat_template(llm):
+        raise CommandError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
+    check_for_all(llm, params)
+    screen = Screen(sys.stdout) if sys.stdout.isatty() else None
+    conversation = Conversation(llm, params, screen)
+    if screen is not None:
+        with suppress(ImportError):
+            import readline  # noqa: F401  input() edits lines and remembers them once it is loaded
+        print(GREETING)
+        if args.model == DEMO_MODEL:
+            print(DEMO_HINT)
+    while True:
+        try:
+            said = input(PROMPT if screen is not None else "").strip()
+        except (EOFError, KeyboardInterrupt) as end:
+            if screen is not None:
+                print()
+            if isinstance(end, KeyboardInterrupt):
+                raise
+            return 0
+        if said == "/exit":
+            return 0
+        if said == "/clear":
+            conversation.messages.clear()
+        elif said:
+            conversation.answer(said)
+
+
+class Conversation:
+    """What was said so far, and the engine that answers."""
+
+    def __init__(self, llm: "LLM", params: "DiffusionParams", screen: "Screen | None") -> None:
+        """Without a ``screen`` answers are printed once they are complete."""
+        from vllm.sampling_params import RequestOutputKind
+
+        self.messages: list[dict[str, str]] = []
+        self._llm, self._screen = llm, screen
+        self._params = params.clone()
+        self._params.output_kind = RequestOutputKind.CUMULATIVE
+        if screen is not None:
+            self._params.extra_args = (params.extra_args or {}) | {"stream_granularity": "step"}
+        self._ids = (f"chat-{number}" for number in itertools.count())
+
+    def answer(self, said: str) -> None:
+        """Print the answer to a message. Both are remembered unless the answer fails or is stopped."""
+        from vllm.exceptions import VLLMClientError
+
+        asked = [*self.messages, {"role": "user", "content": said}]
+        tokens = self._llm.get_tokenizer().apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        request_id = next(self._ids)
+        try:
+            self._llm.llm_engine.add_request(request_id, {"prompt_token_ids": tokens}, self._params)
+        except (ValueError, VLLMClientError) as error:
+            hint = "; /clear forgets the conversation so far" if self.messages else ""
+            print(f"dllm: error: {one_line(error)}{hint}", file=sys.stderr)
+            return
+        completion = self._wait(request_id)
+        if completion is None:
+            self._show_end("(stopped)")
+        elif completion.finish_reason in ("stop", "length"):
+            self._show_end(completion.text)
+            self.messages = [*asked, {"role": "assistant", "content": completion.text}]
+        else:
+            self._show_end("")
+            print(f"dllm: error: the engine ended the request: {completion.finish_reason}", file=sys.stderr)
+
+    def _wait(self, request_id: str) -> Any:
+        """Step the engine until the answer is complete; returns the completion, None after Ctrl-C."""
+        engine = self._llm.llm_engine
+        with _noting_interrupts() as interrupted:
+            while True:
+                for output in engine.step():
+                    if output.finished:
+                        return output.outputs[0]
+                    if self._screen is not None:
+                        self._screen.draw(_shown_text(output.outputs[0]))
+                if interrupted():
+                    engine.abort_request([request_id])
+                    return None
+
+    def _show_end(self, text: str) -> None:
+        if self._screen is None:
+            print(text.strip(), flush=True)
+        else:
+            self._screen.finish(text)
+
+
+def _shown_text(completion: Any) -> str:
+    """The finished blocks, and the running one with its masks."""
+    block = completion.provisional
+    running: str = block.text if block is not None and any(block.masked) else ""
+    text: str = completion.text
+    return text + running
+
+
+@contextmanager
+def _noting_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is noted, so that no step of the engine is cut off; the second one raises ``KeyboardInterrupt``."""
+    noted = False
+
+    def note(*_: Any) -> None:
+        nonlocal noted
+        if noted:
+            raise KeyboardInterrupt
+        noted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Screen:
+    """The part of a terminal where a running answer is drawn again and again."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+        self._num_rows = 0
+
+    def draw(self, text: str) -> None:
+        """Replace what was drawn; of a text that is taller than the terminal, its end is shown."""
+        columns, lines = shutil.get_terminal_size()
+        rows = rows_of(_printable(text), columns - 1)[-max(lines - 1, 1) :]
+        self._write("\n".join(rows))
+        self._num_rows = len(rows)
+
+    def finish(self, text: str) -> None:
+        """Replace what was drawn by the whole text, for good."""
+        self._write(_printable(text) + "\n")
+        self._num_rows = 0
+
+    def _write(self, text: str) -> None:
+        up = f"\x1b[{self._num_rows - 1}A" if self._num_rows > 1 else ""
+        self._terminal.write(f"{up}\r\x1b[J{text}")
+        self._terminal.flush()
+
+
+def rows_of(text: str, columns: int) -> list[str]:
+    """The text broken into rows of so many terminal cells."""
+    rows = []
+    for line in text.split("\n"):
+        row, used = "", 0
+        for character in line:
+            cells = _cells(character)
+            if used + cells > columns and row:
+                rows.append(row)
+                row, used = "", 0
+            row, used = row + character, used + cells
+        rows.append(row)
+    return rows
+
+
+def _cells(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1
+
+
+def _printable(text: str) -> str:
+    """Without surrounding blanks, and without characters that a terminal takes for commands."""
+    return "".join(
+        character if character == "\n" or unicodedata.category(character) != "Cc" else " " for character in text.strip()
+    )

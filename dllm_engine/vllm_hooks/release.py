@@ -1,0 +1,60 @@
+"""Which releases of vLLM this package works with, and how every other one is refused."""
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from dllm_engine import __version__
+
+RELEASES = ("0.32", "0.33")
+"""The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
+
+
+class IncompatibleVLLMError(RuntimeError):
+    """The installed vLLM is not one that this package works with; the text says what to install."""
+
+
+def check_release() -> None:
+    """Raise ``IncompatibleVLLMError`` where vLLM is missing or is another release."""
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise IncompatibleVLLMError(
+            "vLLM is not installed; install it with this package's extra: pip install 'dllm-engine[cuda]', or [cpu]"
+        ) from None
+    if not vllm.__version__.startswith(tuple(f"{release}." for release in RELEASES)):
+        raise IncompatibleVLLMError(
+            f"vLLM {vllm.__version__} is installed, dllm-engine {__version__} works with vLLM "
+            f"{' and '.join(RELEASES)}; install one of these"
+        )
+
+
+def refuse_models(reason: IncompatibleVLLMError) -> None:
+    """Have whoever loads one of our models get ``reason``. All other models work as before.
+
+    It is raised where the model's config is read, by transformers alone: of this vLLM nothing is known. Where nobody
+    catches it, as in ``vllm serve``, the process ends with the sentence and no traceback.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    from dllm_engine.families import FAMILIES
+
+    for model_type in FAMILIES:
+
+        def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise reason
+
+        refused = type("RefusedConfig", (PretrainedConfig,), {"model_type": model_type, "__init__": refuse})
+        AutoConfig.register(model_type, refused, exist_ok=True)
+
+    show = sys.excepthook
+
+    def show_the_sentence(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if error is reason:
+            print(error, file=sys.stderr)
+        else:
+            show(kind, error, traceback)
+
+    sys.excepthook = show_the_sentence

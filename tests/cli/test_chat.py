@@ -1,0 +1,197 @@
+"""``dllm chat`` around an engine that the tests share, with a terminal of our own."""
+
+import io
+import os
+import re
+import signal
+
+import pytest
+
+from dllm_engine.cli import chat
+from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
+from dllm_engine.cli.main import main
+from tests.engines import assert_nothing_left
+
+HELLO = "Hello! How can I help?"
+OPENING = f"{GREETING}\n{DEMO_HINT}\n"
+
+
+class Terminal(io.StringIO):
+    """A terminal of endless height that shows what was written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures: list[str] = []
+        self.on_write = lambda text: None
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        self.pictures.append(self.picture())
+        self.on_write(text)
+        return written
+
+    def picture(self) -> str:
+        rows, row, column = [""], 0, 0
+        for part in re.findall(r"\x1b\[\d*[A-Z]|[^\x1b]", self.getvalue()):
+            if part == "\x1b[J":
+                rows[row:] = [rows[row][:column]]
+            elif part.startswith("\x1b"):
+                assert part.endswith("A"), part
+                row -= int(part[2:-1])
+            elif part == "\r":
+                column = 0
+            elif part == "\n":
+                row, column = row + 1, 0
+                rows += [""] * (row == len(rows))
+            else:
+                rows[row], column = rows[row][:column] + part, column + 1
+        return "\n".join(rows)
+
+
+class Keyboard(io.StringIO):
+    """What is typed, which a terminal shows."""
+
+    def __init__(self, text: str, terminal: Terminal | None) -> None:
+        super().__init__(text)
+        self.terminal = terminal
+
+    def readline(self, size: int = -1) -> str:
+        line = super().readline(size)
+        if self.terminal is not None:
+            self.terminal.write(line)
+        return line
+
+
+@pytest.fixture
+def run(demo, monkeypatch):
+    """``run(text, terminal=None, **params)``: the command, with the text typed into it."""
+    from dllm_engine import DiffusionParams
+
+    def run(text, terminal=None, **params):
+        monkeypatch.setattr(chat, "start_engine", lambda args: (demo, DiffusionParams(**params)))
+        monkeypatch.setattr("sys.stdin", Keyboard(text, terminal))
+        if terminal is not None:
+            monkeypatch.setattr("sys.stdout", terminal)
+        return main(["chat"])
+
+    yield run
+    assert_nothing_left(demo)
+
+
+def test_without_a_terminal_answers_are_plain_lines(run, capsys):
+    assert run("Hello!\n\nReverse: Rome Tom Oslo\n") == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{HELLO}\nOslo Tom Rome\n"
+    assert printed.err == ""
+
+
+def test_exit_leaves_the_rest_unread(run, capsys):
+    assert run("Hello!\n/exit\nHello!\n") == 0
+    assert capsys.readouterr().out == f"{HELLO}\n"
+
+
+def test_on_a_terminal_the_masks_fill_in(run):
+    terminal = Terminal()
+    assert run("Hello!\n", terminal) == 0
+    *_, last = terminal.pictures
+    assert last == f"{OPENING}{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n"
+    counts = [picture.count("░") for picture in terminal.pictures]
+    assert max(counts) == 7, "after the first step of a block of 8"
+    assert counts[-1] == 0
+    falling = counts[counts.index(7) :]
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_earlier_turns_are_sent_along_until_they_are_cleared(run, demo, monkeypatch, capsys):
+    asked = []
+    tokenizer = demo.get_tokenizer()
+    apply = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        type(tokenizer), "apply_chat_template",
+        lambda self, messages, **kwargs: asked.append([m["content"] for m in messages]) or apply(messages, **kwargs),
+    )  # fmt: skip
+    run("Hello!\nHi!\n/clear\nHello!\n")
+    first, second, third = asked
+    answer = " " + HELLO
+    assert (first, second, third) == (["Hello!"], ["Hello!", answer, "Hi!"], ["Hello!"])
+    assert capsys.readouterr().out.splitlines()[2] == HELLO
+
+
+def test_ctrl_c_stops_the_answer_and_the_next_one_is_given(run):
+    terminal = Terminal()
+    left = 1
+
+    def interrupt(text):
+        nonlocal left
+        if "░" in text and left:
+            left -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+    terminal.on_write = interrupt
+    assert run("Hello!\nHello!\n", terminal) == 0
+    assert terminal.pictures[-1] == (f"{OPENING}{PROMPT}Hello!\n(stopped)\n{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_the_command(run, monkeypatch, capsys):
+    def interrupt(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert run("") == 130
+    assert capsys.readouterr().err == "dllm: interrupted\n"
+
+
+def test_a_conversation_that_is_too_long_can_go_on_after_clear(run, capsys):
+    long = "Copy: " + "Tom " * 3000
+    assert run(f"Hello!\n{long}\nHello!\n/clear\nHello!\n") == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 3
+    (error,) = printed.err.splitlines()
+    assert error.startswith("dllm: error: ")
+    assert "/clear" in error
+
+
+def test_a_model_without_a_chat_template_is_refused(run, monkeypatch, capsys):
+    monkeypatch.setattr(chat, "has_chat_template", lambda llm: False)
+    assert run("Hello!\n") == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_parameters_that_fail_every_request_are_refused_at_once(run, capsys):
+    assert run("Hello!\n", steps=2) == 2
+    assert "steps=2" in capsys.readouterr().err
+
+
+# Drawing
+
+
+def test_rows_break_where_the_terminal_does():
+    assert rows_of("abcdef\ngh", 4) == ["abcd", "ef", "gh"]
+    assert rows_of("日本語", 4) == ["日本", "語"]
+    assert rows_of("e\u0301e\u0301e\u0301", 2) == ["e\u0301e\u0301", "e\u0301"]
+
+
+def test_a_text_taller_than_the_terminal_shows_its_end_and_then_all(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "11")
+    monkeypatch.setenv("LINES", "4")
+    terminal = Terminal()
+    screen = Screen(terminal)
+    text = "".join(f"line {n:04} " for n in range(6)).strip()
+    screen.draw("line 0000")
+    screen.draw(text)
+    assert terminal.picture().split("\n") == rows_of(text, 10)[-3:]
+    screen.finish(text)
+    assert terminal.picture() == text + "\n"
+
+
+def test_what_a_terminal_takes_for_commands_is_not_passed_on():
+    terminal = Terminal()
+    Screen(terminal).finish("red\x1b[31m\x07 \x9b2J\ntext")
+    assert "\x1b[31m" not in terminal.getvalue()
+    assert "\x07" not in terminal.getvalue()
+    assert "\x9b" not in terminal.getvalue()
+    assert terminal.picture().endswith("\ntext\n")

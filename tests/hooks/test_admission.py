@@ -1,0 +1,196 @@
+"""How requests are checked in vLLM's front ends, without a server."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine import DiffusionParams
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import InvalidRequestError, RequestOptions
+from dllm_engine.vllm_hooks import admission
+from dllm_engine.vllm_hooks.admission import CheckedPrompt, checked_generate, checked_respond
+from dllm_engine.vllm_hooks.request_bodies import checked_fields
+from tests.engines import assert_nothing_left
+
+PROMPT = {"type": "token", "prompt_token_ids": [3, 1, 4]}
+PARAMS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+
+
+# Fields of a body
+
+
+def created(checked, request, ours=True):
+    """The request that vLLM's handler gets."""
+
+    async def create(self, request, raw_request=None):
+        return request
+
+    handler = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours))
+    return asyncio.run(checked(create)(handler, request))
+
+
+BODIES = {
+    "completions": (CompletionRequest, {"prompt": "x"}),
+    "chat": (ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}]}),
+    "responses": (ResponsesRequest, {"input": "x"}),
+}
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+@pytest.mark.parametrize(
+    ("field", "fragments"),
+    [
+        ({"block_length": 8}, ("block_length belongs into vllm_xargs", '{"vllm_xargs": {"block_length": …}}')),
+        ({"threshold": None}, ("threshold belongs into vllm_xargs",)),
+        ({"gen_length": 8}, ("gen_length", "max_tokens", "max_output_tokens")),
+        ({"cache_method": "dual"}, ("cache_method is an option of the engine",)),
+        ({"cfg_scale": 1.5}, ("cfg_scale", "not supported")),
+    ],
+    ids=str,
+)
+def test_an_option_in_the_wrong_place_is_refused_with_the_right_one(endpoint, field, fragments):
+    request_class, body = BODIES[endpoint]
+    with pytest.raises(InvalidRequestError) as error:
+        created(checked_fields, request_class(**body, **field))
+    for fragment in fragments:
+        assert fragment in str(error.value)
+    assert created(checked_fields, request_class(**body, **field), ours=False)
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_every_option_is_read_in_vllm_xargs_or_a_field_of_vllms(endpoint):
+    request_class, body = BODIES[endpoint]
+    for name in RequestOptions.model_fields:
+        if name not in request_class.model_fields:
+            with pytest.raises(InvalidRequestError, match=name):
+                created(checked_fields, request_class(**body, **{name: 1}))
+    assert created(checked_fields, request_class(**body, vllm_xargs={"block_length": 8}, unknown=1))
+
+
+@pytest.mark.parametrize(
+    "name", ["gen_length", *sorted(EngineOptions.model_fields.keys() - RequestOptions.model_fields)]
+)
+def test_what_is_no_request_option_is_refused_in_vllm_xargs(engines, tiny_llada, name):
+    llm = engines(tiny_llada)
+    with pytest.raises(InvalidRequestError, match=name) as error:
+        llm.generate([PROMPT], SamplingParams(max_tokens=8, extra_args={name: 8}), use_tqdm=False)
+    assert "max_tokens" in str(error.value) or "option of the engine" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "length"), [({}, None), ({"max_tokens": 16}, 16), ({"max_tokens": None}, None)], ids=str
+)
+def test_a_completion_of_no_stated_length_does_not_get_openais_16(engines, tiny_llada, stated, length):
+    engines(tiny_llada)
+    assert CompletionRequest.model_validate({"prompt": "x", **stated}).max_tokens == length
+
+
+def test_several_greedy_responses_are_refused_with_what_to_send(engines, tiny_llada):
+    engines(tiny_llada)
+    for params in (SamplingParams, DiffusionParams):
+        with pytest.raises(InvalidRequestError, match=r"n=2 needs a temperature above 0.*set temperature"):
+            params(n=2, temperature=0.0)
+        assert params(n=2, temperature=0.5).n == 2
+        assert params(n=1, temperature=0.0).n == 1
+
+
+# One check per request
+
+
+@pytest.fixture
+def engine(engines, tiny_llada, monkeypatch):
+    """What ``AsyncLLM`` shows to the hooks, and the requests that were checked."""
+    llm = engines(tiny_llada)
+    checked = []
+    check_request = admission.check_request
+
+    def counting(params, *args):
+        checked.append(params)
+        return check_request(params, *args)
+
+    monkeypatch.setattr(admission, "check_request", counting)
+
+    def generate(self, prompt, sampling_params, request_id, **kwargs):
+        """As ``AsyncLLM.generate``, whose generator makes the request when it is first asked."""
+        yield self.input_processor.process_inputs(request_id, prompt, sampling_params, ("generate",), **kwargs)
+
+    input_processor = llm.llm_engine.input_processor
+    engine = SimpleNamespace(model_config=llm.model_config, input_processor=input_processor, checked=checked)
+    engine.generate = lambda *args, **kwargs: checked_generate(generate)(engine, *args, **kwargs)
+    return engine
+
+
+def test_a_request_is_checked_once_and_when_it_is_made(engine):
+    results = engine.generate(PROMPT, DiffusionParams(**PARAMS), "a", priority=3)
+    assert len(engine.checked) == 1
+    (request,) = results
+    assert len(engine.checked) == 1
+    assert (request.request_id, request.priority, request.sampling_params.max_tokens) == ("a", 3, 16)
+    assert type(request.sampling_params) is SamplingParams
+    assert "request" not in PROMPT
+
+
+def test_a_request_of_the_responses_api_is_checked_once(engine):
+    def respond(self, request_id, engine_input, sampling_params, context):
+        yield from self.engine_client.generate(engine_input, sampling_params, f"{request_id}_0")
+
+    serving = SimpleNamespace(engine_client=engine)
+    results = checked_respond(respond)(serving, "a", PROMPT, DiffusionParams(**PARAMS), None)
+    assert len(engine.checked) == 1
+    (request,) = results
+    assert len(engine.checked) == 1
+    assert request.request_id == "a_0"
+
+
+def test_a_checked_prompt_that_is_used_again_is_checked_again(engine):
+    """vLLM writes an id of its own into a request, so that two cannot share it."""
+    prompt = CheckedPrompt(PROMPT)
+    first, second = (next(engine.generate(prompt, DiffusionParams(**PARAMS), name)) for name in "ab")
+    assert first is not second
+    assert len(engine.checked) == 2
+
+
+def test_a_refusal_comes_before_the_first_result(engine):
+    with pytest.raises(InvalidRequestError, match="steps=99"):
+        engine.generate(PROMPT, DiffusionParams(**PARAMS, steps=99), "a")
+
+
+# Aborted requests
+
+
+@pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_aborted_request_with_several_responses_leaves_nothing(engines, tiny_llada, internal, steps):
+    llm = engines(tiny_llada)
+    add = llm.llm_engine.add_request
+    name = add("several", PROMPT, DiffusionParams(**PARAMS, n=3, temperature=1.0))
+    other = add("other", PROMPT, DiffusionParams(**PARAMS, n=2, temperature=1.0))
+    for _ in range(steps):
+        llm.llm_engine.step()
+    processor = llm.llm_engine.output_processor
+    assert set(processor.parent_requests) == {name, other}
+    llm.llm_engine.abort_request([name if internal else "several"], internal=internal)
+    assert set(processor.parent_requests) == {other}
+    responses = []
+    while llm.llm_engine.has_unfinished_requests():
+        responses += [completion for output in llm.llm_engine.step() for completion in output.outputs]
+    assert {completion.index for completion in responses if completion.finished()} == {0, 1}
+    assert not processor.parent_requests
+    assert not processor.external_req_ids
+    assert_nothing_left(llm)
+
+
+def test_a_parent_stays_while_one_of_its_responses_is_awaited(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    name = llm.llm_engine.add_request("several", PROMPT, DiffusionParams(**PARAMS, n=2, temperature=1.0))
+    processor = llm.llm_engine.output_processor
+    llm.llm_engine.abort_request([f"0_{name}"], internal=True)
+    assert set(processor.parent_requests) == {name}
+    llm.llm_engine.abort_request([f"1_{name}"], internal=True)
+    assert not processor.parent_requests
+    assert_nothing_left(llm)

@@ -1,0 +1,107 @@
+"""A vLLM that was not looked at is refused with a sentence, and serves other models as before."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vllm
+
+from dllm_engine import plugin
+from dllm_engine.cli.main import main
+from dllm_engine.vllm_hooks import table
+from dllm_engine.vllm_hooks.patch import Private
+from dllm_engine.vllm_hooks.release import RELEASES, IncompatibleVLLMError, check_release
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["0.31.2", "0.34.0"])
+def other_release(request, monkeypatch):
+    """vLLM says that it is another release."""
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm, "__version__", request.param)
+        yield request.param
+    plugin.register()
+
+
+@pytest.mark.parametrize("version", [f"{release}.0" for release in RELEASES] + ["0.33.1rc2+cpu"])
+def test_the_releases_that_were_looked_at(version, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", version)
+    check_release()
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.330.0", "1.0.32.dev3"])
+def test_a_release_that_was_not_looked_at(version, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(IncompatibleVLLMError):
+        check_release()
+
+
+def test_commands(other_release, capsys):
+    assert main(["generate", "Hello"]) == 2
+    assert re.fullmatch(
+        rf"dllm: error: vLLM {re.escape(other_release)} is installed, dllm-engine \S+ works with vLLM 0\.32 and 0\.33; "
+        r"install one of these\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_the_python_api(other_release):
+    with pytest.raises(IncompatibleVLLMError, match="install one of these"):
+        from dllm_engine import LLM  # noqa: F401
+
+
+def test_vllm_itself_with_a_model_of_ours(other_release, tiny_llada, tiny_dream, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+    plugin.register()  # as vLLM does
+    for model in (tiny_llada, tiny_dream):
+        with pytest.raises(IncompatibleVLLMError, match=f"^vLLM {re.escape(other_release)} is installed") as raised:
+            vllm.LLM(str(model))
+    capsys.readouterr()
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    assert capsys.readouterr().err == f"{raised.value}\n"
+    sys.excepthook(ValueError, ValueError("another"), None)
+    assert capsys.readouterr().err.endswith("ValueError: another\n")  # PyTorch adds the rank
+
+
+def test_vllm_itself_with_another_model(other_release, tmp_path):
+    from transformers import LlamaConfig
+    from vllm.transformers_utils.config import get_config
+
+    LlamaConfig(hidden_size=32).save_pretrained(tmp_path)
+    plugin.register()
+    assert get_config(tmp_path, trust_remote_code=False).hidden_size == 32
+
+
+def test_a_release_that_lacks_something_is_refused_as_well(monkeypatch, tiny_llada):
+    with monkeypatch.context() as patched:
+        patched.setattr(table, "PRIVATE", (*table.PRIVATE, Private("vllm.config", "Gone", "for this test")))
+        plugin.register()
+        with pytest.raises(
+            IncompatibleVLLMError, match=r"It uses vllm\.config:Gone, for this test, but it is not there"
+        ):
+            vllm.LLM(str(tiny_llada))
+    plugin.register()
+
+
+def test_without_vllm(tmp_path):
+    """The Python API says how to install it, as the commands do."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['vllm'] = None")
+    program = "import dllm_engine\ntry: dllm_engine.LLM\nexcept RuntimeError as error: print(error)"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "vLLM is not installed; install it with this package's extra" in found.stdout
+
+
+def test_what_is_installed_and_documented_are_the_same_releases():
+    first, last = RELEASES[0], RELEASES[-1]
+    after = f"{last.split('.')[0]}.{int(last.split('.')[1]) + 1}"
+    assert f'cuda = ["vllm>={first},<{after}"]' in (CHECKOUT / "pyproject.toml").read_text()
+    assert f"vllm>={first},<{after}" in (CHECKOUT / "CONTRIBUTING.md").read_text()

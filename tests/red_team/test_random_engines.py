@@ -1,0 +1,171 @@
+"""Random engines, random requests that come and are aborted at random: each answer is the one given alone.
+
+``--red-team N`` draws N times as many. The number in a test's name draws the same engine again. Two decisions closer
+than 1e-4 may go the other way in a batch: a rare failure in a long run may be such a tie, which the trace shows.
+"""
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from dllm_engine.options import CACHE_OPTIONS
+from tests.distributed.sharded import answer_sharded
+from tests.engines import assert_nothing_left, generate, scheduler_of
+from tests.random_requests import random_requests
+
+if TYPE_CHECKING:
+    from dllm_engine import LLM
+
+pytestmark = pytest.mark.slow
+
+NUM_ENGINES, NUM_REQUESTS = 27, 14
+"""Three engines of each cache method."""
+CHOICES: dict[str, dict[str, list[Any]]] = {
+    "none": {},
+    "prefix": {},
+    "dual": {},
+    "sparse": {
+        "retention_ratio": [0.0, 0.3, 1.0],
+        "update_delay": [0, 1, 4],
+        "scope": ["prefix", "bidirectional"],
+        "scorer": ["mean_query", "mask_voting", "snapkv", "random"],
+        "pool_kernel_size": [1, 3],
+    },
+    "dkv": {"refresh_interval": [1, 3, 8]},
+    "dllm_cache": {
+        "prompt_refresh_interval": [1, 6, 50],
+        "response_refresh_interval": [1, 4, 7],
+        "update_ratio": [0.0, 0.25, 1.0],
+        "similarity": ["key", "value"],
+        "refresh_first_layer": [True, False],
+        "exclude_prompt_states": [True, False],
+    },
+    "es_dllm": {
+        "indicator": ["hidden_state", "query", "key", "value", "none"],
+        "alpha": [0.0, 0.5, 1.0],
+        "block_refresh_interval": [1, 4, 8],
+        "prompt_refresh_interval": [3, 64],
+        "retention_ratio": [0.4, 1.0],
+        "update_delay": [0, 1],
+    },
+    "maskkv": {
+        "kv_budget": [0, 7, None],
+        "retention_ratio": [0.5, 1.0],
+        "scorer": ["mask_voting", "snapkv"],
+        "layer_budget": ["uniform", "pyramid"],
+        "head_budget": ["uniform", "prompt_preference", "adaptive"],
+        "response_refresh_interval": [1, 5],
+        "redistribute": [True, False],
+    },
+    "freecache": {"include_suffix": [True, False]},
+}
+
+
+def test_every_cache_method_has_choices():
+    assert CHOICES.keys() == CACHE_OPTIONS.keys()
+
+
+def draw_engine(draw: random.Random, method: str) -> dict[str, Any]:
+    """Settings of an engine with scarce pages, rows or sequences, or plenty of them."""
+    return {
+        "cache_method": method,
+        "cache_options": {name: draw.choice(values) for name, values in CHOICES[method].items()},
+        "page_size": draw.choice([8, 16, 32]),
+        "refresh_ratio": draw.choice([None, 0.1, 1.0]),
+        "steps_per_dispatch": draw.choice([1, 1, 4]),
+        "max_num_seqs": draw.choice([1, 3, 8, 64]),
+        "max_num_batched_tokens": draw.choice([256, 400, 2048]),
+        "kv_cache_memory_bytes": draw.choice([2, 3, 8]) << 20,
+    }
+
+
+def draw_requests(draw: random.Random, is_dream: bool) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
+    back."""
+    requests = []
+    for prompt, asked in random_requests(draw.randrange(1 << 30), NUM_REQUESTS, is_dream):
+        # The scorer `random` draws too, so greedy requests need a seed as well.
+        asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
+        if draw.random() < 0.3:
+            asked["temperature"] = draw.choice([0.2, 1.0])
+        if draw.random() < 0.2:
+            asked["logprobs"] = draw.choice([0, 3])
+        if draw.random() < 0.2:
+            asked["delay_eos"] = True
+        requests.append(([token % 140 for token in prompt], asked))
+    return requests
+
+
+def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[int, Any]:
+    """What the requests got that were not aborted; they join a few at a time, and one in five is aborted."""
+    from dllm_engine import DiffusionParams
+
+    waiting = list(enumerate(requests))
+    alive: set[int] = set()
+    answers: dict[int, Any] = {}
+    scheduler = scheduler_of(llm)
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        for _ in range(draw.randrange(4)):
+            if waiting:
+                number, (prompt, asked) = waiting.pop()
+                llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, DiffusionParams(**asked))
+                alive.add(number)
+        if alive and draw.random() < 0.06:
+            victim = draw.choice(sorted(alive))
+            llm.llm_engine.abort_request([str(victim)])
+            alive.remove(victim)
+        for output in llm.llm_engine.step():
+            if output.finished and int(output.request_id) in alive:
+                alive.remove(int(output.request_id))
+                answers[int(output.request_id)] = output.outputs[0]
+        assert scheduler.pages.num_allocated <= scheduler.pages.num_reserved <= scheduler.pages.num_pages
+    assert_nothing_left(llm)
+    return answers
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, count in (("number", NUM_ENGINES), ("sharded_number", 1)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
+
+
+def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_dream, number):
+    from dllm_engine import DiffusionParams
+
+    draw = random.Random(number)
+    method = list(CHOICES)[number % len(CHOICES)]
+    is_dream = draw.random() < 0.5
+    settings = draw_engine(draw, method)
+    requests = draw_requests(draw, is_dream)
+    llm = engines(tiny_dream if is_dream else tiny_llada, **settings)
+
+    answers = answer_with_aborts(llm, requests, draw)
+
+    assert answers, "all were aborted"
+    for index, answer in answers.items():
+        prompt, asked = requests[index]
+        (alone,) = generate(llm, [prompt], DiffusionParams(**asked))
+        assert list(answer.token_ids) == list(alone.outputs[0].token_ids), (settings, prompt, asked)
+        assert answer.finish_reason == alone.outputs[0].finish_reason
+        assert answer.diffusion.forward_passes == alone.outputs[0].diffusion.forward_passes
+    assert_nothing_left(llm)
+
+
+def test_two_ranks_answer_as_one_beside_aborted_requests(engines, tiny_llada, tiny_dream, sharded_number):
+    from dllm_engine import DiffusionParams
+
+    draw = random.Random(1000 + sharded_number)
+    is_dream = draw.random() < 0.5
+    model = tiny_dream if is_dream else tiny_llada
+    settings = draw_engine(draw, draw.choice(["sparse", "es_dllm", "maskkv"]))
+    requests = [{"prompt": prompt, "params": asked} for prompt, asked in draw_requests(draw, is_dream)]
+
+    answers, pages = answer_sharded(model, requests, aborted=requests[::3], max_model_len=256, **settings)
+
+    alone = engines(model, **settings)
+    for request, answer in zip(requests, answers, strict=True):
+        (expected,) = generate(alone, [request["prompt"]], DiffusionParams(**request["params"]))
+        assert answer["tokens"] == list(expected.outputs[0].token_ids), (settings, request)
+    assert all(allocated <= reserved for _, allocated, reserved in pages)
+    assert pages[-1][1:] == [0, 0]
