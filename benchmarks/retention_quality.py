@@ -32,13 +32,13 @@ import torch
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import machine
-from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.table import format_table
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import LIST_TASKS, RECALL_TASKS, Example, item_matches, make_examples
 from dllm_engine.model_executor.cache_methods import maskkv
 from dllm_engine.scheduler import refresh_plan
 
+LENGTHS = {"gen_length": 32, "block_length": 8}
 BUDGETS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 """Shares of the prompt that a KV head retains on average; 1.0 evicts nothing, whatever the scorer."""
 SCORERS = ("mask_voting", "mean_query", "snapkv", "random")
@@ -120,7 +120,7 @@ class DemoEngines:
 def ask(llm: LLM, examples: Sequence[Example], ratio: float) -> Score:
     """Answer the examples, retaining ``ratio`` of each prompt; request i draws its noise from seed i."""
     conversations = [[{"role": "user", "content": example.prompt}] for example in examples]
-    params = [DiffusionParams(**DEMO_LENGTHS, retention_ratio=ratio, seed=i) for i in range(len(examples))]
+    params = [DiffusionParams(**LENGTHS, retention_ratio=ratio, seed=i) for i in range(len(examples))]
     outputs = llm.chat(conversations, params, use_tqdm=False)
     right = tuple(item_matches(o.outputs[0].text, e) for o, e in zip(outputs, examples, strict=True))
     return Score(right, tuple(len(example.items) for example in examples))
@@ -372,7 +372,7 @@ def foresight_part(engines: DemoEngines, count: int, seed: int) -> dict[str, Any
     for task in RECALL_TASKS:
         examples = make_examples(task, count, seed, filler=FILLER, max_pairs=PAIRS[task])
         conversations = [[{"role": "user", "content": example.prompt}] for example in examples]
-        params = DiffusionParams(**DEMO_LENGTHS, ignore_eos=True)
+        params = DiffusionParams(**LENGTHS, ignore_eos=True)
         measured = defaultdict(list)
         for example, output in zip(examples, llm.chat(conversations, params, use_tqdm=False), strict=True):
             prompt, response = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
@@ -588,7 +588,7 @@ def main() -> None:
             "machine": machine(),
             "seed": options.seed,
             "count": options.count,
-            **DEMO_LENGTHS,
+            **LENGTHS,
             "filler": FILLER,
             "max_pairs": PAIRS,
             "profile": profile,

@@ -7,7 +7,6 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import (
-    DEFAULT_GEN_LENGTH,
     InvalidRequestError,
     RequestOptions,
     check_place,
@@ -104,6 +103,10 @@ def check_integer(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
 
 
-def default_gen_length(prompt_length: int, max_model_len: int) -> int:
-    """Response length of a request that names none: 256, or what fits (at least 1, so that the check explains)."""
-    return max(min(DEFAULT_GEN_LENGTH, max_model_len - prompt_length), 1)
+def default_gen_length(prompt_length: int, model_config: Any) -> int:
+    """Response length of a request that names none: the model's default, or what fits.
+
+    At least 1, so that the check of the request explains.
+    """
+    default: int = model_config.override_generation_config["max_new_tokens"]
+    return max(min(default, model_config.max_model_len - prompt_length), 1)

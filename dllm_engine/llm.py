@@ -10,17 +10,21 @@ import vllm
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
+from dllm_engine.admission import default_gen_length
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
 from dllm_engine.inspection import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain
-from dllm_engine.params import DEFAULT_GEN_LENGTH, DiffusionParams, resolve_decoding
+from dllm_engine.params import DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
+from dllm_engine.quiet import quiet_arguments
 from dllm_engine.start_checks import check_argument_names, check_start
 
 
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
+
+    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise.
 
     Args:
         model: a checkpoint's folder or Hugging Face name, or ``"demo"``.
@@ -90,7 +94,11 @@ class LLM(vllm.LLM):
                 f"arguments of its own; give them so"
             )
         try:
-            super().__init__(model_path(model), additional_config=additional | {OPTIONS_KEY: options}, **kwargs)
+            super().__init__(
+                model_path(model),
+                additional_config=additional | {OPTIONS_KEY: options},
+                **quiet_arguments(kwargs) | kwargs,
+            )
         except ValidationError as error:  # vLLM's config classes wrap what is raised inside them
             raise ValueError(explain(error, "argument")) from None
 
@@ -115,6 +123,9 @@ class LLM(vllm.LLM):
         (output,) = ask(prompt, params, use_tqdm=False)
         completion = output.outputs[0]
         prompt_tokens, response_tokens = list(output.prompt_token_ids), list(completion.token_ids)
+        if params.max_tokens is None:
+            params = params.clone()
+            params.max_tokens = default_gen_length(len(prompt_tokens), self.model_config)
         spec = resolve_decoding(params, len(prompt_tokens), family_of(self.model_config.hf_config), engine)
         decode = None if self.model_config.skip_tokenizer_init else self.get_tokenizer().decode
         return Inspection(
@@ -182,9 +193,9 @@ class LLM(vllm.LLM):
         return found
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
-        """The model's. A length that is only our default stays open, so that admission takes 256 or what fits."""
+        """The model's. A length that is only a default stays open, so that admission takes it or what fits."""
         params = super().get_default_sampling_params().clone()
-        if params.max_tokens == DEFAULT_GEN_LENGTH:
+        if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
         return params
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTIONS_KEY = "dllm"
-"""Key of ``additional_config`` under which the options travel."""
+"""Key of ``additional_config`` under which the options travel, and of a checkpoint's config.json under which it has
+defaults of its own for requests."""
 
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
@@ -39,6 +40,14 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
         else:
             lines.append(f"{what} {name or what}={value}: {message}".lstrip())
     return "; ".join(lines)
+
+
+def checkpoint_section(hf_config: object) -> dict[str, Any]:
+    """What a checkpoint's config.json says to us; raises ``ValueError`` where it is no object."""
+    section = getattr(hf_config, OPTIONS_KEY, None)
+    if section is not None and not isinstance(section, dict):
+        raise ValueError(f"config.json: {OPTIONS_KEY!r}={section!r} must be an object of request options")
+    return section or {}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

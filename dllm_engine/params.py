@@ -1,6 +1,6 @@
 """Per-request parameters: what a caller may ask for, and how it becomes a ``DecodingSpec``."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,18 +10,20 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, LLADA, ModelFamily
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.options import CacheOptions, EngineOptions, did_you_mean, explain
+from dllm_engine.options import OPTIONS_KEY, CacheOptions, EngineOptions, checkpoint_section, did_you_mean, explain
 from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
 
 DEFAULT_GEN_LENGTH = 256
-"""Response tokens of a request that names no length."""
+"""Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
 PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
 """Request options that an engine may have a default for."""
+CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
+"""Request options that a checkpoint may have a default for: those that mean the same with every cache method."""
 _MOST_TOKENS = (1 << 31) - 1
 """More than any model's context or vocabulary holds."""
 
@@ -81,7 +83,7 @@ class DiffusionParams(SamplingParams):
     max_tokens: int | None = None
     """The same as ``gen_length``, under vLLM's name."""
     gen_length: int | None = None
-    """Response tokens; None: 256, or what fits where that is less."""
+    """Response tokens; None: 256 (or the checkpoint's ``max_new_tokens``), or what fits where that is less."""
     block_length: int | None = None
     """Response tokens denoised together; default 32 for LLaDA, the whole response for Dream."""
     steps: int | None = None
@@ -219,29 +221,37 @@ def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
 
 def check_request_defaults(engine: EngineOptions) -> None:
     """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
-    defaults = engine.request_defaults
+    resolve_cache(_check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS), engine)
+
+
+def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
+    """What a checkpoint's config.json says for requests that leave it open; raises ``ValueError`` where it is wrong."""
+    section = checkpoint_section(hf_config)
+    _check_defaults(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
+    return section
+
+
+def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]) -> RequestOptions:
     for name in defaults:
-        if name not in DEFAULTABLE_OPTIONS:
+        if name not in allowed:
             raise ValueError(
-                f"request_defaults takes no {name!r}{did_you_mean(name, DEFAULTABLE_OPTIONS)} (it may hold "
-                f"{', '.join(DEFAULTABLE_OPTIONS)})"
+                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
             )
     try:
         options = RequestOptions.model_validate(defaults)
     except ValidationError as error:
-        raise ValueError(explain(error, "request default")) from None
+        raise ValueError(f"{where}: {explain(error, 'request default')}") from None
     for family in FAMILIES.values():
         resolve_unmasking(options, family)
-    resolve_cache(options, engine)
+    return options
 
 
-def _with_defaults(options: RequestOptions, defaults: dict[str, Any]) -> RequestOptions:
-    """The options with the engine's defaults for what they leave open. Steps and the rules of parallel unmasking are
-    alternatives: a request that names one of them gets no default rule."""
-    chosen = options.model_dump(exclude_none=True)
+def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Request options with defaults for what they leave open. Steps and the rules of parallel unmasking are
+    alternatives: who names one of them gets no default rule."""
     if chosen.keys() & {"steps", *PARALLEL_OPTIONS}:
         defaults = {name: value for name, value in defaults.items() if name not in PARALLEL_OPTIONS}
-    return options.model_copy(update=defaults | chosen)
+    return defaults | chosen
 
 
 def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
@@ -361,7 +371,8 @@ def resolve_decoding(
         raise InvalidRequestError(
             "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
         )
-    options = _with_defaults(own, engine.request_defaults)
+    filled = with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
+    options = own.model_copy(update=filled)
     gen_length = params.max_tokens
     if gen_length is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")

@@ -30,6 +30,7 @@ def _register_models() -> None:
     from dllm_engine.model_executor.models.llada import LLaDAModelLM
     from dllm_engine.model_executor.models.tokenizers import register_tokenizers
     from dllm_engine.model_executor.page_memory import register_pool_spec
+    from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 
     AutoConfig.register("llada", configs.LLaDAConfig, exist_ok=True)
@@ -40,3 +41,4 @@ def _register_models() -> None:
         MODELS_CONFIG_MAP[family.architecture] = DiffusionEngineConfig
     register_tokenizers()
     register_pool_spec()
+    keep_our_warnings()

@@ -10,7 +10,7 @@ from typing import Any
 
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.options import CACHE_OPTIONS, EngineOptions, checkpoint_section
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.released_configs import RELEASED_CONFIGS
 from dllm_engine.scheduler.decoding import DecodingSpec, Progress
@@ -41,7 +41,7 @@ class Deployment:
     response: int
     options: EngineOptions
     block_length: int | None = None
-    """None: the family's default."""
+    """None: the checkpoint's default, else the family's."""
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -208,10 +208,13 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     """The request that the plan is for."""
     family = family_of(config)
     block_length = deployment.block_length
+    if block_length is None:
+        default = checkpoint_section(config).get("block_length") or family.block_length_of(deployment.response)
+        block_length = min(default, deployment.response)
     return DecodingSpec(
         prompt_length=deployment.prompt,
         gen_length=deployment.response,
-        block_length=family.block_length_of(deployment.response) if block_length is None else block_length,
+        block_length=block_length,
         steps=deployment.response,
         schedule=family.schedule,
         unmasking=family.default_unmasking,

@@ -118,9 +118,9 @@ def main() -> int:
     parser.add_argument(
         "--batch-size",
         type=positive_int,
-        default=256,
+        default=512,
         metavar="N",
-        help="lines that a replica has at once (%(default)s)",
+        help="lines that a replica has at once, running or next (%(default)s)",
     )
     parser.add_argument(
         "--cpus-per-replica",

@@ -636,6 +636,14 @@ def save_checkpoint(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "torch_dtype": "bfloat16",
+        # What dllm-engine does for requests that say nothing, beside the length in generation_config.json.
+        "dllm": {"block_length": BLOCK_LENGTH},
+    }
+    generation_config = {
+        "max_new_tokens": GEN_LENGTH,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
     }
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -647,8 +655,9 @@ def save_checkpoint(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    for name, content in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+    contents = {"config": config, "generation_config": generation_config, "tokenizer_config": tokenizer_config}
+    for name, content in contents.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 MODEL_CARD = """\

@@ -3,11 +3,15 @@
 from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.worker import DiffusionWorker
+from dllm_engine.model_executor.worker import DiffusionWorker, end_with_parent
 
 
 class DiffusionGPUWorker(DiffusionWorker, Worker):
     """Differs from vLLM's in the runner it makes, and compiles nothing."""
+
+    def init_device(self) -> None:
+        end_with_parent()
+        super().init_device()
 
     def _make_model_runner(self) -> DiffusionModelRunner:
         assert self.device is not None

@@ -37,7 +37,7 @@ from dllm_engine.scheduler.decoding import Span
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass(frozen=True)

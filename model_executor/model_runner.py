@@ -12,7 +12,6 @@ import torch
 from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -64,8 +63,6 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand
 from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
-
-logger = init_logger(__name__)
 
 _BY_MASK = (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST)
 

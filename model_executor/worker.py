@@ -1,5 +1,10 @@
 """What our workers have in common, whatever the device."""
 
+import multiprocessing
+import os
+import threading
+import time
+
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
@@ -24,3 +29,26 @@ class DiffusionWorker:
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""
         return self.model_runner.masked_logprobs(sequences, masked)
+
+
+GRACE_SECONDS = 3.0
+_POLL_SECONDS = 0.5
+
+
+def end_with_parent() -> None:
+    """End this process soon after the one that started it, where it is one of vLLM's workers.
+
+    vLLM tells a worker that its engine is gone, and the worker ends after the step in hand. A step that waits for
+    another rank, or a model that is being loaded, does not end soon or at all.
+    """
+    if not multiprocessing.current_process().name.startswith("VllmWorker"):
+        return
+    engine = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == engine:
+            time.sleep(_POLL_SECONDS)
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ParentWatcher", daemon=True).start()

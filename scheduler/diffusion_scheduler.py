@@ -36,8 +36,9 @@ from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_demand
 from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.units import readable_size
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass
@@ -107,6 +108,8 @@ class DiffusionScheduler(SchedulerInterface):
         self._pause_state = PauseState.UNPAUSED
         # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
         self._seeds = random.Random(vllm_config.model_config.seed)
+        page_bytes = sum(group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups)
+        logger.info("%s", _what_is_kept(self.options, self.geometry, self.pages.num_pages, page_bytes))
 
     # Requests coming and going
 
@@ -518,4 +521,17 @@ def _stuck(state: RequestState) -> RequestFailure:
         "no_progress",
         f"block {progress.block} of the response still has {progress.num_masked} masked tokens after {progress.step} "
         "forward passes, more than any block can need",
+    )
+
+
+def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int, page_bytes: int) -> str:
+    """The engine's cache method and pages, for its log."""
+    method = f"cache_method={options.cache_method!r} {options.cache.model_dump() or ''}".strip()
+    if not options.uses_pages:
+        return f"{method}: every step computes the whole canvas, no pages are kept"
+    tokens = num_pages // geometry.num_layers * geometry.page_size
+    return (
+        f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({readable_size(page_bytes)} each, "
+        f"together {readable_size(num_pages * page_bytes)}) retain {tokens:,} tokens of each of the "
+        f"{geometry.num_layers} layers"
     )

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from vllm.logger import init_logger
 
-logger = init_logger("vllm." + __name__)
+logger = init_logger(f"vllm.{__name__}")
 
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]
 FAILURE_CAUSES: tuple[str, ...] = get_args(FailureCause)

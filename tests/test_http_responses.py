@@ -292,3 +292,88 @@ def test_a_request_that_failed_says_why_to_http_clients():
     with pytest.raises(GenerationError, match="Internal server error"):
         GenerateBaseServing._raise_if_error(None, "error", "r")
     GenerateBaseServing._raise_if_error(None, "stop", "r")
+
+
+# vLLM's own generators
+
+
+def vllm_stream(endpoint, results) -> list[str]:
+    """The events that vLLM's generator, as this package changes it, makes of an engine's results."""
+    from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+
+    from dllm_engine.vllm_hooks import patch, table
+
+    patch.apply(table.SERVING)
+    is_chat = endpoint == "chat"
+    serving = object.__new__(OpenAIServingChat if is_chat else OpenAIServingCompletion)
+    for name, value in {
+        "model_config": SimpleNamespace(is_dllm_engine=True), "enable_force_include_usage": False, "parser_cls": None,
+        "system_fingerprint": None, "enable_prompt_tokens_details": False, "enable_per_request_metrics": False,
+        "response_role": "assistant", "enable_log_outputs": False, "_include_reasoning_tokens_details": False,
+        "log_error_stack": False,
+    }.items():  # fmt: skip
+        setattr(serving, name, value)
+    metadata = RequestResponseMetadata(request_id="r")
+
+    async def source():
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+            yield result if is_chat else (0, result)
+
+    if is_chat:
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], stream=True)
+        events = serving.chat_completion_stream_generator(request, source(), "r", "demo", [], None, metadata)
+    else:
+        request = CompletionRequest(prompt="a", max_tokens=8, stream=True)
+        events = serving.completion_stream_generator(request, [None], source(), "r", 7, "demo", 1, None, metadata)
+
+    async def received():
+        return [e async for e in events]
+
+    return asyncio.run(received())
+
+
+def engine_output(*, tokens=(), shown=None, finish_reason=None):
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
+    made.diffusion, made.provisional = DiffusionFigures(1, 1, 1, 1), shown
+    return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("end", ["abort", "error", "nothing", "an exception"])
+@pytest.mark.parametrize("granularity", ["block", "step"])
+@pytest.mark.parametrize("num_blocks", [0, 1])
+def test_vllms_generators_end_a_cut_off_stream_with_an_error_event(endpoint, end, granularity, num_blocks):
+    shown = granularity == "step"
+    results = [engine_output(shown=block(masked=True))] if shown else []
+    results += [engine_output(tokens=[5], shown=block(masked=False) if shown else None)] * num_blocks
+    if end in ("abort", "error"):
+        results.append(engine_output(finish_reason=end))
+    elif end == "an exception":
+        results.append(RuntimeError("the engine died"))
+    *_, error, done = vllm_stream(endpoint, results)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+    assert done == "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(endpoint):
+    by_block = vllm_stream(endpoint, [engine_output(tokens=[5, 6], finish_reason="stop")])
+    finished = engine_output(tokens=[5, 6], shown=block(masked=False), finish_reason="stop")
+    by_step = vllm_stream(endpoint, [engine_output(shown=block(masked=True)), finished])
+    usual = [e for e in by_step if "provisional" not in e]
+
+    def without_time(events):
+        return [[json.loads(e[6:]) | {"created": 0} if e.startswith("data: {") else e] for e in events]
+
+    assert without_time(usual) == without_time(by_block)
+    steps = [json.loads(e.removeprefix("data: ")) for e in by_step if "provisional" in e]
+    assert [step["choices"] for step in steps] == [[], []]
+    assert by_step.index(usual[0]) == 2, "the role too comes with the first text, so that it is not taken for a token"

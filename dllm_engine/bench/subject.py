@@ -15,7 +15,7 @@ from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.paper_settings import paper_settings
-from dllm_engine.params import DiffusionParams, end_token_ids, resolve_decoding
+from dllm_engine.params import DiffusionParams, checkpoint_defaults, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand, page_demand
@@ -45,7 +45,7 @@ class Lengths:
     prompts: tuple[int, ...]
     response: int
     block: int | None
-    """None: the family's default."""
+    """None: the model's default."""
 
     @property
     def longest(self) -> int:
@@ -97,7 +97,7 @@ class Subject:
 
     def options(self, method: str) -> EngineOptions:
         """As the engine fills them in."""
-        options = EngineOptions(cache_method=method)
+        options = EngineOptions(cache_method=method, request_defaults=checkpoint_defaults(self.config))
         return options.with_paper_settings(paper_settings(method, self.model, self.family))
 
     def spec(self, method: str, unmasking: Unmasking, prompt: int) -> DecodingSpec:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.comparison import ONE, RULES, parse_rule
-from dllm_engine.cli.engine import DEMO_LENGTHS, be_quiet
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.quiet import be_quiet
 from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
@@ -193,10 +193,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     methods = tuple(CACHE_OPTIONS) if args.methods == "all" else tuple(args.methods.split(","))
     for method in methods:
         EngineOptions.parse({"cache_method": method})
-    block = args.block_length
-    if block is None and args.model == DEMO_MODEL:
-        block = DEMO_LENGTHS["block_length"]
-    if block is not None and block > args.response:
+    if (block := args.block_length) is not None and block > args.response:
         raise CommandError(f"--block-length {block} is longer than --response {args.response}; lower it")
     return BenchSettings(
         model=args.model,

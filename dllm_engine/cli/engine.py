@@ -1,9 +1,7 @@
 """What the commands that run a model have in common: their arguments, the engine, the decoding parameters."""
 
 import argparse
-import logging
 import os
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +9,7 @@ from dllm_engine.cli.arguments import key_value, positive_int, whole_number
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.quiet import be_quiet
 from dllm_engine.start_checks import check_folder
 from dllm_engine.vllm_hooks.release import check_release
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-DEMO_LENGTHS = {"gen_length": 32, "block_length": 8}
-"""What the demo model was trained with; a real checkpoint uses its family's defaults."""
 CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per_token")
 """Arguments of ``add_cache_arguments`` that are engine options as they are."""
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
@@ -93,13 +90,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_cache_arguments(parser)
 
 
-def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_default: str) -> None:
+def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     """What requests may name themselves as well, under the same names."""
     group.add_argument(
         "--block-length",
         type=whole_number,
         metavar="N",
-        help=f"response tokens denoised together (default: {block_length_default})",
+        help="response tokens denoised together (default: the checkpoint's, else the family's)",
     )
     group.add_argument(
         "--steps",
@@ -124,11 +121,11 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup", block_length_defau
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("decoding", "Defaults are those of the model family.")
+    group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
     group.add_argument(
-        "--gen-length", type=whole_number, metavar="N", help="response tokens (default: 256, demo model 32)"
+        "--gen-length", type=whole_number, metavar="N", help="response tokens (default: the checkpoint's, else 256)"
     )
-    add_denoising_arguments(group, "the family's, demo model 8")
+    add_denoising_arguments(group)
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
@@ -201,40 +198,22 @@ def _prepare(args: argparse.Namespace) -> None:
     check_release()
 
 
-def be_quiet() -> None:
-    """Keep the answer from drowning in vLLM's start-up messages; ``VLLM_LOGGING_LEVEL`` brings them back, on stderr."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if "VLLM_LOGGING_LEVEL" in os.environ:
-        return
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # For messages before vLLM sets up its own handler, which replaces this one.
-    logging.getLogger("vllm").addHandler(logging.NullHandler())
-    warnings.simplefilter("ignore", FutureWarning)
-    # Without Triton, as in a plain CPU installation, PyTorch warns that its own look-up finds no kernels.
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-
-
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
     from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
 
-    lengths = {"gen_length": args.gen_length, "block_length": args.block_length}
-    if args.model == DEMO_MODEL and lengths == dict.fromkeys(lengths):
-        lengths = DEMO_LENGTHS
-    names = ("steps", "unmasking", *PARALLEL_OPTIONS, "temperature", "top_p", "top_k", "seed", "ignore_eos")
-    options = lengths | {name: getattr(args, name) for name in names}
+    denoising = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
+    sampling = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
+    options = {name: getattr(args, name) for name in (*denoising, *sampling)}
     defaults = DiffusionParams()
     return {name: value for name, value in options.items() if value != getattr(defaults, name)}
 
 
 def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
-    from dllm_engine.params import DiffusionParams, request_options
+    from dllm_engine.params import DiffusionParams
 
-    params = DiffusionParams(**decoding_options(args))
-    request_options(params)  # vLLM would check these with the first request only
-    return params
+    return DiffusionParams(**decoding_options(args))
 
 
 def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
@@ -245,7 +224,7 @@ def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
 
     if params.max_tokens is None:
         params = params.clone()
-        params.max_tokens = default_gen_length(1, llm.model_config.max_model_len)
+        params.max_tokens = default_gen_length(1, llm.model_config)
     engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
     resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
 

@@ -13,7 +13,6 @@ from typing import Any
 from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
 from dllm_engine.cli.engine import (
-    DEMO_LENGTHS,
     add_decoding_arguments,
     add_engine_arguments,
     start_engine,
@@ -29,6 +28,8 @@ from dllm_engine.likelihood import NUM_SAMPLES
 from dllm_engine.paper_tasks import PAPERS
 
 DEMO_COUNT = 50
+ANSWER_LENGTH = 32
+"""Response tokens that hold the answers of the demo tasks."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -99,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     if args.lm_eval is not None or args.paper_task is not None:
         return _run_harness(args)
-    # The answers of these tasks fit.
-    for name, value in (DEMO_LENGTHS | {"count": DEMO_COUNT}).items():
+    for name, value in {"gen_length": ANSWER_LENGTH, "count": DEMO_COUNT}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     tasks = args.tasks.split(",")

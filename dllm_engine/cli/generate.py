@@ -75,6 +75,9 @@ def _answer_prompt(args: argparse.Namespace) -> int:
     _enqueue(llm, request, params, use_chat=not args.raw and has_chat_template(llm))
     (output,) = llm.wait_for_completion(use_tqdm=False)
     completion = output.outputs[0]
+    outcome = _outcome(completion)
+    if "error" in outcome:
+        raise CommandError(outcome["error"])
     print(completion.text.strip())
     if args.figures:
         figures = {"prompt_tokens": len(output.prompt_token_ids), "response_tokens": len(completion.token_ids)}
@@ -153,7 +156,8 @@ def _enqueue(llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, us
 
 def _outcome(completion: Any) -> dict[str, Any]:
     if completion.finish_reason not in ("stop", "length"):
-        return {"error": f"the engine ended the request: {completion.finish_reason}"}
+        why = getattr(completion.diffusion, "error", None) or completion.finish_reason
+        return {"error": f"the engine ended the request: {why}"}
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),

@@ -53,9 +53,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "For requests that name none themselves (in `vllm_xargs`). They are fitted to the length of a response: a "
         "block is at most the response, and a response takes at least a step per block and at most one per token. A "
         "request that names `steps` is not given the threshold. The length itself is vLLM's to set: "
-        "--override-generation-config '{\"max_new_tokens\": 512}' (default: 256).",
+        "--override-generation-config '{\"max_new_tokens\": 512}' (default: the "
+        "checkpoint's, else 256).",
     )
-    add_denoising_arguments(requests, "the family's")
+    add_denoising_arguments(requests)
     other = parser.add_argument_group("other")
     other.add_argument(
         "--refresh-ratio",

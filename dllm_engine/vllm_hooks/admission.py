@@ -56,7 +56,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
         params = params.to_sampling_params()
     if params.max_tokens is None:
         params = params.clone()
-        params.max_tokens = default_gen_length(len(prompt_token_ids), max_model_len)
+        params.max_tokens = default_gen_length(len(prompt_token_ids), model_config)
     engine = EngineOptions.from_vllm_config(vllm_config)
     spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
     if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:

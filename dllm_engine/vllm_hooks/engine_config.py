@@ -1,14 +1,13 @@
 """Settings that turn stock vLLM into a diffusion engine; applied when the model is one of ours."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoTokenizer
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.checkpoint import check_checkpoint
@@ -18,7 +17,8 @@ from dllm_engine.model_executor.models.configs import unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
 from dllm_engine.paper_settings import paper_settings
-from dllm_engine.params import DEFAULT_GEN_LENGTH
+from dllm_engine.params import DEFAULT_GEN_LENGTH, checkpoint_defaults, with_defaults
+from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand
 from dllm_engine.vllm_hooks import patch, table
@@ -29,7 +29,7 @@ from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
@@ -52,9 +52,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         model_config.is_dllm_engine = True
         # Our classes stand for all that `auto_map` names; nothing a checkpoint brings is ever run, asked for or not.
         model_config.trust_remote_code = False
-        # Defaults for callers that name neither: greedy as the authors decode, and a bounded response.
-        own = _generation_config(model_config)
-        defaults = {"temperature": own.get("temperature", 0.0), "max_new_tokens": DEFAULT_GEN_LENGTH}
+        # For callers that name neither: the checkpoint's, else greedy as the authors decode, and a bounded length.
+        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | _generation_config(model_config)
         given = model_config.override_generation_config or {}
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
@@ -65,6 +64,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         from vllm.config.compilation import CompilationMode, CUDAGraphMode
         from vllm.platforms import current_platform
 
+        keep_our_warnings()  # vLLM has set up its log anew for this engine
         _refuse_unsupported(vllm_config)
         _check_files(vllm_config)
         _settle_engine_options(vllm_config)
@@ -129,6 +129,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
     family = family_of(model_config.hf_config)
+    defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
+    options = options.model_copy(update={"request_defaults": defaults})
     options = options.with_paper_settings(paper_settings(options.cache_method, model_config.model, family))
     if options.guide_model is not None:
         if isinstance(options.cache, ESDLLMOptions) and options.cache.skips:
@@ -219,7 +221,15 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             raise ValueError(f"{name} is not supported for diffusion models; {instead}")
 
 
-def _generation_config(model_config: "ModelConfig") -> dict:
-    """The checkpoint's own generation_config.json; empty where it has none or is not on this disk."""
-    path = Path(model_config.model) / "generation_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _generation_config(model_config: "ModelConfig") -> dict[str, Any]:
+    """Temperature and length that the checkpoint's generation_config.json states."""
+    source = model_config.generation_config  # as vLLM reads it: the checkpoint's own, another folder's, or none
+    if source == "vllm":
+        return {}
+    folder = model_config.hf_config_path or model_config.model if source == "auto" else source
+    content = get_hf_file_to_dict("generation_config.json", folder, model_config.revision) or {}
+    stated = {name: content[name] for name in ("temperature", "max_new_tokens") if content.get(name) is not None}
+    length = stated.get("max_new_tokens", 1)
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"{folder}/generation_config.json: max_new_tokens={length!r} must be an integer of at least 1")
+    return stated

@@ -1,5 +1,5 @@
 """What vLLM's HTTP application gets where it serves one of our models: the playground, a check of request bodies, and
-refusals while the server stops.
+refusals when the server ends.
 
 vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only what the variable ``VLLM_PLUGINS`` names, and that
 would then have to name every other plugin as well; so what is ours is added with vLLM's routes.
@@ -15,7 +15,7 @@ from dllm_engine import playground
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.vllm_hooks.key_check import KeyCheck
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
-from dllm_engine.vllm_hooks.shutdown import RefuseWhileStopping
+from dllm_engine.vllm_hooks.shutdown import RefuseAtTheEnd
 
 LEFT_OUT = ("/scale_elastic_ep",)
 """Routes of vLLM that an engine without experts cannot serve: they would stop it."""
@@ -40,7 +40,7 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
         app.add_middleware(BodyCheck)
         if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
             app.add_middleware(KeyCheck, tokens=keys)
-        app.add_middleware(RefuseWhileStopping)
+        app.add_middleware(RefuseAtTheEnd)
         options = engine_options(args)
         if options.playground:
             playground.add_route(app, options)

@@ -5,6 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -106,16 +107,22 @@ def _is_there(module_name: str, path: str) -> bool:
         owner = getattr(module, owner_name, None)  # its own members, not those that it inherits
         return member in getattr(owner, "__dict__", ()) or member in getattr(owner, "__dataclass_fields__", ())
     # A worker must not load what only the front end uses, so the source is read instead.
+    return path in _names_in_source(module_name)
+
+
+@cache
+def _names_in_source(module_name: str) -> frozenset[str]:
+    """``name`` and ``Class.name`` of all that a module's source binds; none where there is no such module."""
     try:
         spec = find_spec(module_name)
     except ModuleNotFoundError:  # a package above it
-        return False
+        spec = None
     if spec is None or spec.origin is None:
-        return False
-    body: list[ast.stmt] = ast.parse(Path(spec.origin).read_bytes()).body
-    if owner_name:
-        body = next((n.body for n in body if isinstance(n, ast.ClassDef) and n.name == owner_name), [])
-    return member in _names_bound(body)
+        return frozenset()
+    body = ast.parse(Path(spec.origin).read_bytes()).body
+    classes = (node for node in body if isinstance(node, ast.ClassDef))
+    members = (f"{node.name}.{name}" for node in classes for name in _names_bound(node.body))
+    return frozenset(_names_bound(body)).union(members)
 
 
 def _names_bound(body: Iterable[ast.stmt]) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Which releases of vLLM this package works with, and how every other one is refused."""
 
+import sys
+from types import TracebackType
 from typing import Any
 
 from dllm_engine import __version__
@@ -32,7 +34,8 @@ def check_release() -> None:
 def refuse_models(reason: IncompatibleVLLMError) -> None:
     """Have whoever loads one of our models get ``reason``. All other models work as before.
 
-    It is raised where the model's config is read, by transformers alone: of this vLLM nothing is known.
+    It is raised where the model's config is read, by transformers alone: of this vLLM nothing is known. Where nobody
+    catches it, as in ``vllm serve``, the process ends with the sentence and no traceback.
     """
     from transformers import AutoConfig, PretrainedConfig
 
@@ -45,3 +48,13 @@ def refuse_models(reason: IncompatibleVLLMError) -> None:
 
         refused = type("RefusedConfig", (PretrainedConfig,), {"model_type": model_type, "__init__": refuse})
         AutoConfig.register(model_type, refused, exist_ok=True)
+
+    show = sys.excepthook
+
+    def show_the_sentence(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if error is reason:
+            print(error, file=sys.stderr)
+        else:
+            show(kind, error, traceback)
+
+    sys.excepthook = show_the_sentence

@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.vllm_hooks.server_start import SIGNALS, address_error, end_now
 
-logger = init_logger("vllm.dllm_engine.shutdown")
+logger = init_logger(f"vllm.{__name__}")
 
 Message = MutableMapping[str, Any]
 
@@ -32,6 +32,7 @@ RETRY_AFTER_S = 5
 LAST_BYTES_S = 5
 """Seconds that clients have to take their answers when no engine is left."""
 STOPPING = "the server is shutting down; send the request again, to another server or later"
+DIED = "the engine died, and the server ends; send the request again, to another server or later"
 
 
 class ServerStopping(GracefulHTTPError, GenerationError):
@@ -48,39 +49,42 @@ class EngineDied(EngineDeadError):
 
     def __init__(self) -> None:
         super().__init__(suppress_context=True)
-        self.args = ("the engine process died, and the server ends; send the request again when it is back",)
+        self.args = (DIED,)
 
 
-class RefuseWhileStopping:
-    """ASGI middleware: answers 503 once the server was asked to stop, to everything but /metrics."""
+class RefuseAtTheEnd:
+    """ASGI middleware: once the application's ``state.refusal`` says why no request can be served any more, everything
+    but /metrics is answered 503 with it."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
-        def is_stopping() -> bool:
-            return getattr(scope["app"].state, "stopping", False)
+        def refusal() -> str | None:
+            state = getattr(scope["app"], "state", None)  # vLLM deletes it in the end
+            return getattr(state, "refusal", None)
 
         async def send_with_hint(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 503 and is_stopping():
+            if message["type"] == "http.response.start" and message["status"] == 503 and refusal():
                 hint = [(b"retry-after", str(RETRY_AFTER_S).encode()), (b"connection", b"close")]
                 message["headers"] = [*message.get("headers", ()), *hint]
             await send(message)
 
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif is_stopping() and scope["path"] != "/metrics":
-            await _refusal()(scope, receive, send_with_hint)
+        elif (reason := refusal()) and scope["path"] != "/metrics":
+            await _refuse(reason)(scope, receive, send_with_hint)
         else:
             await self.app(scope, receive, send_with_hint)
 
 
-def _refusal() -> Any:
+def _refuse(reason: str) -> Any:
     from starlette.responses import JSONResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    error = create_error_response(ServerStopping())
-    return JSONResponse(error.model_dump(), status_code=error.error.code)
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    error = create_error_response(reason, err_type=status.phrase, status_code=status)
+    return JSONResponse(error.model_dump(), status_code=status)
 
 
 def ending_well(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -108,7 +112,7 @@ class ServerEnd:
 
     def __init__(self, app: Any, engine: Any) -> None:
         self.was_asked_for = False
-        self._app, self._engine = app, engine
+        self._state, self._engine = app.state, engine  # vLLM deletes the application's reference to it in the end
         self._loop = asyncio.get_running_loop()
         self._stop, engine.shutdown = engine.shutdown, self.stop
         outputs = engine.output_processor
@@ -118,7 +122,7 @@ class ServerEnd:
     def stop(self, timeout: float | None = None) -> None:
         """Stop the engine; with a timeout it finishes what runs first. Called in a thread when the server is asked to
         stop, and by nobody while it is to go on."""
-        self.was_asked_for = self._app.state.stopping = True
+        self.was_asked_for, self._state.refusal = True, STOPPING
         self._on_loop(self._end_at_next_signal)
         if self._engine.engine_core.resources.engine_manager is None:
             # The engines belong to the main process, which stops them after its API servers: this one.
@@ -145,9 +149,10 @@ class ServerEnd:
         if self.was_asked_for:
             self._propagate_error(ServerStopping())
         else:
+            self._state.refusal = DIED
             self._propagate_error(EngineDied() if isinstance(error, EngineDeadError) else error)
             # vLLM would look for it every five seconds.
-            self._loop.call_soon(terminate_if_errored, self._app.state.server, self._engine)
+            self._loop.call_soon(terminate_if_errored, self._state.server, self._engine)
 
     def _end_at_next_signal(self) -> None:
         for number in SIGNALS:

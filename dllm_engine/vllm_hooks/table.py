@@ -81,10 +81,22 @@ EVERY_PROCESS = (
         "record the metrics of diffusion engines",
     ),
     Patch(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
+        "shared_memory:unnaming_in_engine",
+        "self",
+        "leave no shared memory behind when the engine is killed",
+    ),
+    Patch(
+        "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
+        "shared_memory:unnaming_in_worker",
+        "self",
+        "leave no shared memory behind when a worker is killed",
+    ),
+    Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",
         "http_app:extended_app",
         "args, app, supported_tasks, model_config",
-        "add the playground, the check of request bodies and the refusals of a server that stops",
+        "add the playground, the check of request bodies and the refusals of a server that ends",
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:setup_server",
@@ -280,14 +292,24 @@ PRIVATE = (
         "to refuse what diffusion models do not support",
     ),
     Private("vllm.tokenizers", "cached_tokenizer_from_config", _SETTINGS),
+    Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends
     Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
     Private("vllm.v1.serial_utils", "MsgpackEncoder", _FRONT_END),
+    Private("vllm.v1.engine", "EngineCoreRequest", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.model_fields", _FRONT_END),
+    Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
     Private("vllm.v1.engine.exceptions", "EngineDeadError", _FRONT_END),
     Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),
     Private("vllm.v1.engine.output_processor", "OutputProcessor.propagate_error", _FRONT_END),
     Private("vllm.entrypoints.serve.exception_handling.error_response", "create_error_response", _FRONT_END),
+    Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _FRONT_END),
+    Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
+    Private("vllm.entrypoints.launchers.launcher", "terminate_if_errored", _FRONT_END),
     Private("vllm.entrypoints.cli.main", "main", "for `dllm serve`"),
+    Private("vllm.entrypoints.cli.serve", "make_arg_parser", "for `dllm serve`"),
+    Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
 )
 """Names that are imported, and the attributes of theirs that are overridden, set or read. Checked at start-up."""
 

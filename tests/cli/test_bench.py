@@ -127,7 +127,7 @@ def test_policies_and_rules_say_how_to_unmask():
         (["--unmasking", "random"], "baseline"),
         (["--model", "llada-8b/3"], "divided by one of"),
         (["--model", "llada-8b/16", "--tasks", "names"], "random weights"),
-        (["--response", "4"], "--block-length 8 is longer than --response 4"),
+        (["--response", "4", "--block-length", "8"], "--block-length 8 is longer than --response 4"),
         (["--prompt", "4000"], "2048 positions"),
         (["--tasks", "riddles"], "unknown task"),
         (["--tasks", "nowhere.jsonl"], "cannot read nowhere.jsonl"),

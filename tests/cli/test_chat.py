@@ -9,7 +9,6 @@ import pytest
 
 from dllm_engine.cli import chat
 from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
-from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.main import main
 from tests.engines import assert_nothing_left
 
@@ -72,7 +71,7 @@ def run(demo, monkeypatch):
     from dllm_engine import DiffusionParams
 
     def run(text, terminal=None, **params):
-        monkeypatch.setattr(chat, "start_engine", lambda args: (demo, DiffusionParams(**(DEMO_LENGTHS | params))))
+        monkeypatch.setattr(chat, "start_engine", lambda args: (demo, DiffusionParams(**params)))
         monkeypatch.setattr("sys.stdin", Keyboard(text, terminal))
         if terminal is not None:
             monkeypatch.setattr("sys.stdout", terminal)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from dllm_engine.cli import comparison, evaluate, task_score
-from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.main import main
 from dllm_engine.demo.tasks import Example
 from dllm_engine.figures import DiffusionFigures
@@ -38,7 +37,7 @@ def test_scores_count_whole_answers_items_and_passes():
 def test_the_command_prints_a_table_and_writes_json(demo, monkeypatch, tmp_path, capsys):
     from dllm_engine import DiffusionParams
 
-    monkeypatch.setattr(evaluate, "start_engine", lambda args: (demo, DiffusionParams(**DEMO_LENGTHS)))
+    monkeypatch.setattr(evaluate, "start_engine", lambda args: (demo, DiffusionParams()))
     report = tmp_path / "report.json"
     assert main(["eval", "--tasks", "chat,names", "--count", "3", "--json", str(report)]) == 0
     header, *rows = capsys.readouterr().out.splitlines()

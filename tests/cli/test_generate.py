@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dllm_engine.cli import generate
-from dllm_engine.cli.engine import DEMO_LENGTHS
 from dllm_engine.cli.main import main
 
 PROMPTS = ["Hello!", "Reverse: Rome Tom Oslo", "Copy: Tom Rome", "Goodbye!", "Hi!"]
@@ -17,7 +16,7 @@ def run(demo, monkeypatch, tmp_path):
     from dllm_engine import DiffusionParams
 
     def start_engine(args):
-        return demo, DiffusionParams(**DEMO_LENGTHS, temperature=args.temperature, seed=args.seed)
+        return demo, DiffusionParams(temperature=args.temperature, seed=args.seed)
 
     monkeypatch.setattr(generate, "start_engine", start_engine)
     monkeypatch.chdir(tmp_path)

@@ -46,6 +46,7 @@ def main() -> None:
             "retained": output.outputs[0].diffusion.retained_positions,
             "selected": output.outputs[0].diffusion.selected_positions,
             "trace": output.outputs[0].diffusion.trace,
+            "tokens_computed": output.outputs[0].diffusion.tokens_computed,
         }
         for output in outputs
     ]

@@ -71,6 +71,7 @@ def test_two_ranks_do_what_one_does(engines, reference_checkpoints, model, metho
         trace = output.outputs[0].diffusion.trace
         assert answer["tokens"] == list(output.outputs[0].token_ids)
         assert answer["trace"] == trace
+        assert answer["tokens_computed"] == output.outputs[0].diffusion.tokens_computed
         if method == "maskkv":
             (of_all,) = trace["retained_per_head"]
             assert {len(layer) for layer in of_all} == {MODELS[model]}

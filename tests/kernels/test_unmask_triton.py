@@ -29,6 +29,21 @@ def test_equals_the_formulas(vocab_size, splits, dtype):
         torch.testing.assert_close([x.double() for x in statistics], expected, rtol=1e-5, atol=1e-5)
 
 
+@runs_triton
+@pytest.mark.parametrize("splits", [1, 3])
+def test_logits_that_are_not_finite_make_no_probability(splits):
+    """Also where all of a block or of a split is NaN, which a maximum would pass over."""
+    logits = torch.randn(6, 5000, device=DEVICE)
+    logits[0, 17] = torch.nan
+    logits[1, 4999] = torch.inf
+    logits[2, :2048] = torch.nan
+    logits[3, 2048:] = torch.nan
+    logits[4, :4000] = -torch.inf
+    _, token_logit, log_total, *_ = token_statistics_with_triton(logits, 7, False, False, splits)
+    probability = (token_logit - log_total).exp()
+    assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("num_rows", [1, 32, 1000])
 def test_splits_are_chosen_for_a_gpu(num_rows):

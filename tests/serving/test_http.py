@@ -251,9 +251,19 @@ def test_stop_strings_cut_the_text(client, model, examples, offline):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
-    answer = ask(client, model, examples[0].prompt, max_tokens=None, extra_body={"ignore_eos": True})
-    assert answer.usage.completion_tokens == 256
+def test_what_nobody_asked_for_is_the_checkpoints(client, model, examples, offline):
+    """Its length and its blocks; in a chat, a completion and the responses API alike."""
+    message = [{"role": "user", "content": examples[0].prompt}]
+    assert client.chat.completions.create(model=model, messages=message).choices[0].message.content == offline[0].text
+    open_ended = {"extra_body": {"ignore_eos": True}}
+    assert client.chat.completions.create(model=model, messages=message, **open_ended).usage.completion_tokens == 32
+    assert client.completions.create(model=model, prompt="Hello!", **open_ended).usage.completion_tokens == 32
+    assert (
+        client.completions.create(model=model, prompt="Hello!", max_tokens=16, **open_ended).usage.completion_tokens
+        == 16
+    )
+    response = client.responses.create(model=model, input=examples[0].prompt)
+    assert response.output_text == offline[0].text
 
 
 @pytest.mark.parametrize(
@@ -269,6 +279,11 @@ def test_a_response_length_nobody_asked_for_is_256(client, model, examples):
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty=1.5"),
         ({"extra_body": {"min_tokens": 3}}, "min_tokens=3"),
+        ({"n": 2}, "n=2 needs a temperature above 0"),
+        ({"extra_body": {"block_length": 8}}, "block_length belongs into vllm_xargs"),
+        ({"extra_body": {"cache_method": "dual"}}, "cache_method is an option of the engine"),
+        ({"extra_body": {"vllm_xargs": {"gen_length": 8}}}, "max_tokens"),
+        ({"extra_body": {"vllm_xargs": {"steps": 33}}}, "steps=33"),
         ({"extra_body": {"vllm_xargs": {"steps": 0}}}, "steps=0"),
         ({"extra_body": {"vllm_xargs": {"steps": 2, "block_length": 8}}}, "steps=2"),
         ({"extra_body": {"vllm_xargs": {"block_length": 0}}}, "block_length=0"),

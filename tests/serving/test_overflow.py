@@ -42,7 +42,7 @@ def test_a_client_is_told_why_its_request_failed_and_the_server_goes_on(overflow
     request = urllib.request.Request(
         f"{url}/v1/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    before = scrape(url)["dllm:requests_failed_total"]
+    before = scrape(url)["vllm:dllm_requests_failed_total"]
     if streamed:
         with urllib.request.urlopen(request, timeout=60) as response:
             events = response.read().decode()
@@ -58,5 +58,5 @@ def test_a_client_is_told_why_its_request_failed_and_the_server_goes_on(overflow
         message = json.load(raised.value)["error"]["message"]
         assert message == "the model produced logits that are NaN or infinite in forward pass 1"
     values = scrape(url)
-    assert values["dllm:requests_failed_total"] == before + 1
+    assert values["vllm:dllm_requests_failed_total"] == before + 1
     assert values["vllm:num_requests_running"] == 0

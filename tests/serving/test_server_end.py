@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from dllm_engine.vllm_hooks.shutdown import ENGINE_DIED, EngineDied, ServerStopping, ending_well
+from dllm_engine.vllm_hooks.shutdown import DIED, ENGINE_DIED, STOPPING, EngineDied, ServerStopping, ending_well
 from tests.http_app import app_client
 
 
@@ -68,7 +68,7 @@ async def stop(engine):
 def test_a_server_that_is_asked_to_stop_tells_its_clients_and_succeeds():
     engine = Engine()
     app = serve(engine, until=stop)
-    assert app.state.stopping
+    assert app.state.refusal == STOPPING
     assert engine.stopped_after == 7
     assert [type(error) for error in engine.told] == [ServerStopping]
 
@@ -128,7 +128,7 @@ def test_a_server_whose_engine_died_fails_at_once_and_its_clients_read_a_sentenc
     assert ended.value.code == ENGINE_DIED
     (error,) = engine.told
     assert isinstance(error, EngineDied)
-    assert str(error).startswith("the engine process died")
+    assert str(error) == DIED
 
 
 def test_a_server_that_ends_for_another_reason_is_left_alone():
@@ -152,7 +152,7 @@ def test_a_server_that_stops_refuses_everything_but_its_metrics():
     key = {"Authorization": "Bearer secret"}
     client.app.state.engine_client = None
     assert client.get("/health").status_code == 200
-    client.app.state.stopping = True
+    client.app.state.refusal = STOPPING
     for answer in (
         client.get("/health"),
         client.get("/v1/models", headers=key),
@@ -170,7 +170,7 @@ def test_a_server_that_stops_refuses_everything_but_its_metrics():
 def test_another_models_server_refuses_nothing():
     client = app_client(ours=False)
     client.app.state.engine_client = None
-    client.app.state.stopping = True
+    client.app.state.refusal = STOPPING
     assert client.get("/health").status_code == 200
 
 

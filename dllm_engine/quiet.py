@@ -1,0 +1,48 @@
+"""A quiet engine: of vLLM's log the errors, of this package's the warnings as well.
+
+vLLM writes some 60 lines around one answer. They are kept where vLLM's own variable ``VLLM_LOGGING_LEVEL``, or another
+of its settings, says what to log.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+_VARIABLES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+_ARGUMENTS = ("log_level", "logging_config", "log_config_file")
+_MARK = "DLLM_QUIET"
+"""Variable that tells the engine's processes; nobody else need set it."""
+
+
+def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` that keep it quiet; none where the environment or ``arguments`` say what to log."""
+    if any(name in os.environ for name in _VARIABLES) or any(arguments.get(name) for name in _ARGUMENTS):
+        return {}
+    os.environ[_MARK] = "1"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return {"log_level": "ERROR", "use_tqdm_on_load": False}
+
+
+def be_quiet() -> None:
+    """For a command: on stdout its answer alone, messages on stderr, and vLLM quiet from its import on."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if not quiet_arguments({}):
+        return
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    # For messages before vLLM sets up its own handler, which replaces this one.
+    logging.getLogger("vllm").addHandler(logging.NullHandler())
+    warnings.simplefilter("ignore", FutureWarning)
+    # Without Triton, as in a plain CPU installation, PyTorch warns that its own look-up finds no kernels.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+def keep_our_warnings() -> None:
+    """Show this package's warnings in a quiet engine's process, once vLLM has set up its log there."""
+    root = logging.getLogger("vllm")
+    if os.environ.get(_MARK) != "1" or root.level <= logging.WARNING:
+        return
+    logging.getLogger("vllm.dllm_engine").setLevel(logging.WARNING)
+    for handler in root.handlers:
+        handler.setLevel(logging.WARNING)  # vLLM's own records are held back by the level of their logger

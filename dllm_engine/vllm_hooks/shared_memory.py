@@ -1,0 +1,53 @@
+"""Shared memory that no process leaves behind, however it ends.
+
+The processes of an engine with several ranks talk through shared memory, which has a name in ``/dev/shm`` until the
+process that made it ends in good order. A name is needed only until every rank has attached, so it is removed then; the
+memory itself lives for as long as a process uses it. Engines of other models are untouched.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("/dev/shm")
+
+
+def unnaming_in_engine(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """For vLLM's executor, once its workers are ready."""
+
+    def unname(self: Any) -> None:
+        post_init(self)
+        if _is_ours(self.vllm_config):
+            _unname_queue(self.rpc_broadcast_mq)
+
+    return unname
+
+
+def unnaming_in_worker(busy_loop: Callable[[Any], None]) -> Callable[[Any], None]:
+    """For vLLM's worker process, once its executor has attached to its queue."""
+
+    def unname_and_run(self: Any) -> None:
+        if _is_ours(self.worker.vllm_config):
+            from vllm.distributed import get_tp_group
+
+            group = get_tp_group()
+            _unname_queue(self.worker_response_mq)
+            _unname_queue(group.mq_broadcaster)
+            # A rank's part of what vLLM's collectives on CPUs go through; elsewhere there is none.
+            collectives = getattr(group.device_communicator, "dist_module", None)
+            if name := getattr(collectives, "group_name", None):
+                (FOLDER / f"{name}_{group.rank_in_group}").unlink(missing_ok=True)
+        busy_loop(self)
+
+    return unname_and_run
+
+
+def _unname_queue(queue: Any) -> None:
+    buffer = getattr(queue, "buffer", None)
+    if buffer is not None and buffer.is_creator:
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    return getattr(vllm_config.model_config, "is_dllm_engine", False)

@@ -1,0 +1,89 @@
+"""Shared memory loses its name once all have attached, so that no killed process leaves any; workers end with their
+engine."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from dllm_engine.vllm_hooks.shared_memory import FOLDER, unnaming_in_engine
+
+
+@pytest.fixture
+def queues():
+    """A message queue of vLLM's and its reader, both ready."""
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    writer = MessageQueue(1, 1, max_chunk_bytes=1 << 16)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    with ThreadPoolExecutor() as pool:
+        for ready in [pool.submit(queue.wait_until_ready) for queue in (writer, reader)]:
+            ready.result(timeout=20)
+    return writer, reader
+
+
+def executor(queue, *, ours: bool):
+    config = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours))
+    return SimpleNamespace(vllm_config=config, rpc_broadcast_mq=queue)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_queue_goes_on_without_its_name(queues):
+    writer, reader = queues
+    name = writer.buffer.shared_memory.name
+    assert (FOLDER / name).exists()
+    unnaming_in_engine(lambda self: None)(executor(writer, ours=True))
+    assert not (FOLDER / name).exists()
+    for message in ("one", "two"):
+        writer.enqueue(message)
+        assert reader.dequeue(timeout=20) == message
+    for queue in queues:
+        queue.shutdown()
+
+
+def test_queues_of_other_models_keep_their_names(queues):
+    writer, _ = queues
+    unnaming_in_engine(lambda self: None)(executor(writer, ours=False))
+    assert (FOLDER / writer.buffer.shared_memory.name).exists()
+    for queue in queues:
+        queue.shutdown()
+
+
+WORKER = """
+import multiprocessing, os, signal, time
+from dllm_engine.model_executor.worker import end_with_parent
+
+def work(started):
+    end_with_parent()
+    started.send(os.getpid())
+    while True:  # as a step that waits for a rank that is gone
+        time.sleep(1)
+
+if __name__ == "__main__":
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    multiprocessing.get_context("fork").Process(target=work, args=(theirs,), name="VllmWorker-0").start()
+    print(ours.recv(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow  # a process is killed
+def test_a_worker_that_is_stuck_ends_with_its_engine(tmp_path):
+    program = tmp_path / "engine.py"
+    program.write_text(WORKER)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        subprocess.run([sys.executable, program], stdout=output, env=environment, timeout=120, check=False)
+    pid = int(log.read_text().splitlines()[-1])
+    try:
+        worker = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    _, alive = psutil.wait_procs([worker], timeout=20)
+    assert not alive
