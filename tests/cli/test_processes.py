@@ -83,7 +83,7 @@ def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(environment, tmp
         process = subprocess.Popen(
             [*DLLM, "generate", PROMPT, "--tensor-parallel-size", "2"],
             cwd=tmp_path,
-            env=environment | {"VLLM_LOGGING_LEVEL": "INFO"},
+            env=environment | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
