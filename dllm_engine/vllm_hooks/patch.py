@@ -15,6 +15,8 @@ from typing import Any, Literal
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 Scope = Literal["attribute", "every_import", "if_imported"]
+MEMBERS = ("__dict__", "__dataclass_fields__", "__pydantic_fields__")
+"""Where a class keeps its members; fields without a default are in its dictionary only while it is being made."""
 _MARK = "_dllm_engine_patch"
 
 
@@ -105,7 +107,7 @@ def _is_there(module_name: str, path: str) -> bool:
         if not owner_name:
             return hasattr(module, member)
         owner = getattr(module, owner_name, None)  # its own members, not those that it inherits
-        return member in getattr(owner, "__dict__", ()) or member in getattr(owner, "__dataclass_fields__", ())
+        return any(member in getattr(owner, where, ()) for where in MEMBERS)
     # A worker must not load what only the front end uses, so the source is read instead.
     return path in _names_in_source(module_name)
 

@@ -85,7 +85,8 @@ def test_a_private_name_that_is_gone_is_named(use, name, monkeypatch):
     import_module(use.module)
     patch.check([use])
     owner, attribute = owner_of(f"{use.module}:{name}")
-    monkeypatch.delitem(getattr(owner, "__dataclass_fields__", {}), attribute, raising=False)
+    for fields in patch.MEMBERS[1:]:
+        monkeypatch.delitem(getattr(owner, fields, {}), attribute, raising=False)
     monkeypatch.delattr(owner, attribute, raising=attribute in vars(owner))
     with pytest.raises(IncompatibleVLLMError) as raised:
         patch.check([use])
