@@ -29,6 +29,8 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.cli.errors import CommandError, one_line
+
 if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -155,21 +157,16 @@ def app(settings: dict[str, str]) -> "Application":
     """The application for ``serve run``; ``settings`` are the options of this program, ``options`` those of vLLM."""
     options = shlex.split(settings.pop("options", ""))
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    return build(*parse([*arguments, *options]))
+    args, options = parse([*arguments, *options])
+    return build(args, engine_command(args.model, options))
 
 
-def build(args: argparse.Namespace, options: list[str]) -> "Application":
-    """The application with replicas of ``args.model``, which get ``options``."""
+def build(args: argparse.Namespace, command: list[str]) -> "Application":
+    """The application with replicas that run ``command``, which is that of ``vllm serve``."""
     import ray
     from ray import serve
     from ray.serve.config import AutoscalingConfig
 
-    # Here, so that wrong options are refused before any replica starts.
-    from dllm_engine.cli.main import build_parser
-    from dllm_engine.cli.serve import vllm_arguments
-
-    served, served.unknown = build_parser().parse_known_args(["serve", args.model, *options])
-    _, *command = vllm_arguments(served)
     gpus = args.gpus_per_replica
     if gpus is None:
         gpus = 1 if ray.is_initialized() and ray.cluster_resources().get("GPU") else 0
@@ -191,6 +188,16 @@ def build(args: argparse.Namespace, options: list[str]) -> "Application":
         max_ongoing_requests=OPEN_REQUESTS, graceful_shutdown_timeout_s=120, ray_actor_options={"num_cpus": 0}
     )
     return ingress.bind(replicas.bind(command, args.cpus_per_replica))
+
+
+def engine_command(model: str, options: list[str]) -> list[str]:
+    """The arguments of ``vllm serve``; wrong options are refused here, before any replica starts."""
+    from dllm_engine.cli.main import build_parser
+    from dllm_engine.cli.serve import vllm_arguments
+
+    served, served.unknown = build_parser().parse_known_args(["serve", model, *options])
+    _, *command = vllm_arguments(served)
+    return command
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -218,6 +225,11 @@ def main() -> int:
     except ImportError as error:
         print(f"ray_serve_app: error: {error}; pip install 'dllm-engine[ray]'", file=sys.stderr)
         return 2
+    try:
+        command = engine_command(args.model, options)
+    except (CommandError, ValueError) as error:
+        print(f"ray_serve_app: error: {one_line(error)}", file=sys.stderr)
+        return 2
     if not ray.is_initialized():
         # A CPU beyond the replicas' for Ray Serve's controller, proxy and ingress.
         cpus = max(args.min_replicas, args.max_replicas) * args.cpus_per_replica + 1
@@ -226,7 +238,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         serve.start(http_options={"host": args.host, "port": args.port})
-        serve.run(build(args, options), name="dllm", route_prefix="/")
+        serve.run(build(args, command), name="dllm", route_prefix="/")
         print(f"serving {args.model} on http://{args.host}:{args.port}/v1", flush=True)
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -20,7 +20,7 @@ class PagePoolSpec(FullAttentionSpec):
     """Pages of a request as long as ``max_model_len``, over all layers."""
 
     @classmethod
-    def merge(cls, specs: "list[PagePoolSpec]") -> "PagePoolSpec":  # type: ignore[override]
+    def merge(cls, specs: "list[PagePoolSpec]") -> "PagePoolSpec":
         """vLLM's own would fall back to one page per request."""
         (spec,) = specs  # the pool is the only pseudo-layer
         return spec

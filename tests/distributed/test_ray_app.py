@@ -83,7 +83,7 @@ def test_settings_become_a_deployment_and_the_servers_command(example):
     assert bound.ray_actor_options == {"num_cpus": 1, "num_gpus": 1}
     command, threads = bound.init_args
     assert command[0] == "some/model"
-    assert '{"dllm": {"cache_method": "sparse", "cache_options": {}}}' in command
+    assert '{"dllm": {"cache_method": "sparse"}}' in command
     assert command[-2:] == ["--max-model-len", "512"]
     assert threads == 1
 
@@ -91,6 +91,14 @@ def test_settings_become_a_deployment_and_the_servers_command(example):
 def test_wrong_options_are_refused_before_a_replica_starts(example):
     with pytest.raises(ValueError, match="unknown cache method"):
         example.app({"options": "--cache-method magic"})
+
+
+def test_wrong_options_are_told_in_one_line_before_ray_starts(example, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ray_serve_app", "--cache-method", "magic"])
+    assert example.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ray_serve_app: error: ")
+    assert "magic" in line
 
 
 def ask(example, *replicas, content_type=b"text/event-stream"):
