@@ -1,10 +1,14 @@
-"""vLLM's HTTP application without an engine."""
+"""vLLM's HTTP application without an engine, or with one in this process."""
 
+import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from starlette.testclient import TestClient
+
+    from dllm_engine import LLM
 
 
 def app_client(*arguments: str, ours: bool = True, tasks: tuple[str, ...] = ()) -> "TestClient":
@@ -22,3 +26,50 @@ def app_client(*arguments: str, ours: bool = True, tasks: tuple[str, ...] = ()) 
     if ours:
         model_config.is_dllm_engine = True
     return TestClient(launcher.build_app(args, tasks, model_config), raise_server_exceptions=False)
+
+
+class EngineInProcess:
+    """What vLLM's server asks of ``AsyncLLM``, answered by an engine in this process; one request at a time."""
+
+    def __init__(self, llm: "LLM") -> None:
+        from dllm_engine.vllm_hooks.admission import checked_generate
+
+        self.llm_engine = llm.llm_engine
+        self.errored, self.is_running, self.dead_error = False, True, None
+        self._checked_generate = checked_generate(type(self)._generate)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.llm_engine, name)
+
+    def check_admission(self, *args: Any, **kwargs: Any) -> None:
+        """There is no queue."""
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        return self._checked_generate(self, *args, **kwargs)
+
+    async def _generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        for name in ("data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs"):
+            kwargs.pop(name, None)
+        self.llm_engine.add_request(request_id, prompt, sampling_params, **kwargs)
+        while self.llm_engine.has_unfinished_requests():
+            for output in self.llm_engine.step():
+                yield output
+
+
+def served(llm: "LLM", *arguments: str) -> "TestClient":
+    """A client of the application that ``vllm serve`` with these arguments builds, with this engine behind it."""
+    from starlette.testclient import TestClient
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.entrypoints.launchers import app as launcher
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", llm.model_config.model, *arguments])
+    app = launcher.build_app(args, ("generate",), llm.model_config)
+    asyncio.run(init_app_state(EngineInProcess(llm), app.state, args, ("generate",)))
+    return TestClient(app, raise_server_exceptions=False)

@@ -110,7 +110,7 @@ def test_a_whole_response_has_the_trace_where_the_request_asks(options, asked):
     choice = SimpleNamespace()
     respond = whole_completion(lambda *_: SimpleNamespace(choices=[choice]))
     result = SimpleNamespace(outputs=[completion(trace=trace, **END)])
-    respond(None, [result], SimpleNamespace(vllm_xargs=options))
+    respond(None, [result], SimpleNamespace(vllm_xargs=options, max_tokens=8))
     assert choice.diffusion.get("trace") == (trace if asked else None)
 
 

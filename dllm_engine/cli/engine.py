@@ -2,7 +2,9 @@
 
 import argparse
 import os
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cli.arguments import key_value, positive_int, whole_number
@@ -12,6 +14,7 @@ from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.start_checks import check_folder
 from dllm_engine.vllm_hooks.release import check_release
+from dllm_engine.vllm_hooks.server_start import end_now
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -183,9 +186,20 @@ def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
         **dict(args.engine_arg),
     }
     try:
-        return LLM(args.model, trace=trace, **engine_options(args), **arguments)
+        with _ending_on_ctrl_c():
+            return LLM(args.model, trace=trace, **engine_options(args), **arguments)
     except OSError as error:
         raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
+
+
+@contextmanager
+def _ending_on_ctrl_c() -> Iterator[None]:
+    """While an engine in processes of its own loads, vLLM waits for them and would swallow Ctrl-C."""
+    before = signal.signal(signal.SIGINT, end_now)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _prepare(args: argparse.Namespace) -> None:

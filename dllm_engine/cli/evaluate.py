@@ -162,8 +162,9 @@ def _run_harness(args: argparse.Namespace) -> int:
 
 def _write_json(path: Path, args: argparse.Namespace, scores: Sequence[Any]) -> None:
     unwritten = ("command", "json", "passes_on_unknown", "run", "traceback", "unknown")
+    asked = {name: value for name, value in vars(args).items() if name not in unwritten}
     report = {
-        "settings": {name: value for name, value in vars(args).items() if name not in unwritten},
+        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
         "scores": [asdict(score) for score in scores],
     }
     try:

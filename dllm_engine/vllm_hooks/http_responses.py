@@ -18,7 +18,7 @@ import anyio
 from vllm.exceptions import GenerationError
 
 from dllm_engine.figures import ErrorReason
-from dllm_engine.params import RequestOptions
+from dllm_engine.params import DEFAULT_GEN_LENGTH, RequestOptions
 from dllm_engine.provisional import PROVISIONAL_KEY, BlockChanges
 
 DIFFUSION = "diffusion"
@@ -151,6 +151,7 @@ def completion_stream(stream_completion: Callable[..., Any]) -> Callable[..., An
 
         if not _is_ours(self):
             return events(result_generator)
+        _settle_length(request)
         num_choices = request.n or 1
         head = {"id": request_id, "object": "text_completion", "created": created_time, "model": model_name}
         return stream_with_fields(
@@ -193,10 +194,17 @@ def chat_stream(stream_chat: Callable[..., Any]) -> Callable[..., Any]:
     return chat_completion_stream_generator
 
 
+def _settle_length(request: Any) -> None:
+    """vLLM asserts that a completion states a length when it writes the response, only to tell 0 from others."""
+    if request.max_tokens is None:
+        request.max_tokens = DEFAULT_GEN_LENGTH
+
+
 def whole_completion(to_response: Callable[..., Any]) -> Callable[..., Any]:
     def request_output_to_completion_response(
         self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        _settle_length(request)
         response = to_response(self, final_res_batch, request, *args, **kwargs)
         completions = [completion for result in final_res_batch for completion in result.outputs]
         for choice, completion in zip(response.choices, completions, strict=True):

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 Scope = Literal["attribute", "every_import", "if_imported"]
+MEMBERS = ("__dict__", "__dataclass_fields__", "__pydantic_fields__")
+"""Where a class keeps its members; fields without a default are in its dictionary only while it is being made."""
 _MARK = "_dllm_engine_patch"
 
 
@@ -105,7 +107,7 @@ def _is_there(module_name: str, path: str) -> bool:
         if not owner_name:
             return hasattr(module, member)
         owner = getattr(module, owner_name, None)  # its own members, not those that it inherits
-        return member in getattr(owner, "__dict__", ()) or member in getattr(owner, "__dataclass_fields__", ())
+        return any(member in getattr(owner, where, ()) for where in MEMBERS)
     # A worker must not load what only the front end uses, so the source is read instead.
     return path in _names_in_source(module_name)
 
@@ -113,16 +115,24 @@ def _is_there(module_name: str, path: str) -> bool:
 @cache
 def _names_in_source(module_name: str) -> frozenset[str]:
     """``name`` and ``Class.name`` of all that a module's source binds; none where there is no such module."""
-    try:
-        spec = find_spec(module_name)
-    except ModuleNotFoundError:  # a package above it
-        spec = None
-    if spec is None or spec.origin is None:
+    source = _source_of(module_name)
+    if source is None:
         return frozenset()
-    body = ast.parse(Path(spec.origin).read_bytes()).body
+    body = ast.parse(source.read_bytes()).body
     classes = (node for node in body if isinstance(node, ast.ClassDef))
     members = (f"{node.name}.{name}" for node in classes for name in _names_bound(node.body))
     return frozenset(_names_bound(body)).union(members)
+
+
+def _source_of(module_name: str) -> Path | None:
+    """A module's file, found without importing the packages above it, as ``find_spec`` would."""
+    top, *below = module_name.split(".")
+    spec = find_spec(top)
+    if spec is None:
+        return None
+    places = [Path(folder, *below) for folder in spec.submodule_search_locations or ()] if below else []
+    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    return next((file for file in files or [Path(spec.origin or "")] if file.is_file()), None)
 
 
 def _names_bound(body: Iterable[ast.stmt]) -> Iterator[str]:

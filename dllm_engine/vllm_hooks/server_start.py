@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -101,7 +102,13 @@ def _end_children() -> None:
     """Kill the processes below this one, Python's resource trackers among them, and remove their shared memory."""
     import psutil
 
-    children = psutil.Process().children(recursive=True)
+    children: set[psutil.Process] = set()
+    # Stopped first: an engine that is just starting a worker would leave it behind.
+    while new := set(psutil.Process().children(recursive=True)) - children:
+        for child in new:
+            with suppress(psutil.NoSuchProcess):
+                child.suspend()
+        children |= new
     segments = {path for child in children for path in shared_memory_of(child.pid)}
     for child in children:
         try:

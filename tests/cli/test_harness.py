@@ -52,9 +52,10 @@ def test_a_row_per_task_with_its_cost(started, tmp_path, capsys):
 
 
 def test_methods_and_rules_become_rows_and_a_plot(started, tmp_path, capsys):
-    plot = tmp_path / "plot.png"
+    plot, report = tmp_path / "plot.png", tmp_path / "report.json"
     arguments = ["--methods", "none,dual", "--unmasking-rules", "one,steps=8", "--plot", str(plot)]
-    assert main(["eval", "--lm-eval", NAMES, *QUICK, *arguments]) == 0
+    assert main(["eval", "--lm-eval", NAMES, *QUICK, *arguments, "--json", str(report)]) == 0
+    assert json.loads(report.read_text())["settings"]["plot"] == str(plot)
     rows = rows_of(capsys)
     assert [row[:2] for row in rows] == [[m, r] for m in ("none", "dual") for r in ("one", "steps=8")]
     assert [row[7] for row in rows] == ["1.00", "0.25"] * 2

@@ -1,5 +1,6 @@
 """Every entry point once as a process of its own, on the demo model."""
 
+import contextlib
 import json
 import os
 import signal
@@ -73,6 +74,31 @@ def test_a_killed_run_is_resumed_to_one_record_per_line(run, environment, tmp_pa
     answers = [record for record in records if "error" not in record]
     assert [record["id"] for record in answers] == [record["index"] for record in answers]
     assert {tuple(record["token_ids"]) for record in answers} == {tuple(answers[0]["token_ids"])}
+
+
+def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(environment, tmp_path):
+    """A process, since Python raises Ctrl-C in its main thread alone; two ranks, for the engine's own processes."""
+    log = tmp_path / "stderr"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*DLLM, "generate", PROMPT, "--tensor-parallel-size", "2"],
+            cwd=tmp_path,
+            env=environment | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: b"Initializing a V1 LLM engine" in log.read_bytes(), process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail("processes of the engine are left")
+    assert process.returncode == 130
+    assert output == b""
+    assert log.read_text().count("dllm: interrupted\n") == 1
 
 
 def test_eval_prints_a_row_per_task(run, tmp_path):

@@ -85,7 +85,8 @@ def test_a_private_name_that_is_gone_is_named(use, name, monkeypatch):
     import_module(use.module)
     patch.check([use])
     owner, attribute = owner_of(f"{use.module}:{name}")
-    monkeypatch.delitem(getattr(owner, "__dataclass_fields__", {}), attribute, raising=False)
+    for fields in patch.MEMBERS[1:]:
+        monkeypatch.delitem(getattr(owner, fields, {}), attribute, raising=False)
     monkeypatch.delattr(owner, attribute, raising=attribute in vars(owner))
     with pytest.raises(IncompatibleVLLMError) as raised:
         patch.check([use])
@@ -107,13 +108,17 @@ raise AssertionError("nobody may run this")
 
 
 def test_a_module_that_is_not_loaded_is_read_and_not_run(tmp_path, monkeypatch):
-    (tmp_path / "module_of_vllm.py").write_text(SOURCE)
+    package = tmp_path / "as_vllm" / "package"
+    package.mkdir(parents=True)
+    for path in (tmp_path / "as_vllm" / "__init__.py", package / "__init__.py", package / "module.py"):
+        path.write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     there = "joined annotated assigned other Class Class.field Class.method"
-    patch.check([Private("module_of_vllm", there, "test")])
-    for name in ("join", "field", "Class.annotated", "Other.method"):
-        with pytest.raises(IncompatibleVLLMError, match=f"module_of_vllm:{name}, test, but it is not there"):
-            patch.check([Private("module_of_vllm", name, "test")])
+    for module in ("as_vllm", "as_vllm.package", "as_vllm.package.module"):
+        patch.check([Private(module, there, "test")])
+        for name in ("join", "field", "Class.annotated", "Other.method"):
+            with pytest.raises(IncompatibleVLLMError, match=f"{module}:{name}, test, but it is not there"):
+                patch.check([Private(module, name, "test")])
     with pytest.raises(IncompatibleVLLMError, match=r"vllm\.no_such_package\.module:name"):
         patch.check([Private("vllm.no_such_package.module", "name", "test")])
-    assert "module_of_vllm" not in sys.modules
+    assert "as_vllm" not in sys.modules

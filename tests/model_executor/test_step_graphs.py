@@ -183,5 +183,5 @@ def test_it_is_an_option_of_the_command_line():
     from dllm_engine.cli.serve import merged_config
 
     args, _ = build_parser().parse_known_args(["serve", "demo", "--cache-method", "sparse", "--cuda-graphs"])
-    assert merged_config(args)["dllm"]["cuda_graphs"] is True
+    assert merged_config(args, {})["dllm"]["cuda_graphs"] is True
     assert build_parser().parse_args(["generate", "Hello!", "--cuda-graphs"]).cuda_graphs

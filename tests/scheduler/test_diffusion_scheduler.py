@@ -82,9 +82,14 @@ def make_scheduler(
         scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy),
     )
     scheduler = DiffusionScheduler(
-        config, SimpleNamespace(num_blocks=num_pages), structured_output_manager=None, block_size=16,
-        hash_block_size=16, log_stats=log_stats, include_finished_set=include_finished_set,
-    )  # fmt: skip
+        config,
+        SimpleNamespace(num_blocks=num_pages, kv_cache_groups=[]),
+        structured_output_manager=None,
+        block_size=16,
+        hash_block_size=16,
+        log_stats=log_stats,
+        include_finished_set=include_finished_set,
+    )
     if page_demand is not None:
         scheduler.page_demand = page_demand
     return scheduler
