@@ -179,6 +179,8 @@ def test_an_address_is_not_checked_where_none_is_listened_at(taken_port):
         check_listening(stated_arguments([*busy, *flags]))
 
 
+# vLLM leaves the socket open that it could not bind.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("module", ["vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.cli.serve"])
 def test_vllm_serve_names_a_port_in_use(module, taken_port):
     from dllm_engine import plugin
