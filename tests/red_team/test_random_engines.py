@@ -8,11 +8,13 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from dllm_engine.options import CACHE_OPTIONS
 from tests.distributed.sharded import answer_sharded
 from tests.engines import assert_nothing_left, generate, scheduler_of
-from tests.random_requests import random_requests
+from tests.random_requests import Request, random_requests
+from tests.tiny_checkpoints import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from dllm_engine import LLM
@@ -21,6 +23,8 @@ pytestmark = pytest.mark.slow
 
 NUM_ENGINES, NUM_REQUESTS = 27, 14
 """Three engines of each cache method."""
+GUIDE_DECIDES = ("steps", "unmasking", "threshold", "factor", "entropy_bound", "margin", "delay_eos", "logprobs")
+"""Options that a guided request cannot have."""
 CHOICES: dict[str, dict[str, list[Any]]] = {
     "none": {},
     "prefix": {},
@@ -66,9 +70,27 @@ def test_every_cache_method_has_choices():
     assert CHOICES.keys() == CACHE_OPTIONS.keys()
 
 
-def draw_engine(draw: random.Random, method: str) -> dict[str, Any]:
-    """Settings of an engine with scarce pages, rows or sequences, or plenty of them."""
+@pytest.fixture(scope="session")
+def tiny_guide(tmp_path_factory) -> str:
+    """The folder of a random guide for the tiny checkpoints."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCAB_SIZE, max_position_embeddings=512))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(8)
+    folder = tmp_path_factory.mktemp("guide")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> dict[str, Any]:
+    """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
+    guided = guide is not None and method != "es_dllm" and draw.random() < 0.4
     return {
+        "guide_model": guide if guided else None,
         "cache_method": method,
         "cache_options": {name: draw.choice(values) for name, values in CHOICES[method].items()},
         "page_size": draw.choice([8, 16, 32]),
@@ -76,11 +98,13 @@ def draw_engine(draw: random.Random, method: str) -> dict[str, Any]:
         "steps_per_dispatch": draw.choice([1, 1, 4]),
         "max_num_seqs": draw.choice([1, 3, 8, 64]),
         "max_num_batched_tokens": draw.choice([256, 400, 2048]),
-        "kv_cache_memory_bytes": draw.choice([2, 3, 8]) << 20,
+        "kv_cache_memory_bytes": draw.choice([3, 4, 8]) << 20,
     }
 
 
-def draw_requests(draw: random.Random, is_dream: bool) -> list[tuple[list[int], dict[str, Any]]]:
+def draw_requests(
+    draw: random.Random, is_dream: bool, *, has_guide: bool = False
+) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
     back."""
     requests = []
@@ -93,6 +117,12 @@ def draw_requests(draw: random.Random, is_dream: bool) -> list[tuple[list[int], 
             asked["logprobs"] = draw.choice([0, 3])
         if draw.random() < 0.2:
             asked["delay_eos"] = True
+        if has_guide and draw.random() < 0.3:
+            asked["guided"] = False
+        elif has_guide:
+            asked = {name: value for name, value in asked.items() if name not in GUIDE_DECIDES}
+            asked |= {"speculation_length": draw.choice([1, 3, 32]), "guide_top_k": draw.choice([1, 40])}
+            asked |= {"guide_fallback": draw.choice(["guide", "draft"]), "guide_correction": draw.random() < 0.3}
         requests.append(([token % 140 for token in prompt], asked))
     return requests
 
@@ -130,14 +160,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
 
 
-def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_dream, number):
+def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_dream, tiny_guide, number):
     from dllm_engine import DiffusionParams
 
     draw = random.Random(number)
     method = list(CHOICES)[number % len(CHOICES)]
     is_dream = draw.random() < 0.5
-    settings = draw_engine(draw, method)
-    requests = draw_requests(draw, is_dream)
+    settings = draw_engine(draw, method, tiny_guide)
+    requests = draw_requests(draw, is_dream, has_guide=settings["guide_model"] is not None)
     llm = engines(tiny_dream if is_dream else tiny_llada, **settings)
 
     answers = answer_with_aborts(llm, requests, draw)
