@@ -155,6 +155,7 @@ def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_and
     try:
         server.wait_until(lambda: "serving demo on" in server.log.read_text(errors="replace"))
         assert is_healthy(server.url)
+        server.wait_until(lambda: len(server.replicas()) == 2)
         killed, other = server.replicas()
         prompts = [example.prompt for example in examples]
         expected = [answer.text for answer in alone]
