@@ -13,7 +13,7 @@ import torch
 from dllm_engine.options import CACHE_OPTIONS
 from tests.distributed.sharded import answer_sharded
 from tests.engines import assert_nothing_left, generate, scheduler_of
-from tests.random_requests import Request, random_requests
+from tests.random_requests import random_requests
 from tests.tiny_checkpoints import VOCAB_SIZE
 
 if TYPE_CHECKING:
