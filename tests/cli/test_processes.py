@@ -216,16 +216,12 @@ def test_serve_answers_under_the_name_demo(environment, tmp_path):
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=stream, stderr=stream)
     try:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), process)
-        request = {
-            "model": "demo",
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": 32,
-            "vllm_xargs": {"block_length": 8},
-        }
-        response = post(f"http://127.0.0.1:{port}/v1/chat/completions", request)
-        assert response["choices"][0]["message"]["content"].strip() == ANSWER
-        figures = response["choices"][0]["diffusion"]
-        assert "unmasked_per_step" in figures["trace"]
+        # The checkpoint's own length and block length.
+        request = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}]}
+        for options in ({}, {"trace": True}):
+            response = post(f"http://127.0.0.1:{port}/v1/chat/completions", request | {"vllm_xargs": options})
+            assert response["choices"][0]["message"]["content"].strip() == ANSWER
+            assert ("trace" in response["choices"][0]["diffusion"]) is bool(options)
     finally:
         process.terminate()
         try:
