@@ -116,11 +116,20 @@ def fields_of(path: str) -> list[str]:
     return list((ChatCompletionRequest if path == CHAT else CompletionRequest).model_fields)
 
 
-def bounded(max_examples: int):
+factor = 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _longer_runs(request):
+    global factor
+    factor = request.config.getoption("red_team")
+
+
+def bounded(num_examples: int):
     """So many examples, the same in each run; ``--red-team N`` draws N times as many."""
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     return settings(
-        max_examples=max_examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks
+        max_examples=factor * num_examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks
     )
 
 
@@ -237,13 +246,17 @@ def test_no_route_answers_an_odd_body_with_an_internal_error(server):
         plausible = {"model": "demo", "max_tokens": 4, "prompt": "x", "input": "x", "query": "x", "items": ["x"]}
         plausible |= {"messages": [{"role": "user", "content": "x"}], "tokens": [5, 6], "label_token_ids": [5, 6]}
 
-        @bounded(40)
-        @given(st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
-        def fuzz(odd, path=path, plausible=plausible):
-            body = plausible | odd
-            check(ask(server, path, body), {"route": path, **body})
+        ask_with_odd_values(server, path, plausible, fields)
 
-        fuzz()
+
+def ask_with_odd_values(server, path: str, plausible: dict, fields: list[str]) -> None:
+    @bounded(40)
+    @given(st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
+    def fuzz(odd):
+        body = plausible | odd
+        check(ask(server, path, body), {"route": path, **body})
+
+    fuzz()
 
 
 def test_files_named_in_requests_are_not_opened(server, tmp_path):
