@@ -15,7 +15,10 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
+from openai.types.responses import ResponseErrorEvent
+from pydantic import ValidationError
 from vllm.exceptions import GenerationError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import ErrorReason
 from dllm_engine.params import DEFAULT_GEN_LENGTH, RequestOptions
@@ -242,6 +245,40 @@ def explaining_errors(raise_if_error: Callable[..., None]) -> Callable[..., None
         raise_if_error(self, finish_reason, request_id)
 
     return raise_with_reason
+
+
+def ending_responses_stream(stream: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's stream of ``/v1/responses`` has no event for an error, so that one breaks it off."""
+
+    async def responses_stream_generator(
+        self: Any, request: Any, sampling_params: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        failure, last = None, -1
+
+        async def noted() -> AsyncGenerator[Any, None]:
+            nonlocal failure
+            try:
+                async for context in result_generator:
+                    outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
+                    reasons = (output.finish_reason for output in outputs)
+                    failure = next((r.explanation for r in reasons if isinstance(r, ErrorReason)), None)
+                    yield context
+            except (GenerationError, EngineDeadError) as error:
+                failure = str(error)
+                raise
+
+        try:
+            async for event in stream(self, request, sampling_params, noted(), *args, **kwargs):
+                last = event.sequence_number
+                yield event
+        except (ValidationError, EngineDeadError):
+            if failure is None or not _is_ours(self):
+                raise
+            yield ResponseErrorEvent(
+                type="error", code="server_error", message=failure, param=None, sequence_number=last + 1
+            )
+
+    return responses_stream_generator
 
 
 def _is_ours(serving: Any) -> bool:

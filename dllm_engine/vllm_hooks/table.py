@@ -195,6 +195,12 @@ SERVING = (
         "add figures to a chat completion",
     ),
     Patch(
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.responses_stream_generator",
+        "http_responses:ending_responses_stream",
+        "self, request, sampling_params, result_generator",
+        "end a stream of /v1/responses that fails with an event that says why",
+    ),
+    Patch(
         "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error",
         "http_responses:explaining_errors",
         "self, finish_reason, request_id",
