@@ -126,7 +126,7 @@ def main() -> int:
         "--cpus-per-replica",
         type=positive_int,
         metavar="N",
-        help="without GPUs (default: an equal share of this machine's, 1 on a running cluster)",
+        help="without GPUs (default: an equal share of all but one here, 1 on a running cluster)",
     )
     parser.add_argument("--max-model-len", type=positive_int, metavar="N", help="most tokens of prompt and response")
     add_cache_arguments(parser)
@@ -178,7 +178,8 @@ def answer_on_replicas(
     tasks_at_once = -(-lines_at_once // per_task)
     tasks = deque(lines[start : start + per_task] for start in range(0, len(lines), per_task))
     has_cluster = "RAY_ADDRESS" in os.environ
-    share = 1 if has_cluster else max(1, len(os.sched_getaffinity(0)) // num_replicas)
+    # A core is left to Ray and this program: threads that wait for a core hold up all threads of an engine.
+    share = 1 if has_cluster else max(1, (len(os.sched_getaffinity(0)) - 1) // num_replicas)
     cpus = args.cpus_per_replica or share
     local = {} if has_cluster else {"num_cpus": num_replicas * cpus}
     ray.init(log_to_driver=False, logging_level="ERROR", **local)
