@@ -1,5 +1,6 @@
 """Numbers at the edges of what a request may state: answered in bounded passes, or refused by name; nothing else."""
 
+import json
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from dllm_engine.options import CACHE_OPTIONS
 from dllm_engine.params import RequestOptions
 from tests.engines import assert_nothing_left, tokens_of
+from tests.http_app import served
 
 EXTREMES = [0, -1, 2**31, 10**12, 2**63 - 1, 2**63, 10**30, 1e308, 5e-324, 1e-30, math.nan, math.inf, -math.inf]
 PROMPT = [3, 1, 4, 1, 5]
@@ -80,3 +82,30 @@ def test_temperature_at_its_edges_is_sampling(engines, tiny_llada):
     greedy = tokens_of(llm, PROMPT, **REQUEST)
     assert tokens_of(llm, PROMPT, **REQUEST, temperature=5e-324, seed=1) == greedy
     assert tokens_of(llm, PROMPT, **REQUEST, temperature=2.0, seed=1) != greedy
+
+
+def ask_over_http(client, name, value, stream):
+    """The status and the body of an answer to one request with an odd number, as text: JSON has no NaN of its own."""
+    body = {"model": "served", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "stream": stream}
+    if name in RequestOptions.model_fields and name not in ("top_p", "top_k"):
+        body["vllm_xargs"] = {"block_length": 4, name: value}
+    else:
+        body |= {"vllm_xargs": {"block_length": 4}, name: [value] if name == "stop_token_ids" else value}
+    answer = client.post("/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    return answer.status_code, answer.text
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("cache_method", CACHE_OPTIONS)
+def test_over_http(engines, request, family, cache_method):
+    """The numbers as a client sends them; an answer, or a refusal with a sentence, streamed or not."""
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
+    client = served(llm, "--served-model-name", "served", "--skip-tokenizer-init")
+    expected = tokens_of(llm, PROMPT, **REQUEST)
+    for number, name in enumerate([*RequestOptions.model_fields, *VLLMS_NUMBERS]):
+        for value in EXTREMES[number % 3 :: 3]:
+            status, text = ask_over_http(client, name, value, stream=bool(number % 2))
+            assert status in (200, 400), (name, value, text[:300])
+            assert '"code":500' not in text.replace(" ", ""), (name, value, text[:300])
+    assert_nothing_left(llm)
+    assert tokens_of(llm, PROMPT, **REQUEST) == expected

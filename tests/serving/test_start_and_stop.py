@@ -138,7 +138,7 @@ def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:
-        finished = [clients.submit(ask, server, 300) for _ in range(NUM_CLIENTS)]
+        finished = [clients.submit(ask, server, 600) for _ in range(NUM_CLIENTS)]
         endless = [clients.submit(stream, server, NEVER_ENDING), clients.submit(ask, server, NEVER_ENDING)]
         wait_until_running(server, len(finished) + len(endless))
         watched.look()
