@@ -90,6 +90,14 @@ def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
         assert fragment in answer.json()["error"]["message"]
 
 
+def test_a_batch_of_chats_is_checked_too(client):
+    body = {"model": "demo", "messages": [CHAT[1]["messages"]]}
+    assert client.post("/v1/chat/completions/batch", json=body).status_code == 200
+    answer = client.post("/v1/chat/completions/batch", json=body | {"block_length": 8})
+    assert answer.status_code == 400
+    assert "block_length belongs into vllm_xargs" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 def test_several_greedy_responses_are_refused_with_what_to_send(client, endpoint):
     path, body = ENDPOINTS[endpoint]

@@ -141,6 +141,12 @@ SERVING = (
         "refuse options of ours in the wrong place, which vLLM would ignore",
     ),
     Patch(
+        "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
+        "request_bodies:checked_fields",
+        "self, request",
+        "refuse options of ours in the wrong place, which vLLM would ignore",
+    ),
+    Patch(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses",
         "request_bodies:checked_fields",
         "self, request",
