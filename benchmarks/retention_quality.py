@@ -35,7 +35,7 @@ from dllm_engine.bench.machine import machine
 from dllm_engine.cli.table import format_table
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import LIST_TASKS, RECALL_TASKS, Example, item_matches, make_examples
-from dllm_engine.model_executor.cache_methods import maskkv
+from dllm_engine.model_executor.passes import maskkv
 from dllm_engine.scheduler import refresh_plan
 
 LENGTHS = {"gen_length": 32, "block_length": 8}

@@ -1,8 +1,8 @@
 """The steps of a request that unmasks one token per step, as a cache method plans them."""
 
 from dllm_engine.options import CacheOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 
 

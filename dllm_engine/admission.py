@@ -12,7 +12,7 @@ from dllm_engine.params import (
     check_place,
     resolve_decoding,
 )
-from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.request import DecodingSpec
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {

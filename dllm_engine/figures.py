@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dllm_engine.scheduler.decoding import Progress
+    from dllm_engine.scheduler.request import Progress
 
 MESSAGE_KEY = "diffusion"
 

@@ -11,9 +11,9 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import FAMILIES, LLADA, ModelFamily
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.options import OPTIONS_KEY, CacheOptions, EngineOptions, checkpoint_section, did_you_mean, explain
-from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import page_demand
+from dllm_engine.scheduler.request import DecodingSpec, Guidance, ParallelRule
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says otherwise."""

@@ -8,11 +8,11 @@ whole as ``RequestOutput.outputs[i].provisional``, to HTTP clients what changed.
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.inspection import pieces_of
+from dllm_engine.inspection.record import pieces_of
 
 if TYPE_CHECKING:
-    from dllm_engine.scheduler.decoding import DecodingSpec, Progress
     from dllm_engine.scheduler.messages import BlockChange
+    from dllm_engine.scheduler.request import DecodingSpec, Progress
 
 PROVISIONAL_KEY = "provisional"
 MASK_MARK = "░"

@@ -13,9 +13,9 @@ from dllm_engine.families import family_of
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions, checkpoint_section
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.released_configs import RELEASED_CONFIGS
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand
+from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.units import readable_size
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}

@@ -21,7 +21,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunne
 from dllm_engine.families import family_of
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.xformers_attention import check_xformers
-from dllm_engine.model_executor.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.candidates import (
     CHOSEN,
     NOT_FINITE,
@@ -33,25 +32,24 @@ from dllm_engine.model_executor.candidates import (
     outcomes_of,
 )
 from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.checkpoint import check_safetensors
-from dllm_engine.model_executor.foresight import foreseen, is_watched
-from dllm_engine.model_executor.guide import Draft, Guide
-from dllm_engine.model_executor.guide_text import GuideReader, Retokenizer, SameTokens
-from dllm_engine.model_executor.layer_pass import DensePass, LayerPass
-from dllm_engine.model_executor.layer_profile import ProfilingPass
+from dllm_engine.model_executor.guide.accept import select_guided
+from dllm_engine.model_executor.guide.model import Draft, Guide
+from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
+from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
+from dllm_engine.model_executor.passes import CACHE_METHODS
+from dllm_engine.model_executor.passes.base import DensePass, LayerPass
+from dllm_engine.model_executor.probes import ProfilingPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
 from dllm_engine.model_executor.step_graphs import CudaRecorder, StepGraphs
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
-from dllm_engine.model_executor.unmasking.guided import select_guided
 from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import model_end_tokens
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.messages import (
     BlockChange,
     DiffusionRunnerOutput,
@@ -61,8 +59,10 @@ from dllm_engine.scheduler.messages import (
 )
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand
+from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
+from dllm_engine.scheduler.steps_ahead import foreseen, is_watched
 
 _BY_MASK = (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST)
 

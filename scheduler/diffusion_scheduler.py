@@ -27,13 +27,13 @@ from dllm_engine.metrics import attach_stats
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_page_demand, end_token_ids, resolve_decoding
 from dllm_engine.provisional import provisional_message
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_demand
+from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 from dllm_engine.units import readable_size

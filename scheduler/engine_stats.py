@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.messages import StepReport
+from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.request_failure import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
 

@@ -17,9 +17,9 @@ from dllm_engine.options import (
     MaskKVOptions,
     SparseOptions,
 )
-from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, Progress, Span
-from dllm_engine.scheduler.layer_budgets import layer_budgets
+from dllm_engine.scheduler.methods.layer_budgets import layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
+from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Progress, Span
+from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Progress, Span
 from dllm_engine.scheduler.unmask_schedule import timestep_count, timestep_ratio, uniform_count
 
 

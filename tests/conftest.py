@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny_checkpoints
-from tests.engines import EngineFactory, freeze_imports
-from tests.skips import pytest_sessionfinish, pytest_terminal_summary
+from tests.support import tiny_checkpoints
+from tests.support.engines import EngineFactory, freeze_imports
+from tests.support.skips import pytest_sessionfinish, pytest_terminal_summary
 
 __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 

@@ -18,7 +18,7 @@ from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import UnmaskQuota, unmask_quota
 
 _CLASSES: dict[str, type[DiffusionDecoder]] = {"llada": LLaDAModelLM, "Dream": DreamModel}

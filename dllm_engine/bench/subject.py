@@ -16,9 +16,9 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import DiffusionParams, checkpoint_defaults, end_token_ids, resolve_decoding
-from dllm_engine.scheduler.decoding import DecodingSpec
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand, page_demand
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, load_config, weight_bytes
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
 from dllm_engine.cli.arguments import key_value, positive_int
-from dllm_engine.cli.comparison import ONE, RULES, parse_rule
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
+from dllm_engine.evaluation.comparison import ONE, RULES, parse_rule
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.vllm_hooks.release import check_release

@@ -10,9 +10,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
-from dllm_engine.model_executor.checkpoint import check_checkpoint
-from dllm_engine.model_executor.guide_text import Retokenizer
+from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.models.causal import CausalModel
+from dllm_engine.model_executor.models.checkpoint import check_checkpoint
 from dllm_engine.model_executor.models.configs import unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
@@ -33,8 +33,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
-    "cpu": "dllm_engine.model_executor.cpu_worker.DiffusionCPUWorker",
-    "cuda": "dllm_engine.model_executor.gpu_worker.DiffusionGPUWorker",
+    "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
+    "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
 }
 
 CPU_PAGE_POOL_BYTES = 1 << 30
@@ -82,7 +82,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
-            from dllm_engine.model_executor.ray_cpu_executor import RayCPUExecutor
+            from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
 
             parallel.distributed_executor_backend = RayCPUExecutor
         vllm_config.cache_config.enable_prefix_caching = False

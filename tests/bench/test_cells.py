@@ -4,7 +4,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.bench.percentiles import Distribution, percentile
-from tests.engines import assert_nothing_left, generate, runner_of
+from tests.support.engines import assert_nothing_left, generate, runner_of
 
 
 def test_visible_tokens_end_before_the_end_token():

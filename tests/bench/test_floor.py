@@ -7,9 +7,9 @@ import pytest
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams, resolve_decoding
-from dllm_engine.scheduler.decoding import Progress
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
-from tests.engines import runner_of
+from dllm_engine.scheduler.request import Progress
+from tests.support.engines import runner_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dllm_engine.cli import comparison, evaluate, task_score
+from dllm_engine.cli import evaluate
 from dllm_engine.cli.main import main
 from dllm_engine.demo.tasks import Example
+from dllm_engine.evaluation import comparison
+from dllm_engine.evaluation import score as task_score
 from dllm_engine.figures import DiffusionFigures
 
 EXAMPLES = [

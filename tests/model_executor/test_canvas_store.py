@@ -5,7 +5,7 @@ import torch
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.token_prediction import SamplingSettings
-from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.request import DecodingSpec
 
 
 def add(store: CanvasStore, number: int, length: int, others: list[Canvas]) -> Canvas:

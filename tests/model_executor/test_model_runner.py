@@ -9,9 +9,9 @@ import torch
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.refresh_plan import plan_none
+from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import RowRule
 
 MASK = 99

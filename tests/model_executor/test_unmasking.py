@@ -10,7 +10,7 @@ from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.model_executor.unmasking.policy import TokenStatistics
-from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Span
+from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, UnmaskQuota
 
 MASK = 99

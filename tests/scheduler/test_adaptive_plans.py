@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.options import CACHE_OPTIONS, DLLMCacheOptions, EngineOptions, MaskKVOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule, Progress
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.refresh_plan import (
     REFRESH_PLANS,
@@ -17,6 +16,7 @@ from dllm_engine.scheduler.refresh_plan import (
     page_demand,
     prompt_budgets,
 )
+from dllm_engine.scheduler.request import DecodingSpec, Guidance, ParallelRule, Progress
 
 INTERVALS = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
 

@@ -7,9 +7,9 @@ import torch
 
 from dllm_engine.model_executor.unmasking import PARALLEL_RULES
 from dllm_engine.options import EngineOptions, ESDLLMOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Progress, Span
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand, plan_es_dllm
+from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope
 
 UPDATE, REUSE = RefreshState.UPDATE, RefreshState.REUSE

@@ -3,9 +3,9 @@
 import pytest
 
 from dllm_engine.options import DKVOptions, EngineOptions, FreeCacheOptions, SparseOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
+from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, unmask_quota
 
 

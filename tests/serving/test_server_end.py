@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.vllm_hooks.shutdown import DIED, ENGINE_DIED, STOPPING, EngineDied, ServerStopping, ending_well
-from tests.http_app import app_client
+from tests.support.http_app import app_client
 
 
 class Engine:
