@@ -11,10 +11,6 @@ heads each can add theirs before the division.
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels._triton import jit, tl, triton
-
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 _EPS = 1e-8
 """As ``torch.nn.functional.cosine_similarity`` has it."""
@@ -22,32 +18,7 @@ _ROUNDING = 1e-6
 """Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
 
 
-@jit
-def _similarity_kernel(
-    fresh, pages, slots, sums, num_rows, fresh_row, fresh_head, page_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SLOTS_PER_PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: all heads of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BLOCK_H)
-    dim = tl.arange(0, BLOCK_D)
-    slot = tl.load(slots + row * NUM_KV_HEADS + head, mask=head < NUM_KV_HEADS, other=-1)
-    kept = (slot >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
-    a = tl.load(fresh + row * fresh_row + head[:, None] * fresh_head + dim[None, :], mask=kept, other=0.0)
-    source = slot // SLOTS_PER_PAGE * page_stride + slot % SLOTS_PER_PAGE * HEAD_DIM
-    b = tl.load(pages + source[:, None] + dim[None, :], mask=kept, other=0.0)
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
-    tl.store(sums + row, tl.sum(tl.sum(a * b, axis=1), axis=0))
-    tl.store(sums + num_rows + row, tl.sum(tl.sum(a * a, axis=1), axis=0))
-    tl.store(sums + num_rows * 2 + row, tl.sum(tl.sum(b * b, axis=1), axis=0))
-
-
-@operator("similarity_sums")
+@operator("similarity_sums", triton="similarity")
 def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """What ``cosine`` needs of each row, over the heads at hand.
 
@@ -63,7 +34,6 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     Raises:
         ValueError: shapes or types that do not belong together.
     """
-    _check(fresh, pages, slots)
     num_pages, slots_per_page, head_dim = pages.shape
     kept = slots >= 0
     complete = bool(kept.all())
@@ -83,39 +53,23 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
 
 
-@similarity_sums.register_kernel("CUDA")
-def similarity_sums_with_triton(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    _check(fresh, pages, slots)
-    num_rows, num_kv_heads, head_dim = fresh.shape
-    sums = fresh.new_empty(3, num_rows, dtype=torch.float32)
-    if not num_rows:
-        return sums
-    fresh = fresh if fresh.stride(2) == 1 else fresh.contiguous()
-    _similarity_kernel[(num_rows,)](
-        fresh, pages, slots.contiguous(), sums, num_rows, *fresh.stride()[:2], pages.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        SLOTS_PER_PAGE=pages.shape[1],
-        BLOCK_H=triton.next_power_of_2(num_kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim),
-    )  # fmt: skip
-    return sums
-
-
 @similarity_sums.register_fake
 def _(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    _check(fresh, pages, slots)
     return fresh.new_empty(3, fresh.shape[0], dtype=torch.float32)
 
 
-def similarity_sums_reference(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The sums, in float64, a slot at a time."""
-    sums = fresh.new_zeros(3, fresh.shape[0], dtype=torch.float64)
-    for row, head in (slots >= 0).nonzero().tolist():
-        page, offset = divmod(int(slots[row, head]), pages.shape[1])
-        a, b = fresh[row, head].double(), pages[page, offset].double()
-        sums[:, row] += torch.stack((a @ b, a @ a, b @ b))
-    return sums
+@similarity_sums.register_check
+def _(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    if fresh.dim() != 3 or pages.dim() != 3 or fresh.shape[2] != pages.shape[2] or slots.shape != fresh.shape[:2]:
+        raise ValueError(
+            f"fresh {list(fresh.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
+        )
+    if not pages.shape[0]:
+        raise ValueError(f"pages {list(pages.shape)}: there is no page")
+    if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % pages.shape[2]:
+        raise ValueError(f"a page is not contiguous, or not whole slots from the next: {pages.stride()} in strides")
+    if fresh.dtype != pages.dtype:
+        raise ValueError(f"fresh and the pages differ in type: {fresh.dtype}, {pages.dtype}")
 
 
 def cosine(sums: torch.Tensor) -> torch.Tensor:
@@ -155,16 +109,3 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
         raise ValueError(f"count={count} of similarity {list(similarity.shape)}: 0 to the number of rows can be chosen")
     alike = similarity.clamp(max=1 - _ROUNDING)
     return alike.sort(stable=True).indices[..., :count].sort().values
-
-
-def _check(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    if fresh.dim() != 3 or pages.dim() != 3 or fresh.shape[2] != pages.shape[2] or slots.shape != fresh.shape[:2]:
-        raise ValueError(
-            f"fresh {list(fresh.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
-        )
-    if not pages.shape[0]:
-        raise ValueError(f"pages {list(pages.shape)}: there is no page")
-    if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % pages.shape[2]:
-        raise ValueError(f"a page is not contiguous, or not whole slots from the next: {pages.stride()} in strides")
-    if fresh.dtype != pages.dtype:
-        raise ValueError(f"fresh and the pages differ in type: {fresh.dtype}, {pages.dtype}")

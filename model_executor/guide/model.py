@@ -22,7 +22,6 @@ from vllm.model_executor.model_loader.weight_utils import (
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.guide.text import GuideReader, Reading
 from dllm_engine.model_executor.models.causal import CausalModel
@@ -87,9 +86,7 @@ class CausalPass(LayerPass):
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-            slots = self.tables.row_slots(index)
-            write_slots(k, self.pages.keys, slots)
-            write_slots(v, self.pages.values, slots)
+            self.pages.write(k, v, self.tables.row_slots(index))
             attended = self.tables.attend(
                 index, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=False, causal=True
             )
