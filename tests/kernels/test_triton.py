@@ -212,8 +212,9 @@ def launch_voting(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
 
 
 @compiles
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 32, 128), (14, 2, 96), (28, 4, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"), [(32, 32, 128, BFLOAT16), (14, 2, 96, BFLOAT16), (28, 4, 256, FLOAT32)]
+)
 @pytest.mark.parametrize(
     ("module", "launch"),
     [
