@@ -209,7 +209,7 @@ def cheap_between_refreshes(spec, progress):
 
 def test_rows_never_exceed_the_budget_and_nobody_starves():
     scheduler, runner = make_scheduler(max_num_seqs=8, max_rows=100), StandInRunner()
-    scheduler.method = replace(scheduler.method, plan=cheap_between_refreshes)
+    scheduler.method = dataclasses.replace(scheduler.method, plan=cheap_between_refreshes)
     rng = random.Random(0)
     lengths = {f"r{i}": rng.choice([1, 5, 20, 40, 92]) for i in range(30)}
     for name, length in lengths.items():
