@@ -11,8 +11,7 @@ from dllm_engine.model_executor.step_batch import StepBatch
 
 
 class OverwritePass(LayerPass):
-    """Every computed row through every layer; its K/V replace those kept at its position, and it attends to the whole
-    canvas as kept."""
+    """K/V of every computed row replace those kept at its position, and the row attends to the whole canvas as kept."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch

@@ -29,10 +29,7 @@ class RetentionRule(Protocol):
 
 
 class PagedPass(LayerPass):
-    """Every row through every layer; attention over what is retained in pages and the fresh rows.
-
-    Nothing but tensors on the device enters it, and the host asks nothing of them.
-    """
+    """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of them."""
 
     def __init__(self, tokens: PagedTokens, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
         """
