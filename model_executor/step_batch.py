@@ -41,8 +41,8 @@ class Canvas:
     """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
     none."""
     confidences: torch.Tensor | None = None
-    """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN before
-    the first); None if the request does not stream by step."""
+    """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
+    before the first); None if the request does not stream by step."""
     cache_state: Any = None
     """What the cache method keeps of this request outside pages."""
 

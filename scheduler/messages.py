@@ -78,8 +78,8 @@ class BlockChange:
     confidences: list[float | None]
     """Probabilities of these tokens."""
     guesses: list[float | None]
-    """For each position that is still masked, in order: the probability of its best token; None where none was predicted
-    yet."""
+    """For each position that is still masked, in order: the probability of its best token; None where none was
+    predicted yet."""
     mask_token_id: int
 
 

@@ -1,13 +1,13 @@
 """Bounds refreshes of long requests, so that they do not hold up short ones.
 
-A FULL or UPDATE step computes a canvas, a REUSE step only a block, and all requests of a batch wait for the longest. With
-the ratio ρ, a request that refreshes owes the rows of that refresh. It may refresh again once requests of at most a
-quarter of its canvas have run 1/ρ times as many rows. So while these work for a time T, it refreshes for at most about
-ρ·T, and one refresh more.
+A FULL or UPDATE step computes a canvas, a REUSE step only a block, and all requests of a batch wait for the longest.
+With the ratio ρ, a request that refreshes owes the rows of that refresh. It may refresh again once requests of at most
+a quarter of its canvas have run 1/ρ times as many rows. So while these work for a time T, it refreshes for at most
+about ρ·T, and one refresh more.
 
-A refresh is put off, never dropped: the smallest requests owe nothing, and the rows they run pay for the others. Requests
-of similar size refresh when they are due, together where they can. To put them off would gain little, and smaller batches
-would cost all of them.
+A refresh is put off, never dropped: the smallest requests owe nothing, and the rows they run pay for the others.
+Requests of similar size refresh when they are due, together where they can. To put them off would gain little, and
+smaller batches would cost all of them.
 """
 
 import itertools
@@ -29,7 +29,8 @@ class RefreshBudget:
         self._owed: dict[str, float] = {}
 
     def begin_step(self, canvases: Mapping[str, int]) -> None:
-        """``canvases``: canvas lengths of all running requests. Requests with no smaller one beside them owe nothing."""
+        """``canvases``: canvas lengths of all running requests. Requests with no smaller one beside them owe
+        nothing."""
         smallest = min(canvases.values(), default=0)
         for request_id in list(self._owed):
             if canvases[request_id] < _MUCH_SMALLER * smallest:

@@ -29,7 +29,8 @@ class RetentionRule(Protocol):
 
 
 class PagedPass(LayerPass):
-    """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of them."""
+    """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of
+    them."""
 
     def __init__(self, tokens: PagedTokens, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
         """
