@@ -40,7 +40,7 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
     if _backend == "xformers":
         return attend_with_xformers(q, k, v, cu_seqlens)
     out = torch.empty_like(q)
-    # The CPU kernel has no grouped-query form; expanded keys cost less than its slow path.
+    # PyTorch's fast CPU kernel has no grouped-query form; expanding the keys costs less than its slow path.
     group = q.shape[1] // k.shape[1]
     if group > 1 and not q.is_cuda:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -52,7 +52,7 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
 
         keys, values = per_sequence(k), per_sequence(v)
         if not q.is_cuda:
-            # Read once per few queries: a head's keys side by side are worth the copy.
+            # The kernel reads a head's keys once per few queries, which pays for a copy that lays them side by side.
             keys, values = keys.contiguous(), values.contiguous()
         attended = F.scaled_dot_product_attention(per_sequence(q), keys, values, enable_gqa=group > 1 and q.is_cuda)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)

@@ -6,9 +6,9 @@ head g(h):
     score_j = Σ_h q̄_h · k_{j,g(h)},   q̄_h = (1/n) Σ_i q_{i,h}
             = Σ_g (Σ_{h: g(h)=g} q̄_h) · k_{j,g}
 
-so the queries shrink to one vector of num_kv_heads · head_dim numbers and scoring is one matrix-vector product. Then a
-max-pool over the sequence of candidates, the ``count`` highest, in ascending order; their keys and values go to the
-slots 0, 1, … of the request's table, token-major.
+so the queries shrink to one vector of num_kv_heads · head_dim numbers, and scoring is one matrix-vector product. Scores
+are max-pooled over the sequence of candidates, and the ``count`` highest are retained, in ascending order. Their keys
+and values go to the slots 0, 1, … of the request's table, token-major.
 """
 
 import torch
@@ -21,8 +21,8 @@ from dllm_engine.kernels._operator import operator
 def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """How much the block attends to each candidate, before any scale or softmax.
 
-    A sum over the heads at hand: tensor-parallel ranks add theirs, and divide by the number of query heads of the
-    whole model for the mean of Algorithm 3.
+    The score is a sum over the heads of this rank. For the mean of Algorithm 3, tensor-parallel ranks add theirs and
+    divide by the number of query heads of the whole model.
 
     Args:
         q: the block's queries, ``[block_rows, num_heads, head_dim]``.
@@ -60,7 +60,7 @@ def max_pooled(scores: torch.Tensor, width: int) -> torch.Tensor:
 def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> torch.Tensor:
     """The candidates to retain.
 
-    Pooling makes neighbours equal, so the last place is often a tie; ``torch.topk`` settles it.
+    Pooling makes neighbours equal, so the last place is often a tie, which ``torch.topk`` decides.
 
     Args:
         scores: ``[num_candidates]``.
@@ -92,21 +92,21 @@ def write_retained(
     page_table: torch.Tensor,
     first_token: int = 0,
 ) -> None:
-    """Copy ``k[rows]`` and ``v[rows]`` to one request's table, token-major, behind the tokens that it holds already.
+    """Append ``k[rows]`` and ``v[rows]`` to the tokens in one request's pages, token-major.
 
     Args:
         k, v: ``[num_rows, num_kv_heads, head_dim]``.
         rows: int64 ``[num_retained]``.
         k_pages, v_pages: ``[num_pages, slots_per_page, head_dim]``.
         page_table: int32 or int64 ``[pages of the request]``, at least as many as the tokens need.
-        first_token: how many tokens the table holds already; 0 overwrites from its first slot on.
+        first_token: how many tokens the pages hold already; 0 overwrites them from the first slot on.
 
     Raises:
         ValueError: shapes that do not belong together, or a table too short.
     """
     num_slots, slots_per_page = rows.shape[0] * k.shape[1], k_pages.shape[1]
     page, offset = divmod(first_token * k.shape[1], slots_per_page)
-    # What completes a page that is partly full, then whole pages, then what is left.
+    # First the rest of a page that is partly full, then whole pages, then the start of the last page.
     completing = min(-offset % slots_per_page, num_slots)
     num_whole, num_left = divmod(num_slots - completing, slots_per_page)
     table = page_table[page:].long()

@@ -1,7 +1,7 @@
 r"""Rows of features, as wide as the model's hidden states, in pages of the memory that holds keys and values.
 
-A page of E = 2 · slots_per_page · head_dim elements holds ⌊E / width⌋ whole rows, one after the other; what is left at
-its end is unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page:
+A page of E = 2 · slots_per_page · head_dim elements holds ⌊E / width⌋ whole rows, one after the other, and leaves the
+rest unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page:
 
     add_features:    hidden_i += rows_σ(i)
     write_features:  rows_σ(i) := values_i
@@ -17,12 +17,12 @@ from dllm_engine.kernels._operator import operator
 
 
 def feature_rows(memory: torch.Tensor, width: int, num_kv_heads: int = 1) -> torch.Tensor:
-    """The rows of features that each page has room for.
+    """View the pages as rows of features.
 
     Args:
         memory: contiguous, ``[num_pages, 2, slots_per_page, head_dim]``.
         width: elements of a row.
-        num_kv_heads: slots of a token, which turns the slots of a page that is too small into its ``page_size``.
+        num_kv_heads: slots per token; only for the error message, which names a ``page_size``.
 
     Returns:
         A view of the memory, ``[num_pages, rows_per_page, width]``.
@@ -51,7 +51,7 @@ def feature_rows(memory: torch.Tensor, width: int, num_kv_heads: int = 1) -> tor
 
 @operator("add_features", mutates=("hidden",), triton="features")
 def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Add to each row of ``hidden`` the row of features in its slot, in their own type.
+    """Add to each row of ``hidden`` the row of features in its slot, without converting to float32.
 
     Args:
         hidden: ``[num_rows, width]``, each row contiguous.

@@ -5,8 +5,8 @@ For a head x of a row at position p, with angles θ_j = p · base^(−2j/d), j <
     out_j         = x_j · cos θ_j − x_{j+d/2} · sin θ_j
     out_{j + d/2} = x_{j+d/2} · cos θ_j + x_j · sin θ_j
 
-Phases in the rows' own type would be off by whole radians at positions in the thousands in bfloat16, which is why
-LLaDA asks for ``rope_full_precision``.
+In bfloat16, phases would be off by whole radians at positions in the thousands, which is why LLaDA sets
+``rope_full_precision``.
 """
 
 import torch
@@ -25,7 +25,7 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     Raises:
         ValueError: tensors that do not belong together.
     """
-    # vLLM's compiled rotation, in one pass, where vLLM has loaded it. It computes in the rows' own type.
+    # vLLM's compiled rotation takes one pass, but computes in the rows' own type. vLLM may not have loaded it.
     num_rows, num_heads, head_dim = x.shape
     together = x.stride(1) == head_dim or num_heads == 1
     if x.dtype == torch.float32 and together and hasattr(torch.ops._C, "rotary_embedding"):
@@ -34,7 +34,7 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
         return
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = x.to(torch.float32).chunk(2, dim=-1)
-    # In two passes each; a formula of whole tensors takes three, and as many temporaries.
+    # Two passes for each half; the plain formula takes three, and as many temporaries.
     rotated = torch.mul(first, cos).addcmul_(second, sin, value=-1)
     x[..., head_dim // 2 :] = torch.mul(second, cos).addcmul_(first, sin)
     x[..., : head_dim // 2] = rotated

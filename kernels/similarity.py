@@ -4,8 +4,8 @@ With the fresh values a_{i,h} of row i and KV head h, and those retained for it,
 
     cosine_i = Σ_h a_{i,h} · b_{i,h} / (max(‖a_i‖, ε) max(‖b_i‖, ε)),   ‖a_i‖² = Σ_h a_{i,h} · a_{i,h},   ε = 1e-8
 
-All heads of a row are one vector. The three sums come first and on their own, so that ranks that hold a part of the
-heads each can add theirs before the division.
+All heads of a row are one vector. The three sums are separate from the division, so that tensor-parallel ranks, which
+hold some heads each, can add theirs first.
 """
 
 import torch
@@ -20,13 +20,13 @@ _ROUNDING = 1e-6
 
 @operator("similarity_sums", triton="similarity")
 def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What ``cosine`` needs of each row, over the heads at hand.
+    """The three sums that ``cosine`` needs of each row, over the heads of this rank.
 
     Args:
         fresh: ``[num_rows, num_kv_heads, head_dim]``.
         pages: ``[num_pages, slots_per_page, head_dim]``; a page is contiguous, pages are whole slots apart.
-        slots: the physical slot ``page · slots_per_page + offset`` of what is retained for each row and KV head; int64
-            ``[num_rows, num_kv_heads]``. −1: nothing is, and this head of the row counts in none of the sums.
+        slots: the physical slot ``page · slots_per_page + offset`` of the value retained for each row and KV head;
+            int64 ``[num_rows, num_kv_heads]``. −1: there is none, and the head is left out of the row's sums.
 
     Returns:
         Σ fresh · retained, Σ fresh², Σ retained²: float32 ``[3, num_rows]``.
@@ -37,7 +37,7 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     num_pages, slots_per_page, head_dim = pages.shape
     kept = slots >= 0
     complete = bool(kept.all())
-    # All slots in one list, also those of memory between the pages: one index a slot is gathered faster than two.
+    # One list of all slots, including those in the memory between pages: gathering by one index is faster than by two.
     apart = pages.stride(0) // head_dim
     every_slot = pages.as_strided(((num_pages - 1) * apart + slots_per_page, head_dim), (head_dim, 1))
     index = slots // slots_per_page * apart + slots % slots_per_page
@@ -45,7 +45,7 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
         index = index.masked_fill(~kept, 0)
     retained = every_slot.index_select(0, index.flatten()).view(fresh.shape)
     if not complete:
-        # Not a product with 0: what is not retained may be NaN.
+        # A product with 0 would not do: slots without a value may hold NaN.
         absent = ~kept[..., None]
         fresh, retained = fresh.masked_fill(absent, 0), retained.masked_fill_(absent, 0)
     a, b = fresh.flatten(1).float(), retained.flatten(1).float()
@@ -95,9 +95,8 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         similarity: ``[num_rows]`` or ``[batch, num_rows]``.
-        count: how many rows, of each member of the batch. Of equals for the last place the first is chosen, and rows
-            that differ from 1 by rounding alone are equals: a row that nothing has changed comes out of a matrix
-            product of another shape with other last bits, which must not decide.
+        count: how many rows of each member of the batch. Ties go to the first row. Rows that differ from 1 by rounding
+            alone are ties: matrix products of different shapes give an unchanged row different last bits.
 
     Returns:
         int64 ``[count]`` or ``[batch, count]``, ascending.

@@ -5,9 +5,9 @@ keys of the voter's sequence, of which those voted on are a part:
 
     score_{g,j} = (1/|{h: g(h)=g}|) Σ_{h: g(h)=g} Σ_i exp(s_{ij,h} − lse_{i,h}),   s_{ij,h} = q_{i,h} · k_{j,g} / √d
 
-The pseudo-code of the paper takes the softmax over the prompt's keys alone; its equation 6 and its text take it over
-the whole sequence, and so does this. Attention has computed the denominators already, which leaves one pass over tiles
-of the scores: the matrix of attention is never held whole.
+The paper's pseudo-code takes the softmax over the prompt's keys alone; its equation 6 and its text take it over the
+whole sequence, as this does. Attention has already computed the denominators, so one pass over tiles of the scores is
+enough, and the attention matrix is never held whole.
 """
 
 import torch
@@ -16,7 +16,7 @@ from dllm_engine.kernels._operator import operator
 
 _KEYS_PER_TILE = 1024
 _PAIRS_PER_TILE = 1024
-"""Keys, and (voter, query head) pairs, that the CPU holds scores of at once: 4 MiB."""
+"""Keys, and pairs of voter and query head, whose scores the CPU holds at once: 4 MiB."""
 
 
 @operator("voting_scores", triton="voting")
@@ -38,7 +38,7 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
     scores = k.new_zeros(k.shape[1], k.shape[0], dtype=torch.float32)
     sharing = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5
-    # One buffer for all tiles: a fresh one each time would be handed back to the system and faulted in again.
+    # One buffer for all tiles: a new one for each would be returned to the system and page-faulted in again.
     buffer = scores.new_empty(min(_PAIRS_PER_TILE, q.shape[0] * sharing), min(_KEYS_PER_TILE, k.shape[0]))
     for kv_head, of_head in enumerate(scores):
         heads = slice(kv_head * sharing, (kv_head + 1) * sharing)
