@@ -23,6 +23,7 @@ import torch
 
 from dllm_engine.bench.machine import machine
 from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.scheduler.page_layout import pages_for
 
 PAGE_SIZE = 32
@@ -82,26 +83,27 @@ def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
         "k": heads(case.kv_heads),
         "v": heads(case.kv_heads),
         "cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=device),
-        "k_pages": pages[:, 0],
-        "v_pages": pages[:, 1],
-        "page_tables": tables.to(torch.int32).to(device),
-        "head_start": per_head(starts),
-        "token_stride": torch.full(
-            (case.requests,), 1 if case.packed else case.kv_heads, dtype=torch.int32, device=device
+        "tokens": PagedTokens(
+            k_pages=pages[:, 0],
+            v_pages=pages[:, 1],
+            page_tables=tables.to(torch.int32).to(device),
+            head_start=per_head(starts),
+            token_stride=torch.full((case.requests,), 1 if case.packed else case.kv_heads).to(device, torch.int32),
+            head_len=per_head(lengths),
+            max_head_len=int(lengths.max()),
         ),
-        "head_len": per_head(lengths),
         "attend_fresh": case.attend_fresh,
         "max_seqlen": case.rows,
-        "max_head_len": int(lengths.max()),
     }
 
 
 def costs(call: dict[str, Any]) -> tuple[int, int]:
     """Bytes and operations of a call: each retained key and value, row and result once."""
     q, k = call["q"], call["k"]
-    num_requests, kv_heads = call["head_len"].shape
+    head_len = call["tokens"].head_len
+    num_requests, kv_heads = head_len.shape
     rows = q.shape[0] // num_requests
-    retained = int(call["head_len"].sum())
+    retained = int(head_len.sum())
     fresh = k.numel() // HEAD_DIM if call["attend_fresh"] else 0
     numbers = 2 * q.numel() + 2 * (retained + fresh) * HEAD_DIM
     return numbers * q.element_size(), 4 * rows * (retained + fresh) * (q.shape[1] // kv_heads) * HEAD_DIM

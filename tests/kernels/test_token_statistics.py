@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels import unmask
-from dllm_engine.kernels.unmask import token_statistics, token_statistics_reference
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+from dllm_engine.kernels.token_statistics import token_statistics
+from tests.kernels import formulas
+from tests.kernels.checks import check_token_statistics
+from tests.support.paged_cases import TOLERANCE
 
 
 @given(
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
     vocab_size=st.one_of(st.integers(2, 5), st.integers(2, 3000)),
     forbidden=st.floats(0, 1) | st.none(),
     scale=st.sampled_from([0.0, 1.0, 30.0]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=80, deadline=None)
@@ -24,15 +24,7 @@ def test_equals_the_formulas(num_rows, vocab_size, forbidden, scale, dtype, seed
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(num_rows, vocab_size + 3, generator=generator) * scale).to(dtype)[:, :vocab_size]
     column = -1 if forbidden is None else round(forbidden * (vocab_size - 1))
-    token, token_logit, log_total, negative_entropy, top2 = token_statistics(logits, column, True, True)
-    expected = token_statistics_reference(logits, column)
-    assert torch.equal(token, expected[0])  # ties too: rounded logits have many
-    torch.testing.assert_close(
-        (token_logit.double(), log_total.double(), negative_entropy.double(), top2.double()),
-        expected[1:],
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    check_token_statistics(token_statistics, logits, column)
 
 
 def test_worked_by_hand():
@@ -40,7 +32,7 @@ def test_worked_by_hand():
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
     for token, token_logit, log_total, negative_entropy, top2 in (
         token_statistics(logits, 0, True, True),
-        token_statistics_reference(logits, 0),
+        formulas.token_statistics(logits, 0),
     ):
         assert token.tolist() == [1]
         assert token_logit.exp().item() == pytest.approx(0.25)
@@ -62,7 +54,7 @@ def test_filtered_tokens_weigh_nothing(lowest):
 def test_chunks_of_rows_equal_the_whole(monkeypatch):
     logits = torch.randn(10, 40)
     whole = token_statistics(logits, 3, True, True)
-    monkeypatch.setattr(unmask, "_LOGITS_PER_CHUNK", 100)
+    monkeypatch.setattr("dllm_engine.kernels.token_statistics._LOGITS_PER_CHUNK", 100)
     torch.testing.assert_close(token_statistics(logits, 3, True, True), whole)
 
 
