@@ -4,7 +4,6 @@ Not ``eval.py``: the module would hide Python's function from its importers.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from dllm_engine.cli.engine import (
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.harness import COLUMNS as HARNESS_COLUMNS
 from dllm_engine.cli.harness import HarnessScore, run_harness
-from dllm_engine.cli.table import format_table
+from dllm_engine.cli.table import format_table, json_rows
 from dllm_engine.cli.task_score import COLUMNS, score_task
 from dllm_engine.cli.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
@@ -168,6 +167,6 @@ def _write_json(path: Path, args: argparse.Namespace, scores: Sequence[Any]) -> 
         "scores": [asdict(score) for score in scores],
     }
     try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json_rows(report, depth=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error
