@@ -72,9 +72,9 @@ def pages_of_requests(options: argparse.Namespace, canvas: int, method: str, cac
     }
 
 
-def peak_of_step(llm: LLM, canvas: int) -> int:
+def peak_of_step(llm: LLM, canvas: int, gen_length: int) -> int:
     """Bytes that one step holds at most beyond what was held before it."""
-    request_ids = add_requests(llm, 1, canvas, canvas // 2)
+    request_ids = add_requests(llm, 1, canvas, gen_length)
     llm.llm_engine.step()
     before = restart_peak()
     llm.llm_engine.step()
@@ -94,7 +94,7 @@ def main() -> None:
     peaks: Rows = [
         {
             "canvas": canvas,
-            "peak_mib": peak_of_step(llm, canvas) / (1 << 20),
+            "peak_mib": peak_of_step(llm, canvas, options.gen_length) / (1 << 20),
             "logits_of_canvas_mib": canvas * options.vocab_size * 4 / (1 << 20),
         }
         for canvas in options.canvas
