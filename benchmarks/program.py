@@ -91,7 +91,7 @@ def report(options: argparse.Namespace, **sections: Any) -> None:
     facts = {"machine": provenance()}
     print(machine_line(facts))
     for name, section in sections.items():
-        if isinstance(section, list):
+        if isinstance(section, list) and section and isinstance(section[0], dict):
             columns = list(dict.fromkeys(column for row in section for column in row))
             cells = [[_text(row.get(column, "")) for column in columns] for row in section]
             print(f"\n{name}\n{format_table([columns, *cells])}")

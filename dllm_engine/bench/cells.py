@@ -209,7 +209,8 @@ class Distribution:
 
     @classmethod
     def of_values(cls, values: Sequence[float]) -> "Distribution":
-        return cls(*np.percentile(values, (50, 90, 99)).tolist(), of=len(values))
+        median, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(median, p90, p99, len(values))
 
 
 @dataclass(frozen=True)
