@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.table import json_rows
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.evaluation.comparison import ONE, RULES, parse_rule
@@ -275,6 +276,6 @@ def _read(path: Path) -> Report:
 
 def _write(path: Path, report: Report) -> None:
     try:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json_rows(report, depth=4) + "\n", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error

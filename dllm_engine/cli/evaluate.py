@@ -4,7 +4,6 @@ Not ``eval.py``: the module would hide Python's function from its importers.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from dllm_engine.cli.engine import (
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError
-from dllm_engine.cli.table import format_table
+from dllm_engine.cli.table import format_table, json_rows
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.evaluation.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
 from dllm_engine.evaluation.harness import COLUMNS as HARNESS_COLUMNS
@@ -168,6 +167,6 @@ def _write_json(path: Path, args: argparse.Namespace, scores: Sequence[Any]) -> 
         "scores": [asdict(score) for score in scores],
     }
     try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json_rows(report, depth=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {error.strerror}") from error

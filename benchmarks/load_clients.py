@@ -1,30 +1,19 @@
-"""A server under load: clients ask all kinds of things, a fifth of them hangs up midway, and nothing may go wrong.
+"""Clients that put a server under load: they ask all kinds of things, and a fifth of them hangs up midway.
 
-    python -m benchmarks.serving_load [--minutes 10] [--clients 16] [--output FILE.json]
-    python -m benchmarks.serving_load --url http://127.0.0.1:8000 [--pid 4711]
-
-Without ``--url`` it starts ``dllm serve demo``, in float32 so that no token depends on the batch, with less room than
-there are clients. ``--pid`` is the process of a running server whose memory is to be watched.
-
-First every request is asked alone. Then the clients ask them at random, with the real OpenAI client. Violations, which
-are listed and make the exit status 1: an error that was not asked for, an answer other than the one given alone (so
-that no token of one request is in another), no answer in time, something left running or in pages at the end, memory of
-the server's processes that grew by 3% or more after the warm-up (the first fifth; libraries fill their buffers for a
-minute or two, so shorter runs say nothing of memory).
+First every request is asked alone. Then the clients ask them at random, with the real OpenAI client. Violations are: an
+error that was not asked for, an answer other than the one given alone (so no token of one request is in another), no
+answer in time, something left running or in pages at the end, and memory of the server's processes that grew by 3% or
+more after the warm-up (the first fifth; libraries fill their buffers for a minute or two, so shorter runs say nothing
+of memory).
 """
 
-import argparse
 import asyncio
 import json
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,7 +21,7 @@ import openai
 import psutil
 
 from dllm_engine.demo.tasks import TASKS, make_examples
-from tests.support.server import running, scrape
+from tests.support.server import scrape
 
 NUM_CLIENTS = 16
 NUM_ASKS = 160
@@ -128,8 +117,8 @@ class Report:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
-    memory: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds, MiB of all processes of the server)."""
+    memory: list[float] = field(default_factory=list)
+    """MiB of all processes of the server, at equal intervals."""
 
     def violated(self, ask: Ask, what: str) -> None:
         self.violations.append(f"{what}, asked {json.dumps(ask.arguments)}")
@@ -137,9 +126,8 @@ class Report:
     @property
     def memory_growth(self) -> float:
         """Of the last tenth of the time over the first one after the warm-up."""
-        values = [memory for _, memory in self.memory]
-        after = values[int(len(values) * WARM_UP) :]
-        tenth = max(len(values) // 10, 1)
+        after = self.memory[int(len(self.memory) * WARM_UP) :]
+        tenth = max(len(self.memory) // 10, 1)
         return statistics.median(after[-tenth:]) / statistics.median(after[:tenth]) - 1
 
 
@@ -204,9 +192,9 @@ class Load:
                 self.report.outcomes[await self._ask_one(client)] += 1
 
     async def _watch_memory(self, pid: int, seconds: float) -> None:
-        start = time.monotonic()
-        while (elapsed := time.monotonic() - start) < seconds:
-            self.report.memory.append((round(elapsed, 1), round(memory_of_processes(pid) / (1 << 20), 1)))
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.report.memory.append(memory_of_processes(pid) / (1 << 20))
             await asyncio.sleep(max(seconds / 100, 0.2))
 
     async def run(self, num_clients: int, seconds: float, pid: int | None) -> Report:
@@ -238,39 +226,3 @@ def memory_of_processes(pid: int) -> int:
     """Resident bytes of a process and of all that it started."""
     process = psutil.Process(pid)
     return sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--url", help="of a running server of the demo model; default: start one")
-    parser.add_argument("--pid", type=int, help="process of the server at --url, to watch its memory")
-    parser.add_argument("--output", type=Path, help="write settings and figures as JSON")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        start = nullcontext() if options.url else running("dllm", *SERVER, log=Path(folder) / "log")
-        with start as server:
-            url, pid = (server.url, server.process.pid) if server else (options.url, options.pid)
-            load = Load(url, draw_asks(NUM_ASKS, options.seed), options.seed)
-            report = asyncio.run(load.run(options.clients, options.minutes * 60, pid))
-    settings = {"minutes": options.minutes, "clients": options.clients, "seed": options.seed, "requests": NUM_ASKS}
-    figures = {
-        **({} if options.url else {"server": "dllm " + " ".join(SERVER)}),
-        "outcomes": dict(report.outcomes),
-        **({"memory_growth_after_warm_up": round(report.memory_growth, 5)} if report.memory else {}),
-        "violations": report.violations,
-        "memory_mib_at_second": report.memory,
-    }
-    for name, value in figures.items():
-        print(f"{name}: {value}")
-    if options.output:
-        from benchmarks.random_engine import machine  # sets up its process for an engine, which tests must not inherit
-
-        options.output.write_text(json.dumps({"machine": machine(), **settings, **figures}, indent=1) + "\n")
-    return 1 if report.violations else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
