@@ -9,7 +9,7 @@ fake kernel.
 from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -35,7 +35,7 @@ class Operator(Generic[_P, _R]):
         self._overload = getattr(torch.ops.dllm, name).default
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         if triton:
-            _library.impl(name, lambda *args: self.triton_kernel(*args), "CUDA")
+            _library.impl(name, self._run_triton_kernel, "CUDA")
         if mutates:
             torch.library.register_fake(self._overload, lambda *args: None, lib=_library)
 
@@ -50,6 +50,10 @@ class Operator(Generic[_P, _R]):
             raise ImportError("the CUDA kernels need Triton: pip install triton") from error
         launch: Callable[..., _R] = getattr(module, self.name)
         return launch
+
+    def _run_triton_kernel(self, *args: Any) -> _R:
+        assert self.triton_kernel is not None
+        return self.triton_kernel(*args)
 
     def register_check(self, check: Callable[_P, None]) -> Callable[_P, None]:
         """Decorates a function that is called before any kernel and raises an error for arguments that do not fit."""

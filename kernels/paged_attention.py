@@ -118,7 +118,8 @@ def _paged_attention(
     max_seqlen: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and lse, which is empty unless asked for. ``paged``: the tensors of ``PagedTokens``."""
-    tokens = PagedTokens(*paged, max_head_len=max_head_len)
+    k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
+    tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
