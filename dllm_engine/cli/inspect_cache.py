@@ -27,7 +27,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         metavar="FILE",
         default=Path("inspect.html"),
-        help="an .html page, or a .png (needs matplotlib); default: %(default)s",
+        help="an .html page (default: %(default)s)",
     )
     parser.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, no chat template")
     add_decoding_arguments(parser)
@@ -36,13 +36,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from dllm_engine.inspection.record import drawing_for
+    from dllm_engine.inspection.record import check_page_path
 
     prompt = args.prompt if args.prompt is not None else _demo_prompt(args.model)
-    # Whatever can be known to fail, before the engine takes its time.
-    drawing_for(args.output)
-    if not args.output.parent.is_dir():
-        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    check_page_path(args.output)  # before the engine takes its time to start
     llm, params = start_engine(args, trace=True)
     messages = [{"role": "user", "content": prompt}]
     inspection = llm.inspect(prompt if args.raw or not has_chat_template(llm) else messages, params)

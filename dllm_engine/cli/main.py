@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dllm_engine import __version__
+from dllm_engine.version import __version__
 from dllm_engine.cli import (
     bench,
     chat,

@@ -4,7 +4,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from dllm_engine import __version__
+from dllm_engine.version import __version__
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""

@@ -42,7 +42,7 @@ def own_signal_handlers(monkeypatch):
         (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
         (["eval", "--unmasking-rules", "one,threshold=2"], "threshold=2"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
-        (["inspect", "Hello!", "--output", "picture.svg"], "as .html or .png"),
+        (["inspect", "Hello!", "--output", "picture.svg"], "an .html page"),
         (["inspect", "Hello!", "--output", "/no/such/folder/o.html"], "there is no folder /no/such/folder"),
         (["inspect", "--model", "some/model"], "give a PROMPT"),
     ],
