@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dllm_engine.version import __version__
 from dllm_engine.cli import (
     bench,
     chat,
@@ -21,6 +20,7 @@ from dllm_engine.cli import (
 )
 from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.cli.errors import one_line
+from dllm_engine.version import __version__
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 ERROR, INTERRUPTED = 2, 130
