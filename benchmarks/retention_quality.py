@@ -32,11 +32,11 @@ import torch
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import machine
-from dllm_engine.cli.table import format_table
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import LIST_TASKS, RECALL_TASKS, Example, item_matches, make_examples
 from dllm_engine.model_executor.passes import maskkv
 from dllm_engine.scheduler import refresh_plan
+from dllm_engine.text import format_table
 
 LENGTHS = {"gen_length": 32, "block_length": 8}
 BUDGETS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)

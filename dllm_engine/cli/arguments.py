@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from dllm_engine.cli.errors import CommandError
-
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
 _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
+
+
+ONE = "one"
+"""The unmasking rule of one token per step."""
+RULES = ("steps", "threshold", "factor", "entropy_bound", "margin")
+"""Options that another unmasking rule may set."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -84,13 +88,13 @@ def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str
             others.append(word)
             continue
         if not equals and (value := next(remaining, "")) == "":
-            raise CommandError(f"{name} needs a value")
+            raise ValueError(f"{name} needs a value")
         *parents, last = keys
         within = spelled
         for key in parents:
             within = within.setdefault(key, {})
             if not isinstance(within, dict):
-                raise CommandError(f"{word}: {key!r} has a value already, so it cannot hold {last!r}")
+                raise ValueError(f"{word}: {key!r} has a value already, so it cannot hold {last!r}")
         if last.endswith("+"):
             within.setdefault(last[:-1], []).extend(value.split(","))
         else:
@@ -105,3 +109,16 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = merged(result[key], value) if both else value
     return result
+
+
+def parse_rule(text: str) -> dict[str, Any]:
+    """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``."""
+    if text == ONE:
+        return {}
+    try:
+        name, value = key_value(text.replace("-", "_"))
+    except argparse.ArgumentTypeError:
+        name, value = text, None
+    if name not in RULES or value is None:
+        raise ValueError(f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE")
+    return {name: value}

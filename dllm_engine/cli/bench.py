@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
-from dllm_engine.cli.arguments import key_value, positive_int
-from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
-from dllm_engine.evaluation.comparison import ONE, RULES, parse_rule
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.vllm_hooks.release import check_release
@@ -134,14 +132,14 @@ def run(args: argparse.Namespace) -> int:
     note = None
     if args.quick:
         if args.model is not None:
-            raise CommandError(f"--quick chooses its models; leave it out, or --model {args.model}")
+            raise ValueError(f"--quick chooses its models; leave it out, or --model {args.model}")
         args.output = args.output or QUICK_OUTPUT
         if args.plots is None:
             args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
     if args.plots is not None and not _can_plot():
-        raise CommandError(f"--plots {args.plots}: {_PLOTS_NEED}")
+        raise ValueError(f"--plots {args.plots}: {_PLOTS_NEED}")
     if args.output is not None and not args.output.parent.is_dir():
-        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
     report = _measure(wanted, args.clock, shlex.join(["dllm", *_command_line(args)]))
     print(tables(report))
@@ -186,7 +184,7 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
 
 
 def settings(args: argparse.Namespace) -> "BenchSettings":
-    """What the arguments ask for; raises ``CommandError`` or ``ValueError`` for what cannot be measured."""
+    """What the arguments ask for; raises ``ValueError`` or ``ValueError`` for what cannot be measured."""
     from dllm_engine.bench.benchmark import BenchSettings
     from dllm_engine.bench.subject import Lengths
 
@@ -194,7 +192,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     for method in methods:
         EngineOptions.parse({"cache_method": method})
     if (block := args.block_length) is not None and block > args.response:
-        raise CommandError(f"--block-length {block} is longer than --response {args.response}; lower it")
+        raise ValueError(f"--block-length {block} is longer than --response {args.response}; lower it")
     return BenchSettings(
         model=args.model,
         methods=methods,
@@ -226,17 +224,17 @@ def _examples(name: str, args: argparse.Namespace) -> list[Example]:
     try:
         lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
-        raise CommandError(f"cannot read {name}: {error.strerror}") from error
+        raise ValueError(f"cannot read {name}: {error.strerror}") from error
     examples = []
     for number, line in enumerate(lines[: args.count], start=1):
         try:
             fields = json.loads(line)
             prompt, answer = fields["prompt"], fields["answer"]
         except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(f'{name}: task {number} must be {{"prompt": "…", "answer": "…"}}: {error!r}') from None
+            raise ValueError(f'{name}: task {number} must be {{"prompt": "…", "answer": "…"}}: {error!r}') from None
         examples.append(Example(Path(name).stem, prompt, answer.strip(), (answer.strip(),)))
     if not examples:
-        raise CommandError(f"{name} holds no tasks; give it a line per task")
+        raise ValueError(f"{name} holds no tasks; give it a line per task")
     return examples
 
 
@@ -264,11 +262,11 @@ def _read(path: Path) -> Report:
     try:
         report: Report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CommandError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA or "runs" not in report:
-        raise CommandError(f"{path} is not a result of this version's `dllm bench`; measure again")
+        raise ValueError(f"{path} is not a result of this version's `dllm bench`; measure again")
     return report
 
 
@@ -276,4 +274,4 @@ def _write(path: Path, report: Report) -> None:
     try:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error

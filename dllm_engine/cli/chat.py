@@ -10,15 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dllm_engine.cli.engine import (
-    add_decoding_arguments,
-    add_engine_arguments,
-    check_for_all,
-    has_chat_template,
-    start_engine,
-)
-from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
 from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -42,9 +36,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     llm, params = start_engine(args)
-    if not has_chat_template(llm):
-        raise CommandError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
-    check_for_all(llm, params)
+    if not llm.has_chat_template:
+        raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
+    llm.check_params(params)
     screen = Screen(sys.stdout) if sys.stdout.isatty() else None
     conversation = Conversation(llm, params, screen)
     if screen is not None:

@@ -3,16 +3,15 @@
 import argparse
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cli.arguments import key_value, positive_int, whole_number
-from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.start_checks import check_folder
+from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server_start import end_now
 
@@ -150,7 +149,7 @@ def cache_options(args: argparse.Namespace) -> dict[str, Any]:
     options = dict(args.cache_option)
     if args.retention_ratio is not None:
         if "retention_ratio" in options:
-            raise CommandError("give --retention-ratio or --cache-option retention_ratio=…, not both")
+            raise ValueError("give --retention-ratio or --cache-option retention_ratio=…, not both")
         options["retention_ratio"] = args.retention_ratio
     return options
 
@@ -160,23 +159,36 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for; raises as ``load_engine``."""
-    _prepare(args)
-    params = decoding_params(args)
-    return load_engine(args, trace=trace), params
-
-
-def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
-    """The engine that ``args`` ask for.
+def prepare(args: argparse.Namespace) -> None:
+    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment.
 
     On a single device the engine runs in this process: its errors are raised here, where another process would log
-    them. Raises ``ValueError`` for options out of range, ``CommandError`` for a model that cannot be found.
+    them.
     """
-    _prepare(args)
-    from dllm_engine.llm import LLM
+    engine_options(args)
+    check_folder(args.model)
+    be_quiet()
+    if args.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_release()
 
-    arguments = {
+
+def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
+    """The engine and the decoding parameters that ``args`` ask for.
+
+    Raises ``ValueError`` for options out of range and for a model that cannot be found.
+    """
+    prepare(args)
+    params = decoding_params(args)
+    return load(engine_arguments(args, trace=trace)), params
+
+
+def engine_arguments(args: argparse.Namespace, *, trace: bool = False) -> dict[str, Any]:
+    """The arguments of ``LLM`` that ``args`` ask for; raises ``ValueError`` naming what is out of range."""
+    return {
+        "model": args.model,
+        "trace": trace,
+        **engine_options(args),
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "tensor_parallel_size": args.tensor_parallel_size,
@@ -185,31 +197,20 @@ def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
         "batch_invariant": args.batch_invariant,
         **dict(args.engine_arg),
     }
-    try:
-        with _ending_on_ctrl_c():
-            return LLM(args.model, trace=trace, **engine_options(args), **arguments)
-    except OSError as error:
-        raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
 
 
-@contextmanager
-def _ending_on_ctrl_c() -> Iterator[None]:
-    """While an engine in processes of its own loads, vLLM waits for them and would swallow Ctrl-C."""
+def load(arguments: dict[str, Any]) -> "LLM":
+    """Start an engine with arguments of ``LLM``."""
+    from dllm_engine.llm import LLM
+
+    # While an engine in processes of its own loads, vLLM waits for them and would ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
     try:
-        yield
+        return LLM(**arguments)
+    except OSError as error:
+        raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _prepare(args: argparse.Namespace) -> None:
-    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment."""
-    engine_options(args)
-    check_folder(args.model)
-    be_quiet()
-    if args.tensor_parallel_size == 1:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    check_release()
 
 
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -228,21 +229,3 @@ def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     from dllm_engine.params import DiffusionParams
 
     return DiffusionParams(**decoding_options(args))
-
-
-def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
-    """Raise ``ValueError`` for parameters that would fail every request alike."""
-    from dllm_engine.admission import default_gen_length
-    from dllm_engine.families import family_of
-    from dllm_engine.params import resolve_decoding
-
-    if params.max_tokens is None:
-        params = params.clone()
-        params.max_tokens = default_gen_length(1, llm.model_config)
-    engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
-    resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
-
-
-def has_chat_template(llm: "LLM") -> bool:
-    """Whether the model's tokenizer can turn messages into a prompt."""
-    return bool(getattr(llm.get_tokenizer(), "chat_template", None))

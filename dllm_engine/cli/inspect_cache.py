@@ -6,8 +6,7 @@ Not ``inspect.py``: that is a module of Python.
 import argparse
 from pathlib import Path
 
-from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, has_chat_template, start_engine
-from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import make_examples
 
@@ -42,17 +41,17 @@ def run(args: argparse.Namespace) -> int:
     check_page_path(args.output)  # before the engine takes its time to start
     llm, params = start_engine(args, trace=True)
     messages = [{"role": "user", "content": prompt}]
-    inspection = llm.inspect(prompt if args.raw or not has_chat_template(llm) else messages, params)
+    inspection = llm.inspect(prompt if args.raw or not llm.has_chat_template else messages, params)
     try:
         inspection.save(args.output)
     except OSError as error:
-        raise CommandError(f"cannot write {args.output}: {error.strerror}") from error
+        raise ValueError(f"cannot write {args.output}: {error.strerror}") from error
     print(f"wrote {args.output}", *inspection.summary, sep="\n")
     return 0
 
 
 def _demo_prompt(model: str) -> str:
     if model != DEMO_MODEL:
-        raise CommandError("give a PROMPT")
+        raise ValueError("give a PROMPT")
     (example,) = make_examples("facts", 1, seed=3, min_pairs=6, max_pairs=6, filler=0.4, asked=3)
     return example.prompt

@@ -19,7 +19,7 @@ from dllm_engine.cli import (
     serve,
 )
 from dllm_engine.cli.arguments import CommandParser
-from dllm_engine.cli.errors import one_line
+from dllm_engine.text import one_line
 from dllm_engine.version import __version__
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"

@@ -5,9 +5,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from dllm_engine.cli.table import format_table
 from dllm_engine.families import FAMILIES
 from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.text import format_table
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.engine import add_cache_arguments, engine_options
-from dllm_engine.cli.table import format_table
 from dllm_engine.options import EngineOptions
+from dllm_engine.text import format_table
 from dllm_engine.units import parse_size, readable_size
 
 if TYPE_CHECKING:

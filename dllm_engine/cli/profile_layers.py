@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from dllm_engine.batch.files import read_input
 from dllm_engine.cli.arguments import positive_int
-from dllm_engine.cli.batch import parse_request, read_input
-from dllm_engine.cli.engine import add_engine_arguments, has_chat_template, load_engine
-from dllm_engine.cli.errors import CommandError
-from dllm_engine.cli.table import format_table
+from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, load, prepare
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import make_examples
+from dllm_engine.text import format_table
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -52,11 +51,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     if args.prompts is None and args.model != DEMO_MODEL:
-        raise CommandError("give --prompts FILE with prompts like those the model will see")
+        raise ValueError("give --prompts FILE with prompts like those the model will see")
     if not args.output.parent.is_dir():
-        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
-    requests = [parse_request(line) for line in read_input(args.prompts)] if args.prompts is not None else None
-    llm = load_engine(args)
+        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    requests = [line.parse() for line in read_input(args.prompts)] if args.prompts is not None else None
+    prepare(args)
+    llm = load(engine_arguments(args))
     tokenizer = llm.get_tokenizer()
     prompts = []
     if requests is None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         messages = [[{"role": "user", "content": example.prompt}] for example in examples]
         prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
     for request in requests or ():
-        if request.messages is None and not has_chat_template(llm):
+        if request.messages is None and not llm.has_chat_template:
             prompts.append(tokenizer.encode(request.prompt))
         else:
             chat = request.messages or [{"role": "user", "content": request.prompt}]

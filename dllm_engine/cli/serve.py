@@ -15,10 +15,10 @@ from dllm_engine.cli.engine import (
     cache_options,
     given,
 )
-from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.start_checks import check_start
+from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
@@ -118,7 +118,7 @@ def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     try:
         words = make_arg_parser(FlexibleArgumentParser()).load_config_file(args.config)
     except Exception as error:  # whatever the YAML is
-        raise CommandError(f"--config {args.config} cannot be read: {one_line(error)}") from error
+        raise ValueError(f"--config {args.config} cannot be read: {one_line(error)}") from error
     if "--model" in words:  # MODEL takes its place, as for vLLM
         del words[(named := words.index("--model")) : named + 2]
     stated, unknown = parser.parse_known_args([args.model, *words])
@@ -143,7 +143,7 @@ def check_listening(stated: dict[str, str]) -> None:
         return  # it listens elsewhere, or nowhere
     port = stated.get("port", "8000")
     if not port.isdecimal():
-        raise CommandError(f"--port {port} is not a whole number")
+        raise ValueError(f"--port {port} is not a whole number")
     server_start.check_address(stated.get("host", ""), int(port))
 
 
@@ -163,11 +163,11 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
     try:
         additional = json.loads(args.additional_config or "{}")
     except ValueError as error:
-        raise CommandError(f"{ADDITIONAL_CONFIG}={args.additional_config!r} is not JSON: {error}") from error
+        raise ValueError(f"{ADDITIONAL_CONFIG}={args.additional_config!r} is not JSON: {error}") from error
     additional = merged(additional, dotted) if isinstance(additional, dict) else None
     options = additional.get(OPTIONS_KEY, {}) if additional is not None else None
     if additional is None or not isinstance(options, dict):
-        raise CommandError(
+        raise ValueError(
             f"{ADDITIONAL_CONFIG}={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
         )
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):

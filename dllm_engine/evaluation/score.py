@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.cli.engine import has_chat_template
 from dllm_engine.demo.tasks import Example, exact_match, item_matches
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class TaskScore:
 def score_task(llm: "LLM", examples: list[Example], params: "DiffusionParams") -> TaskScore:
     """Answer the examples of one task, all at once."""
     start = time.perf_counter()
-    if has_chat_template(llm):
+    if llm.has_chat_template:
         conversations = [[{"role": "user", "content": example.prompt}] for example in examples]
         outputs = llm.chat(conversations, params, use_tqdm=False)
     else:

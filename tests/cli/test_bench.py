@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dllm_engine.cli import bench
-from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.main import build_parser, main
 
 
@@ -151,7 +150,7 @@ def test_tasks_must_have_a_prompt_and_an_answer(tmp_path):
         ("\n", "no tasks"),
     ):
         file.write_text(text)
-        with pytest.raises(CommandError, match=message):
+        with pytest.raises(ValueError, match=message):
             bench.settings(args)
 
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dllm_engine.cli.arguments import key_value, positive_int
-from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path
+from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks import server_start
 
 
@@ -174,4 +174,4 @@ def test_validation_errors_come_without_pydantics_additions(ratio, message):
 def test_errors_that_no_user_was_meant_to_see_name_their_type():
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
-    assert one_line(CommandError("two\n  lines")) == "two lines"
+    assert one_line(ValueError("two\n  lines")) == "two lines"
