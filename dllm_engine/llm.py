@@ -11,15 +11,15 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.admission import default_gen_length
+from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain
 from dllm_engine.params import DiffusionParams, resolve_decoding
 from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.start_checks import check_argument_names, check_start
 
 
 class LLM(vllm.LLM):
@@ -83,7 +83,9 @@ class LLM(vllm.LLM):
             "request_defaults": request_defaults or {},
             "trace": trace,
         }
-        check_argument_names(kwargs, _argument_names())
+        known = _argument_names()
+        for name in kwargs.keys() - known:
+            raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
         EngineOptions.parse(options)
         # vLLM loads plugins later, but the arguments below are checked against the model's config class.
         register()

@@ -1,22 +1,21 @@
-"""Sizing arithmetic: from a model's config alone, what fits a GPU. Nothing is loaded and no GPU is asked.
+"""Sizing: what fits a GPU, computed from a model's config alone. No weights are loaded and no GPU is needed.
 
-The bytes of weights and pages are exact for unquantized checkpoints. The activation allowance is an estimate of what
-vLLM measures when an engine starts, and the overhead is what the caller says it is.
+The bytes of weights and pages are exact for unquantized checkpoints. The activations are an estimate of what vLLM
+measures when an engine starts, and the overhead is whatever the caller says.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dllm_engine.demo import model_path
+from pydantic import ByteSize
+
+from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions, checkpoint_section
 from dllm_engine.paper_settings import paper_settings
-from dllm_engine.released_configs import RELEASED_CONFIGS
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand
 from dllm_engine.scheduler.request import DecodingSpec, Progress
-from dllm_engine.units import readable_size
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS = 1 << 24
@@ -177,33 +176,6 @@ def plan(deployment: Deployment) -> Sizing:
     )
 
 
-def load_config(model: str) -> Any:
-    """A model's config: of its folder, of the local Hugging Face cache, or known by its name."""
-    from dllm_engine.model_executor.models.configs import parse_config, read_json_object
-
-    folder = Path(model_path(model))
-    file = folder / "config.json" if folder.is_dir() else _cached_config(model)
-    if file is not None:
-        return parse_config(read_json_object(file), str(file.parent))
-    if model in RELEASED_CONFIGS:
-        return parse_config(RELEASED_CONFIGS[model], model)
-    raise ValueError(
-        f"model {model!r} is neither a folder nor in the local Hugging Face cache; download its config.json, or name "
-        f"one of demo, {', '.join(RELEASED_CONFIGS)}"
-    )
-
-
-def _cached_config(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:  # no name of a repository
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
 def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
     """The request that the plan is for."""
     family = family_of(config)
@@ -350,7 +322,8 @@ def _does_not_fit(d: Deployment, config: Any, weights: int, activations: int, dt
             if needed + d.overhead < share:
                 advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
                 break
-    total, usable, taken, kept, other = map(readable_size, (d.gpu_memory, share, weights, activations, d.overhead))
+    numbers = (d.gpu_memory, int(share), weights, activations, d.overhead)
+    total, usable, taken, kept, other = (ByteSize(number).human_readable() for number in numbers)
     return (
         f"--gpu-memory {total} leaves nothing for pages: of the {usable} that vLLM uses, weights take {taken}, "
         f"activations {kept} and overhead {other}; {advice}"

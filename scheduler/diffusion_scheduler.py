@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ByteSize
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
@@ -36,7 +37,6 @@ from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, guide_pages, page_
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
-from dllm_engine.units import readable_size
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -530,8 +530,8 @@ def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int
     if not options.uses_pages:
         return f"{method}: every step computes the whole canvas, no pages are kept"
     tokens = num_pages // geometry.num_layers * geometry.page_size
+    page, pool = (ByteSize(number).human_readable() for number in (page_bytes, num_pages * page_bytes))
     return (
-        f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({readable_size(page_bytes)} each, "
-        f"together {readable_size(num_pages * page_bytes)}) retain {tokens:,} tokens of each of the "
-        f"{geometry.num_layers} layers"
+        f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({page} each, together {pool}) "
+        f"retain {tokens:,} tokens of each of the {geometry.num_layers} layers"
     )

@@ -10,6 +10,7 @@ import torch
 
 from dllm_engine.bench.plain import PlainDecoder, decoder_shape
 from dllm_engine.bench.random_model import config_folder, is_named_shape, named_shape, random_engine
+from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
@@ -19,7 +20,7 @@ from dllm_engine.params import DiffusionParams, checkpoint_defaults, end_token_i
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.refresh_plan import longest_demand, page_demand
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, load_config, weight_bytes
+from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, weight_bytes
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

@@ -6,11 +6,11 @@ import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import key_value, positive_int, whole_number
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.quiet import be_quiet
-from dllm_engine.start_checks import check_folder
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server_start import end_now

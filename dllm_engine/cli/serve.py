@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.arguments import merged, positive_int, take_dotted
 from dllm_engine.cli.engine import (
     BATCH_INVARIANT_HELP,
@@ -17,7 +18,6 @@ from dllm_engine.cli.engine import (
 )
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
-from dllm_engine.start_checks import check_start
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution

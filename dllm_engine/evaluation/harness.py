@@ -106,7 +106,7 @@ def check_lm_eval() -> None:
 
 def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> list[HarnessTask]:
     """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
-    from dllm_engine.sizing import load_config
+    from dllm_engine.checkpoints import load_config
 
     family, is_base = family_of(load_config(model)), "base" in model.lower()
     rows = [paper_task(benchmark, family, paper) for benchmark in benchmarks]

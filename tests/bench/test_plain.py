@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import end_token_ids, resolve_decoding
-from dllm_engine.sizing import load_config
 from tests.support.engines import generate
 
 SETTINGS = [
