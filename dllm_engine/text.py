@@ -15,6 +15,8 @@ def one_line(error: Exception) -> str:
             ": ".join([*(str(part) for part in detail["loc"][:1]), detail["msg"].removeprefix("Value error, ")])
             for detail in error.errors()
         )
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
     else:
         text = str(error)
     text = " ".join(text.split())

@@ -132,7 +132,7 @@ def main() -> int:
         # What a replica raised comes with its traceback; its last line says what it was.
         print(f"ray_batch: error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"ray_batch: error: {one_line(error)}", file=sys.stderr)
         return 2
 

@@ -81,10 +81,7 @@ def settings_digest(settings: dict[str, Any]) -> str:
 
 def read_input(path: Path) -> list[InputLine]:
     """The lines of a file, not parsed yet: a bad one must not stop the others."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    lines = path.read_bytes().split(b"\n")
     return [InputLine(index, line.strip()) for index, line in enumerate(lines) if line.strip()]
 
 
@@ -142,19 +139,17 @@ def _load_record(raw: bytes) -> dict[str, Any] | None:
 class ResultFile:
     """The output of a run, opened so that it resumes an earlier run.
 
-    Raises ``ValueError`` for a file that cannot be written, that another run is writing, or that holds anything but
-    records of the same input and settings. Pipes and devices can be written but not resumed.
+    Raises ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that
+    holds anything but records of the same input and settings. Pipes and devices can be written but not resumed.
     """
 
     def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:
         self.path = path
         self.num_errors = 0
         self._settings = settings
-        try:
-            self._file: BinaryIO = self._open()
-            self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
-        except OSError as error:
-            raise ValueError(f"cannot write {path}: {error.strerror}") from error
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file: BinaryIO = os.fdopen(descriptor, "rb+", buffering=0)
+        self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         try:
             finished = self._resume(lines) if self._is_regular else Finished()
         except BaseException:
@@ -164,10 +159,6 @@ class ResultFile:
         self.num_resumed = self._num_written = len(finished.indices)
         self._num_lines = len(lines)
         self.pending = [line for line in lines if line.index not in finished.indices]
-
-    def _open(self) -> BinaryIO:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        return os.fdopen(descriptor, "rb+", buffering=0)
 
     def _resume(self, lines: Sequence[InputLine]) -> Finished:
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
 from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int
+from dllm_engine.cli.engine import DTYPES
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
@@ -92,11 +93,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "(default: %(default)s)",
     )
     how.add_argument("--seed", type=int, default=0, help="of prompts and tasks (default: 0)")
-    how.add_argument(
-        "--dtype",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        help="type of weights and activations (default: the checkpoint's)",
-    )
+    how.add_argument("--dtype", choices=DTYPES, help="type of weights and activations (default: the checkpoint's)")
     how.add_argument("--max-model-len", type=positive_int, metavar="N", help="default: what is measured needs")
     how.add_argument(
         "--engine-arg",
@@ -141,10 +138,10 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and not args.output.parent.is_dir():
         raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
-    report = _measure(wanted, args.clock, shlex.join(["dllm", *_command_line(args)]))
+    report = _measure(wanted, args.clock, shlex.join(["dllm", *args.argv]))
     print(tables(report))
     if args.output is not None:
-        _write(args.output, report)
+        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"\nwrote {args.output}")
     if args.plots is not None:
         from dllm_engine.bench.plots import draw
@@ -221,18 +218,15 @@ def _examples(name: str, args: argparse.Namespace) -> list[Example]:
     """Of a demo task, or of a file."""
     if not name.endswith(".jsonl"):
         return make_examples(name, args.count, args.seed)
-    try:
-        lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from error
+    lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
     examples = []
     for number, line in enumerate(lines[: args.count], start=1):
         try:
             fields = json.loads(line)
-            prompt, answer = fields["prompt"], fields["answer"]
-        except (ValueError, KeyError, TypeError) as error:
+            prompt, answer = fields["prompt"], fields["answer"].strip()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f'{name}: task {number} must be {{"prompt": "…", "answer": "…"}}: {error!r}') from None
-        examples.append(Example(Path(name).stem, prompt, answer.strip(), (answer.strip(),)))
+        examples.append(Example(Path(name).stem, prompt, answer, (answer,)))
     if not examples:
         raise ValueError(f"{name} holds no tasks; give it a line per task")
     return examples
@@ -242,36 +236,8 @@ def _positive_ints(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
-def _command_line(args: argparse.Namespace) -> list[str]:
-    """The arguments that are not left out, to repeat the run."""
-    words = ["bench"]
-    for name, value in vars(args).items():
-        if name in ("command", "compare", "passes_on_unknown", "run", "traceback", "unknown") or not value:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if name == "engine_arg":
-            words += [word for key, given in value for word in (flag, f"{key}={given}")]
-        elif value is True:
-            words.append(flag)
-        else:
-            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    return words
-
-
 def _read(path: Path) -> Report:
-    try:
-        report: Report = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    report: Report = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(report, dict) or report.get("schema") != SCHEMA or "runs" not in report:
         raise ValueError(f"{path} is not a result of this version's `dllm bench`; measure again")
     return report
-
-
-def _write(path: Path, report: Report) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error

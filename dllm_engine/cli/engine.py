@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per_token")
 """Arguments of ``add_cache_arguments`` that are engine options as they are."""
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
 
@@ -60,18 +61,10 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
-    """``with_model=False``: for commands that take the model as an argument of its own."""
-    group = parser.add_argument_group("engine")
-    if with_model:
-        group.add_argument(
-            "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
-        )
+def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
+    """How a model is loaded; ``dllm plan`` has these too."""
     group.add_argument(
-        "--dtype",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        default="auto",
-        help="type of weights and activations (default: the checkpoint's)",
+        "--dtype", choices=DTYPES, default="auto", help="type of weights and activations (default: the checkpoint's)"
     )
     group.add_argument(
         "--max-model-len", type=positive_int, metavar="N", help="most tokens of prompt and response together"
@@ -79,6 +72,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     group.add_argument(
         "--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="devices to split the model over"
     )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
+    """``with_model=False``: for commands that take the model as an argument of its own."""
+    group = parser.add_argument_group("engine")
+    if with_model:
+        group.add_argument(
+            "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
+        )
+    add_model_arguments(group)
     group.add_argument("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
     group.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
     group.add_argument(

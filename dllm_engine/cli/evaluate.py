@@ -208,13 +208,10 @@ def _collected(found: Iterable[Any], columns: Sequence[str], args: argparse.Name
 
 
 def _write_json(path: Path, args: argparse.Namespace, scores: Sequence[Any]) -> None:
-    unwritten = ("command", "json", "passes_on_unknown", "run", "traceback", "unknown")
+    unwritten = ("argv", "command", "json", "passes_on_unknown", "run", "traceback", "unknown")
     asked = {name: value for name, value in vars(args).items() if name not in unwritten}
     report = {
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
         "scores": [asdict(score) for score in scores],
     }
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -42,10 +42,7 @@ def run(args: argparse.Namespace) -> int:
     llm, params = start_engine(args, trace=True)
     messages = [{"role": "user", "content": prompt}]
     inspection = llm.inspect(prompt if args.raw or not llm.has_chat_template else messages, params)
-    try:
-        inspection.save(args.output)
-    except OSError as error:
-        raise ValueError(f"cannot write {args.output}: {error.strerror}") from error
+    inspection.save(args.output)
     print(f"wrote {args.output}", *inspection.summary, sep="\n")
     return 0
 

@@ -29,10 +29,11 @@ ERROR, INTERRUPTED = 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (done, but some inputs failed), 2 (error) or 130 (Ctrl-C)."""
     parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
     args, unknown = parser.parse_known_args(argv)
     if unknown and not args.passes_on_unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    args.unknown = unknown
+    args.argv, args.unknown = argv, unknown
     try:
         status: int = args.run(args)
         return status

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ByteSize, TypeAdapter
 
 from dllm_engine.cli.arguments import positive_int
-from dllm_engine.cli.engine import add_cache_arguments, engine_options
+from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options
 from dllm_engine.options import EngineOptions
 from dllm_engine.text import format_table
 
@@ -54,16 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--block-length", type=positive_int, metavar="N", help="tokens denoised together (default: the family's)"
     )
     group = parser.add_argument_group("engine", "As for `dllm serve`; the plan ends with the command that uses them.")
-    group.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="GPUs per model")
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        default="auto",
-        help="type of weights, activations and pages (default: the checkpoint's)",
-    )
-    group.add_argument(
-        "--max-model-len", type=positive_int, metavar="N", help="longest request (default: prompt + response)"
-    )
+    add_model_arguments(group)
     group.add_argument(
         "--max-num-seqs", type=positive_int, default=256, metavar="N", help="most requests (default: %(default)s)"
     )

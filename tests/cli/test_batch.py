@@ -181,7 +181,7 @@ def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output,
 
 @pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
 def test_an_unwritable_output_is_reported_on_opening(tmp_path, name):
-    with pytest.raises(ValueError, match="cannot write"):
+    with pytest.raises(OSError, match=name):
         ResultFile(tmp_path / name, LINES, SETTINGS)
 
 

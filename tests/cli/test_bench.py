@@ -38,7 +38,7 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
     arguments = ["--methods", "none,dual", "--batch", "1,2", "--prompt", "32", "--response", "16", "--repeats", "1"]
     arguments += ["--unmasking", "one,threshold=0.9", "--tasks", f"names,{tasks}", "--count", "2"]
     arguments += ["--dtype", "float32", "--max-model-len", "256"]
-    assert main(["--traceback", "bench", *arguments, "--output", str(output)]) == 0
+    assert main(["bench", *arguments, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     rows = [line.split()[:4] for line in printed.splitlines() if line.startswith(("plain ", "none ", "dual "))]
     per_rule = [("plain", "1"), ("none", "1"), ("dual", "1"), ("none", "2"), ("dual", "2")]
@@ -129,10 +129,10 @@ def test_policies_and_rules_say_how_to_unmask():
         (["--response", "4", "--block-length", "8"], "--block-length 8 is longer than --response 4"),
         (["--prompt", "4000"], "2048 positions"),
         (["--tasks", "riddles"], "unknown task"),
-        (["--tasks", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--tasks", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
         (["--output", "nowhere/result.json"], "there is no folder nowhere"),
         (["--quick", "--model", "demo"], "--quick chooses its models"),
-        (["--compare", "nowhere.json", "nowhere.json"], "cannot read nowhere.json"),
+        (["--compare", "nowhere.json", "nowhere.json"], "nowhere.json: No such file or directory"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):

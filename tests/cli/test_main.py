@@ -30,7 +30,7 @@ def own_signal_handlers(monkeypatch):
         (["generate", "Hello!", "--model", "/no/such/folder"], "model folder /no/such/folder does not exist"),
         (["generate", "Hello!", "--cache-method", "magic"], "unknown cache method"),
         (["generate", "Hello!", "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
-        (["generate", "--input", "/no/such/file", "--output", "o"], "cannot read /no/such/file: No such file"),
+        (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
         (["generate", "Hello!", "--factor", "0"], "factor=0.0"),
         (["generate", "Hello!", "--entropy-bound", "-1"], "entropy_bound=-1.0"),
         (["generate", "Hello!", "--margin", "1.5"], "margin=1.5"),
