@@ -46,7 +46,7 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
     assert f"wrote {output}" in printed
 
     report = json.loads(output.read_text())
-    assert report["command"].startswith("dllm bench --methods none,dual --unmasking one,threshold=0.9 --batch 1,2")
+    assert report["command"].startswith("dllm bench --methods none,dual --batch 1,2 --prompt 32")
     assert report["machine"]["threads"] >= 1
     (run,) = report["runs"]
     assert (run["weights"], run["dtype"], run["block_length"]) == ("checkpoint", "float32", 8)
