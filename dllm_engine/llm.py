@@ -87,7 +87,7 @@ class LLM(vllm.LLM):
         for name in kwargs.keys() - known:
             raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
         EngineOptions.parse(options)
-        # vLLM loads plugins later, but the arguments below are checked against the model's config class.
+        # vLLM loads plugins later, but the check below needs the model's config class.
         register()
         check_start(model, kwargs)
         additional = kwargs.pop("additional_config", None) or {}
@@ -207,7 +207,7 @@ class LLM(vllm.LLM):
         return self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))[0]
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
-        """The model's. A length that is only a default stays open, so that admission takes it or what fits."""
+        """The model's. A default length stays open, so that admission takes it or what fits."""
         params = super().get_default_sampling_params().clone()
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
@@ -215,7 +215,7 @@ class LLM(vllm.LLM):
 
 
 def _argument_names() -> set[str]:
-    """Every keyword argument of ``LLM``: ours, ``vllm.LLM``'s, and vLLM's engine arguments."""
+    """All keyword arguments of ``LLM``: our own, those of ``vllm.LLM`` and vLLM's engine arguments."""
     own = (inspect.signature(cls.__init__).parameters for cls in (LLM, vllm.LLM))
     names = set().union(*own, (field.name for field in fields(EngineArgs)))
     return names - {"self", "kwargs"}

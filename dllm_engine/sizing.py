@@ -19,7 +19,7 @@ from dllm_engine.scheduler.request import DecodingSpec, Progress
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS = 1 << 24
-"""Logits made at once, as ``model_executor/token_prediction.py`` bounds them."""
+"""Logits computed at once, the bound in ``model_executor/token_prediction.py``."""
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
 GIB = 1 << 30
@@ -44,12 +44,12 @@ class Deployment:
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
-    """None: what prompt and response need."""
+    """None: the length of prompt and response."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.92
     overhead: int = GIB
-    """Bytes that neither weights, activations nor pages take: CUDA context, libraries, communication buffers."""
+    """Bytes for everything else: CUDA context, libraries, communication buffers."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class RequestDemand:
     cache_method: str
     cache_options: dict[str, Any]
     tokens_retained: int
-    """Per layer, at its most; of the canvas."""
+    """The most per layer, of the canvas."""
     pages: int
     """Reserved at admission: over all layers, on each GPU."""
     bytes: int
     rows_per_step: float
-    """Positions computed in a denoising step, as a mean over the response; the most, where that depends on tokens."""
+    """Positions computed per denoising step, as a mean over the response; an upper bound if it depends on tokens."""
     requests: int
-    """That run at once."""
+    """How many run at once."""
     limit: str
-    """What keeps their number there; for no requests, why the engine would not serve any."""
+    """What limits their number; for 0 requests, why the engine would not serve any."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Sizing:
     page_size: int
     page_bytes: int
     num_pages: int
-    """That can be handed out."""
+    """Pages for requests."""
     demand: RequestDemand
     others: list[RequestDemand]
     """The other cache methods, with their papers' options."""
@@ -98,7 +98,7 @@ class Sizing:
 
 
 def plan(deployment: Deployment) -> Sizing:
-    """Do the arithmetic.
+    """Compute what fits.
 
     Raises:
         SizingError: no request fits, or a setting does not suit the model.
@@ -199,10 +199,10 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
 
 
 def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> tuple[int, float]:
-    """The most tokens that a layer retains at any time, and the mean rows of a step, as the method's plans say.
+    """The most tokens that a layer retains at any time and the mean rows of a step, by the method's plans.
 
-    A token is unmasked per step. Where layers or heads have budgets of their own, the tokens are those that a layer's
-    pages hold on average.
+    One token is unmasked per step. If layers or heads have different budgets, the tokens are the mean over layers of
+    what their pages hold.
     """
     method = REFRESH_PLANS[options.cache_method]
     retained = rows = 0
@@ -256,7 +256,7 @@ def bytes_of_page(geometry: PoolGeometry, dtype_bytes: int) -> int:
 
 
 def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:
-    """Pages that can be handed out: vLLM keeps one as its null block."""
+    """Pages for requests: vLLM keeps one as its null block."""
     return max(pool_bytes // page_bytes - 1, 0)
 
 

@@ -38,7 +38,7 @@ QUICK: tuple[dict[str, Any], ...] = (
     _QUICK | {"prompt": [64], "unmasking": f"{ONE},threshold=0.9", "tasks": "names,keys,facts", "count": 20},
     _QUICK | {"model": "llada-8b/16", "prompt": [256], "block_length": 16},
 )
-"""What ``--quick`` measures: a trained model, whose answers can be right or wrong, and a larger one for its times."""
+"""What ``--quick`` measures: a trained model, which can be scored, and a larger one for its times."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def filled(args: argparse.Namespace, preset: dict[str, Any]) -> argparse.Namespace:
-    """What was not given taken from ``preset``, else from the defaults."""
+    """The arguments, with those that were not given taken from ``preset``, else from the defaults."""
     given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
     return argparse.Namespace(**vars(args) | DEFAULTS | preset | given)
 
@@ -181,7 +181,7 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
 
 
 def settings(args: argparse.Namespace) -> "BenchSettings":
-    """What the arguments ask for; raises ``ValueError`` or ``ValueError`` for what cannot be measured."""
+    """What the arguments ask for; raises ``ValueError`` for what cannot be measured."""
     from dllm_engine.bench.benchmark import BenchSettings
     from dllm_engine.bench.subject import Lengths
 
@@ -215,7 +215,7 @@ def _unmasking(text: str) -> Any:
 
 
 def _examples(name: str, args: argparse.Namespace) -> list[Example]:
-    """Of a demo task, or of a file."""
+    """Examples of a demo task, or of a .jsonl file."""
     if not name.endswith(".jsonl"):
         return make_examples(name, args.count, args.seed)
     lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -237,7 +237,10 @@ def _positive_ints(text: str) -> list[int]:
 
 
 def _read(path: Path) -> Report:
-    report: Report = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        report: Report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA or "runs" not in report:
         raise ValueError(f"{path} is not a result of this version's `dllm bench`; measure again")
     return report

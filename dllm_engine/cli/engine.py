@@ -1,4 +1,4 @@
-"""What the commands that run a model have in common: their arguments, the engine, the decoding parameters."""
+"""Shared by commands that run a model: their arguments, the engine, the decoding parameters."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dllm_engine.params import DiffusionParams
 
 CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per_token")
-"""Arguments of ``add_cache_arguments`` that are engine options as they are."""
+"""Arguments of ``add_cache_arguments`` that are engine options of the same name."""
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
@@ -75,7 +75,7 @@ def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
-    """``with_model=False``: for commands that take the model as an argument of its own."""
+    """``with_model=False`` is for commands whose model is a positional argument."""
     group = parser.add_argument_group("engine")
     if with_model:
         group.add_argument(
@@ -96,7 +96,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
 
 
 def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
-    """What requests may name themselves as well, under the same names."""
+    """Options of requests; a request can set them itself under the same names."""
     group.add_argument(
         "--block-length",
         type=whole_number,
@@ -148,7 +148,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the cache method."""
+    """The options of the cache method, from ``--cache-option`` and ``--retention-ratio``."""
     options = dict(args.cache_option)
     if args.retention_ratio is not None:
         if "retention_ratio" in options:
@@ -158,7 +158,7 @@ def cache_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the arguments that have a value."""
+    """Those of the arguments ``names`` that have a value."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
@@ -228,7 +228,7 @@ def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
+    """The decoding arguments as parameters; raises ``ValueError`` naming what is out of range."""
     from dllm_engine.params import DiffusionParams
 
     return DiffusionParams(**decoding_options(args))

@@ -17,7 +17,7 @@ _SETTINGS = (
     *("gen_length", "block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin"),
     *("temperature", "top_p", "top_k", "seed", "ignore_eos"),
 )
-"""Arguments that a response depends on."""
+"""Arguments that change responses; a run resumes only an output that was made with the same ones."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

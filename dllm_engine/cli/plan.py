@@ -1,4 +1,4 @@
-"""``dllm plan``: what fits a GPU, by arithmetic from the model's config alone."""
+"""``dllm plan``: what fits a GPU, computed from the model's config alone."""
 
 import argparse
 import json

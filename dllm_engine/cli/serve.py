@@ -32,7 +32,7 @@ ENGINE_ARGUMENTS = (
     "batch_invariant",
     "playground",
 )
-"""Arguments that are engine options as they are."""
+"""Arguments that are engine options of the same name."""
 REQUEST_ARGUMENTS = ("block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin")
 """Arguments that are defaults of requests."""
 ADDITIONAL_CONFIG = "--additional-config"
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """``args`` with what they leave open taken from their YAML file, which vLLM reads as for ``vllm serve``."""
+    """``args``, completed from their YAML file, which vLLM's own function reads."""
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -128,7 +128,7 @@ def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 
 def stated_arguments(flags: list[str]) -> dict[str, str]:
-    """The values of vLLM's ``flags`` by name, as text; the last of a name counts, and parts of one (``--a.b``) too."""
+    """The values of vLLM's ``flags`` by name, as text. The last one of a name counts; ``--a.b`` counts as ``a``."""
     stated = {}
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         name, equals, value = flag.partition("=")
@@ -138,7 +138,7 @@ def stated_arguments(flags: list[str]) -> dict[str, str]:
 
 
 def check_listening(stated: dict[str, str]) -> None:
-    """Refuse an address that the server could not have, before vLLM is imported."""
+    """Refuse an address that the server could not listen on, before vLLM is imported."""
     if stated.keys() & {"headless", "uds", "data_parallel_multi_port_external_lb"}:
         return  # it listens elsewhere, or nowhere
     port = stated.get("port", "8000")
@@ -148,7 +148,7 @@ def check_listening(stated: dict[str, str]) -> None:
 
 
 def vllm_arguments(args: argparse.Namespace) -> list[str]:
-    """The command line of ``vllm`` that does what ``args`` ask for."""
+    """The command line of ``vllm`` for ``args``."""
     model = [model_path(args.model)]
     dotted, others = take_dotted(args.unknown, ADDITIONAL_CONFIG)
     if args.model == DEMO_MODEL and "served_model_name" not in stated_arguments(others):
@@ -158,8 +158,8 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str, Any]:
-    """The user's ``--additional-config``, ``dotted`` parts over it, and the other arguments over its key for this
-    plugin. Empty where nothing is asked for."""
+    """The user's ``--additional-config``, overridden by its ``dotted`` parts; in its key for this plugin, overridden by
+    the other arguments. Empty if there are none."""
     try:
         additional = json.loads(args.additional_config or "{}")
     except ValueError as error:

@@ -48,7 +48,7 @@ class ComparedScore:
     unmasking: str
     exact_match: float
     exact_match_error: float
-    """Standard error of the exact match, the examples of each task being a random sample of it."""
+    """Standard error of the exact match; the examples of each task are a random sample."""
     item_match: float
     forwards_per_token: float
     computed_per_token: float
@@ -57,7 +57,7 @@ class ComparedScore:
 
     @classmethod
     def of(cls, combination: Combination, tasks: list[TaskScore]) -> "ComparedScore":
-        """Examples count alike in the matches, tokens alike in the costs."""
+        """Matches are means over examples, costs are means over tokens."""
         examples, tokens = sum(task.examples for task in tasks), sum(task.tokens for task in tasks)
         return cls(
             cache_method=combination.cache_method,

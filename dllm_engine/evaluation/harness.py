@@ -136,7 +136,7 @@ def run_harness(
     Raises:
         ValueError: a task or its data is missing, an option is out of range, or a prompt does not fit.
     """
-    # Before a model is loaded: what is missing most often is the data.
+    # Check this before a model is loaded: the data is what is missing most often.
     manager = _task_manager(tasks, settings.include_path)
     for task in tasks:
         _check_data(manager, task.name)
@@ -174,7 +174,7 @@ def _check_data(manager: Any, name: str) -> None:
 
 
 def _with_equal_engines(tasks: list[HarnessTask]) -> list[list[HarnessTask]]:
-    """The tasks in groups that want the same cache options, which an engine has once for all."""
+    """The tasks in groups with the same cache options, so that each group shares an engine."""
     groups: list[list[HarnessTask]] = []
     for task in tasks:
         for group in groups:
@@ -187,7 +187,7 @@ def _with_equal_engines(tasks: list[HarnessTask]) -> list[list[HarnessTask]]:
 
 
 def _for_tasks(combination: Combination, task: HarnessTask) -> Combination:
-    """The combination with the cache options that the task's paper has, unless the command names some."""
+    """The combination with the cache options of the task's paper, unless it has options of its own."""
     options = task.cache_options.get(combination.cache_method)
     if options is None or combination.engine["cache_options"]:
         return combination
@@ -248,10 +248,10 @@ def _score(
 
 
 def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:
-    """(metric, score, standard error) that stand for a task or a group.
+    """(metric, score, standard error) of a task or a group.
 
-    A group's own figure where it has one, else the mean over its tasks, by examples. ``metric`` is lm_eval's
-    ``metric,filter``, and None its first. Raises ``ValueError`` for a metric that is not there.
+    A group's own score if it has one, else the mean over its tasks, weighted by examples. ``metric`` is lm_eval's
+    ``metric,filter``; None takes its first one. Raises ``ValueError`` for an unknown metric.
     """
     groups, examples = results.get("groups") or {}, results["n-samples"]
     entries = {name: groups[name]} if name in groups else {task: results["results"][task] for task in examples}

@@ -1,8 +1,8 @@
-"""Benchmarks as the papers set them up: lengths, steps and few-shot counts, with the task of lm_eval that asks them.
+"""Benchmarks as the papers ran them: lengths, steps and few-shot counts, with lm_eval's task for each.
 
-The settings are the papers', the prompts, stop strings and scoring are lm_eval's; the papers used other harnesses for
-some, so that scores need not be theirs. No paper says how it gives few-shot examples to an instructed model; lm_eval's
-way is a turn each. Steps are those of the whole response: every row here unmasks one token per step.
+The settings are the papers'; prompts, stop strings and scoring are lm_eval's. The papers used other harnesses for some
+benchmarks, so scores may differ from theirs. No paper says how it gives few-shot examples to an instructed model;
+lm_eval uses a turn for each. Steps are those of the whole response: every row here unmasks one token per step.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ PAPERS: dict[str, str] = {
     "freecache": "FreeCache and Guided Diffusion, arXiv 2505.21467",
     "maskkv": "MaskKV, arXiv 2510.09309",
 }
-"""In the order in which they are asked for a benchmark's settings where none is named."""
+"""If no paper is named, the first one with settings for a benchmark is used."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _maskkv(task: str, length: int) -> PaperTask:
 
 
 _FLEXIBLE = "exact_match,flexible-extract"
-"""The last number, or choice, of a response; the strict match wants the form of lm_eval's few-shot examples."""
+"""Takes the last number or choice of a response; the strict match wants the form of lm_eval's few-shot examples."""
 
 PAPER_TASKS: tuple[PaperTask, ...] = (
     _sparse_dllm("mmlu", "mmlu_generative", 256, 5),

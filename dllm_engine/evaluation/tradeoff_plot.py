@@ -1,4 +1,4 @@
-"""Accuracy against speed: one picture of what cache methods and unmasking rules trade."""
+"""A plot of accuracy against speed for cache methods and unmasking rules."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
 COLOURS = ("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f", "#8b95a1", "#a5673f", "#1b2026")
-"""Of the cache methods, in the order they come in."""
+"""Of the cache methods, in order of appearance."""
 MARKS = "os^DvPX*<>"
 """Of the unmasking rules."""
 
@@ -24,7 +24,7 @@ class TradeoffPoint(NamedTuple):
 
 
 def check_plot(path: Path) -> None:
-    """Raise ``ValueError`` where the plot could not be written, before anything is measured."""
+    """Raise ``ValueError`` if the plot could not be written; called before anything is measured."""
     if path.suffix != ".png":
         raise ValueError(f"{path}: the plot is a .png; give the file that ending")
     if not path.parent.is_dir():

@@ -36,11 +36,11 @@ class InspectedBlock:
     span: Span
     passes: list[ForwardPass]
     retained: list[list[int]] = field(default_factory=list)
-    """Canvas positions that each layer retained in the block's last UPDATE; empty if it had none."""
+    """Per layer, the canvas positions that it retained in the block's last UPDATE; empty without an UPDATE."""
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Canvas positions that REUSE steps compute beside the pages they read; the block is always among them."""
+        """Canvas positions that REUSE steps compute; the block is always among them."""
         rows = set(range(*self.span))
         for step in self.passes:
             if step.state is RefreshState.REUSE:
@@ -131,7 +131,7 @@ class Inspection:
 
     @property
     def without_retention(self) -> str:
-        """What an inspection of which no block has a retained set says in its stead."""
+        """What to say if no block retained anything in particular."""
         if any(step.state is RefreshState.REUSE for step in self.passes):
             return "nothing was evicted, pages held every position of the canvas"
         return "nothing was retained, every step computed the whole canvas"
