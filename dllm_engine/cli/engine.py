@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import key_value, positive_int, whole_number
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.options import EngineOptions
 from dllm_engine.quiet import be_quiet
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server_start import end_now
@@ -29,7 +30,7 @@ BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     group.add_argument(
-        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_OPTIONS)} (default: none)"
+        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_METHODS)} (default: none)"
     )
     group.add_argument(
         "--cache-option",
@@ -218,7 +219,8 @@ def load(arguments: dict[str, Any]) -> "LLM":
 
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
-    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
+    from dllm_engine.params import DiffusionParams
+    from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 
     denoising = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
     sampling = ("temperature", "top_p", "top_k", "seed", "ignore_eos")

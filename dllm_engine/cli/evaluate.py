@@ -37,7 +37,7 @@ from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.paper_tasks import PAPERS
 from dllm_engine.evaluation.score import COLUMNS, score_task
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import format_table
 
 DEMO_COUNT = 50
@@ -143,7 +143,7 @@ def combinations(args: argparse.Namespace) -> list[Combination]:
     if args.methods is not None:
         if args.cache_method != "none" or args.cache_option:
             raise ValueError("--methods takes the papers' settings; leave out --cache-method and --cache-option")
-        methods = list(CACHE_OPTIONS) if args.methods == "all" else args.methods.split(",")
+        methods = list(CACHE_METHODS) if args.methods == "all" else args.methods.split(",")
     made = []
     for method in methods:
         of_method = argparse.Namespace(**vars(args) | {"cache_method": method})

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from dllm_engine.figures import MESSAGE_KEY, DiffusionFigures, error_reason
-from dllm_engine.provisional import PROVISIONAL_KEY, BlockReader
+from dllm_engine.figures import DiffusionFigures, error_reason
+from dllm_engine.provisional import BlockReader
+from dllm_engine.scheduler.messages import FIGURES_KEY, PROVISIONAL_KEY
 
 # From the engine's message to the completion
 
@@ -22,7 +23,7 @@ def processing_messages(process_outputs: Callable[..., Any]) -> Callable[..., An
         for output in engine_core_outputs:
             message = output.kv_transfer_params or {}
             state = self.request_states.get(output.request_id)
-            if state is not None and MESSAGE_KEY in message:
+            if state is not None and FIGURES_KEY in message:
                 _note(state, message)
                 output.kv_transfer_params = None
             if output.new_token_ids or output.finish_reason is not None or PROVISIONAL_KEY not in message:
@@ -42,7 +43,7 @@ def processing_messages(process_outputs: Callable[..., Any]) -> Callable[..., An
 
 def _note(state: Any, message: dict[str, Any]) -> None:
     """Keep a message for the completion that vLLM's ``RequestState`` makes next."""
-    state.diffusion = DiffusionFigures(**message[MESSAGE_KEY])
+    state.diffusion = DiffusionFigures(**message[FIGURES_KEY])
     state.provisional = None
     if PROVISIONAL_KEY in message:
         if not hasattr(state, "block_reader"):

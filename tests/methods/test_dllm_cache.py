@@ -290,7 +290,7 @@ def test_only_masked_rows_of_the_block_are_projected(engine, model, monkeypatch)
 
     llm = engine(model, exclude_prompt_states=False, **options(4, 3, 0.25))
     runner = runner_of(llm)
-    compute_logits, predict = runner.predictor.compute_logits, runner._predict
+    compute_logits, predict = runner.predictor.compute_logits, runner.denoiser._predict
     case = (50, 20, 8, 10)
     projected: list[int] = []
 
@@ -317,7 +317,7 @@ def test_only_masked_rows_of_the_block_are_projected(engine, model, monkeypatch)
         monkeypatch.setattr(runner.predictor, "compute_logits", lambda rows: VocabularyShard(rows, first_token))
         return predict(logits, group)
 
-    monkeypatch.setattr(runner, "_predict", predict_from_all_rows)
+    monkeypatch.setattr(runner.denoiser, "_predict", predict_from_all_rows)
     assert answers_without_trace(llm, lengths=[case]) == some
     assert set(every) == {case[0] + case[1]}
 
@@ -433,17 +433,16 @@ def test_a_page_too_small_for_a_row_of_features_is_refused(engines, tmp_path):
 def test_defaults_are_the_papers_for_each_model(name, expected):
     from dllm_engine.families import DREAM, LLADA
     from dllm_engine.options import EngineOptions
-    from dllm_engine.paper_settings import paper_settings
 
-    settings = paper_settings("dllm_cache", name, DREAM if "Dream" in name else LLADA)
+    family = DREAM if "Dream" in name else LLADA
     for chosen in ({}, "paper"):
-        cache = EngineOptions(cache_method="dllm_cache", cache_options=chosen).with_paper_settings(settings).cache
+        cache = EngineOptions(cache_method="dllm_cache", cache_options=chosen).with_paper_settings(name, family).cache
         assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
         assert (cache.update_ratio, cache.similarity) == (0.25, "value")
         assert cache.exclude_prompt_states
         assert cache.refresh_first_layer
     own = EngineOptions(cache_method="dllm_cache", cache_options={"response_refresh_interval": 9})
-    cache = own.with_paper_settings(settings).cache
+    cache = own.with_paper_settings(name, family).cache
     assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == (expected[0], 9)
 
 

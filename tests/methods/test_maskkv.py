@@ -347,9 +347,8 @@ def test_a_budget_of_next_to_nothing(engine, kv_budget):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_combination_keeps_to_its_budget(engine, set_options, model, scorer):
     from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
-    from dllm_engine.options import MaskKVOptions
     from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS
-    from dllm_engine.scheduler.refresh_plan import prompt_budgets
+    from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, prompt_budgets
 
     llm = engine(model)
     heads = {"llada-tiny-a": 4, "dream-tiny-a": 2}[model]
