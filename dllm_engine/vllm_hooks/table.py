@@ -239,12 +239,8 @@ PRIVATE = (
     Private("vllm.tasks", "SupportedTask", _RUNNER),
     Private("vllm.distributed.parallel_state", "GroupCoordinator graph_capture", _RUNNER),
     Private("vllm.model_executor.model_loader", "get_model", _RUNNER),
+    Private("vllm.model_executor.model_loader", "get_model_loader", "for the guide model"),
     Private("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "for the guide model"),
-    Private(
-        "vllm.model_executor.model_loader.weight_utils",
-        "download_weights_from_hf initialize_single_dummy_weight safetensors_weights_iterator",
-        "for the guide model",
-    ),
     Private("vllm.utils.torch_utils", "set_default_torch_dtype", "for the guide model"),
     Private("vllm.utils.torch_utils", "set_random_seed", _WORKER),
     Private("vllm.v1.worker.worker_base", "CompilationTimes WorkerBase.get_supported_kv_cache_layouts", _WORKER),
