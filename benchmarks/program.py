@@ -13,7 +13,7 @@ from dllm_engine import LLM
 from dllm_engine.bench.machine import CLOCKS, provenance, use_clock
 from dllm_engine.bench.random_model import random_engine
 from dllm_engine.bench.report import machine_line
-from dllm_engine.cli.table import format_table, json_rows
+from dllm_engine.text import format_table, json_rows
 
 Rows = list[dict[str, Any]]
 

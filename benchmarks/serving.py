@@ -31,7 +31,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-from tests.support.server import running
 
 from benchmarks.load_clients import NUM_ASKS, NUM_CLIENTS, SERVER, Load, draw_asks
 from benchmarks.program import Rows, add_common_arguments, add_model_arguments, parse, report, start_engine
@@ -39,6 +38,7 @@ from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.cells import Distribution
 from dllm_engine.bench.machine import now
 from dllm_engine.bench.passes import observed_step
+from tests.support.server import running
 
 NEWCOMER = "newcomer"
 

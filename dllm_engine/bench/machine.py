@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import vllm
 
-from dllm_engine import __version__
+from dllm_engine.version import __version__
 
 RATE_REPEATS = 7
 _BYTES_COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}

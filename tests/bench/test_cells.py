@@ -108,10 +108,10 @@ def test_the_baseline_answers_one_request_after_the_other(tiny_llada):
 
     from dllm_engine.bench.cells import run_plain
     from dllm_engine.bench.plain import PlainDecoder
+    from dllm_engine.checkpoints import load_config
     from dllm_engine.families import LLADA
     from dllm_engine.options import EngineOptions
     from dllm_engine.scheduler.resolve import resolve_decoding
-    from dllm_engine.sizing import load_config
 
     model = PlainDecoder.from_checkpoint(tiny_llada, load_config(str(tiny_llada)), torch.float32)
     params = DiffusionParams(gen_length=8, block_length=4, ignore_eos=True)

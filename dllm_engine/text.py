@@ -1,9 +1,31 @@
-"""Tables, as text for the terminal and as JSON for files."""
+"""Errors and tables as plain text, and tables as JSON."""
 
 import json
 import textwrap
 from collections.abc import Sequence
 from typing import Any
+
+from pydantic import ValidationError
+
+# Whoever raised them did not write for users, so their text alone may say little ("'role'").
+_UNEXPECTED = (AssertionError, AttributeError, LookupError, NameError, TypeError)
+
+
+def one_line(error: Exception) -> str:
+    """The message of ``error`` without line breaks, and without the values that pydantic appends to it."""
+    if isinstance(error, ValidationError):
+        text = "; ".join(
+            ": ".join([*(str(part) for part in detail["loc"][:1]), detail["msg"].removeprefix("Value error, ")])
+            for detail in error.errors()
+        )
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = str(error)
+    text = " ".join(text.split())
+    if not text or isinstance(error, _UNEXPECTED):
+        return f"{type(error).__name__}: {text} (dllm --traceback … shows where)"
+    return text
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dllm_engine.cli.table import json_rows
+from dllm_engine.text import json_rows
 
 REPORT = {"name": "a\nb", "rows": [{"x": 1, "of": [1, 2]}, {"x": 2, "of": []}], "nothing": {}}
 
