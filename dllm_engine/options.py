@@ -97,29 +97,30 @@ class SparseOptions(CacheOptions):
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the block) that a layer retains."""
     pool_kernel_size: WindowWidth = 3
-    """Width of the max-pooling over importance scores; odd, 1 is none."""
+    """Width of the max-pooling over importance scores. Odd; 1 turns it off."""
     update_delay: int = Field(default=1, ge=0)
-    """FULL steps of a block before the one that selects what is retained."""
+    """FULL steps of a block before the UPDATE step, which selects what is retained."""
     scorer: ScorerName = "mean_query"
-    """What tells how much a token matters; other scorers' scores are averaged over the heads, as this one's are."""
+    """How the importance of a token is scored. Scores are averaged over the heads of a layer."""
     observation_window: int = Field(default=32, ge=1)
-    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
+    """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
-    """Candidates on both sides of the block (Algorithm 4), or before it only, with the suffix kept whole (5)."""
+    """``bidirectional``: candidates lie on both sides of the block (Algorithm 4). ``prefix``: they lie before the
+    block, and everything behind it is retained (Algorithm 5)."""
 
 
 class DKVOptions(CacheOptions):
     """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
 
     refresh_interval: int = Field(default=8, ge=1)
-    """Steps of a block from one recomputation of the whole canvas to the next."""
+    """Steps of a block from one computation of the whole canvas to the next."""
 
 
 class FreeCacheOptions(CacheOptions):
     """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
 
     include_suffix: bool = True
-    """Feed the masked tokens behind the block along with it; off, the block alone."""
+    """Compute the masked tokens behind the block in every step too. False: the block alone."""
 
 
 class DLLMCacheOptions(CacheOptions):
@@ -127,19 +128,22 @@ class DLLMCacheOptions(CacheOptions):
     the number of tokens that a pass unmasks is open (parallel unmasking, a guide), they count tokens unmasked."""
 
     prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes (tokens) from one recomputation of the prompt to the next (Kp)."""
+    """Forward passes from one computation of the prompt to the next (Kp). With parallel unmasking or a guide: unmasked
+    tokens."""
     response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes (tokens) from one recomputation of the response to the next (Kr)."""
+    """Forward passes from one computation of the response to the next (Kr). With parallel unmasking or a guide:
+    unmasked tokens."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
-    """Share of the response rows that the passes between recompute, per layer (ρ)."""
+    """Share of the response rows that each layer recomputes in the passes between (ρ)."""
     similarity: Literal["value", "key"] = "value"
-    """Rows whose fresh value (or key) differs most from the cached one are recomputed."""
+    """How these rows are chosen: those whose new value (or key) differs most from the cached one."""
     exclude_prompt_states: bool = True
-    """Keep no features of prompt rows, which nothing reads (MaskKV's prompt-state exclusion). Off, they take the
-    memory that dLLM-Cache's own code gives them; no token changes."""
+    """Keep no features of prompt rows, because nothing reads them (MaskKV's prompt-state exclusion). False: keep them,
+    as dLLM-Cache's code does. That takes more memory and changes no token."""
     refresh_first_layer: bool = True
-    """Recompute the response in the first layer in every pass, as dLLM-Cache's code does (its paper does not say).
-    Without it the value of a row in the first layer depends on its token alone, so only rows just unmasked differ."""
+    """Recompute the whole response in the first layer in every pass, as dLLM-Cache's code does; the paper does not say
+    so. False: there, only rows that were just unmasked have changed, because a row's value in the first layer depends
+    on its token alone."""
 
 
 class MaskKVOptions(DLLMCacheOptions):
@@ -148,33 +152,30 @@ class MaskKVOptions(DLLMCacheOptions):
     response_refresh_interval: int = Field(default=5, ge=1)
     refresh_first_layer: bool = False
     kv_budget: int | None = Field(default=256, ge=0)
-    """Prompt tokens that a KV head of a layer retains, on average (B̄); None: ``retention_ratio`` alone decides. A
-    prompt that is no longer keeps all."""
+    """Prompt tokens that a KV head of a layer retains, on average (B̄). None: ``retention_ratio`` alone decides. A
+    prompt within the budget is retained whole."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
-    """No more than this share of the prompt, on average."""
+    """The largest share of the prompt that is retained, on average."""
     scorer: ScorerName = "mask_voting"
-    """What tells how much a prompt token matters to a head."""
+    """How the importance of a prompt token for a head is scored."""
     observation_window: int = Field(default=32, ge=1)
-    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
+    """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
     pool_kernel_size: WindowWidth = 1
-    """Width of the max-pooling over a head's scores before its tokens are ranked, so that what stands beside an
-    important token is kept with it (as in SnapKV, not in the paper); odd, 1 is none. Budgets go by the unpooled scores.
-    """
+    """Width of the max-pooling over a head's scores before its tokens are ranked, which retains the neighbours of
+    important tokens too (from SnapKV, not in the paper). Odd; 1 turns it off. Budgets use the unpooled scores."""
     layer_budget: LayerBudgetName = "boundary"
-    """How the budget is shared between layers: by the groups of MaskKV (``boundary``), PyramidKV's slope
-    (``pyramid``), SqueezeAttention's clusters (``squeeze``), or not at all. ``boundary`` and ``squeeze`` go by
-    ``profile``."""
+    """How the budget is split between layers. ``boundary`` and ``squeeze`` need a ``profile``; without one all layers
+    get the same."""
     beta: float = Field(default=0.4, ge=0, le=1)
-    """Share of the average budget that every layer gets (``boundary``)."""
+    """Share of the average budget that every layer gets, for ``layer_budget="boundary"``."""
     head_budget: HeadBudgetName = "prompt_preference"
-    """How a layer's budget is shared between heads: by their attention to the prompt, by Ada-KV (``adaptive``), or
-    evenly."""
+    """How a layer's budget is split between its heads."""
     alpha: float = Field(default=0.1, ge=0, le=1)
-    """Share of a layer's budget that every head gets (``prompt_preference``)."""
+    """Share of a layer's budget that every head gets, for ``head_budget="prompt_preference"``."""
     redistribute: bool = False
-    """Hand on what rounding down and the prompt's length leave of the budgets (not in the paper)."""
+    """Give what rounding down and short prompts leave of the budgets to other layers and heads (not in the paper)."""
     profile: tuple[float, ...] | None = None
-    """Importance of each layer, or a file that ``dllm profile`` wrote; None: all layers are alike."""
+    """Importance of each layer, from 0 to 2, or a file that ``dllm profile`` wrote. None: all layers are alike."""
 
     @field_validator("profile", mode="before")
     @classmethod
@@ -194,18 +195,19 @@ class ESDLLMOptions(CacheOptions):
     took a step per token."""
 
     indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
-    """What a row is remembered by, to tell how much it has changed; ``none``: no row is ever skipped, and each block
-    begins with the whole canvas (the paper's DualCache baseline)."""
+    """What a row is compared by, to tell how much it has changed. ``none``: no row is skipped, and each block begins
+    with the whole canvas (the paper's DualCache baseline)."""
     alpha: float = Field(default=0.5, ge=0, le=1)
-    """Weight of a row's last confidence in its importance; the rest is the weight of its change."""
+    """Weight of a row's last confidence in its importance; its change has the weight 1 − ``alpha``."""
     keep_schedule: tuple[tuple[float, float], ...] = ((1.0, 0.0), (0.5, 0.125), (0.25, 0.25))
-    """(fraction of the rows kept, relative depth from which on), by depth."""
+    """Pairs of (fraction of the rows kept, relative depth from which it holds). Depths begin with 0 and rise; fractions
+    do not rise."""
     block_refresh_interval: int = Field(default=8, ge=1)
     """Steps from one that skips no row of the block to the next."""
     prompt_refresh_interval: int = Field(default=64, ge=1)
-    """Steps from one recomputation of the prompt and all that was decoded to the next."""
+    """Steps from one computation of the prompt and all decoded tokens to the next."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of the positions outside the block that a layer attends to, chosen as ``sparse`` does; 1: all of them."""
+    """Share of the positions outside the block that a layer attends to, selected as ``sparse`` does. 1: all of them."""
     update_delay: int = Field(default=1, ge=0)
     """Steps of a block before the one that selects what is retained."""
 
@@ -288,32 +290,37 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache_method: str = "none"
+    """What steps compute and what they keep in pages."""
     cache_options: dict[str, Any] | Literal["paper"] = {}
+    """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
     dense_attention: Literal["sdpa", "xformers"] = "sdpa"
-    """Library that computes attention without pages: PyTorch's, or xformers where it is installed (CUDA)."""
+    """Library for attention that reads no pages: PyTorch's, or xformers where it is installed (CUDA)."""
     refresh_ratio: float | None = Field(default=1.0, gt=0)
-    """Rows of a request's FULL and UPDATE steps per row that smaller requests run meanwhile; None: no bound."""
+    """How much a long request may refresh beside short ones: rows of its FULL and UPDATE steps per row that requests of
+    at most a quarter of its length compute meanwhile. None: no limit."""
     steps_per_dispatch: int = Field(default=1, ge=1)
-    """Denoising steps that workers run on their own while nobody waits and no block is complete."""
+    """Denoising steps that workers run on their own while no request waits and no block is complete."""
     guide_model: str | None = None
-    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama), which checks drafts (Guided Diffusion).
-    Requests are then guided unless they ask otherwise."""
+    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
+    ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
     guide_tokens_per_token: float = Field(default=2.0, gt=0)
-    """Tokens of the guide that pages are reserved for per token of the model, where it has another tokenizer."""
+    """Guide tokens that pages are reserved for per token of the model, where the guide has another tokenizer."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
     cuda_graphs: bool = False
-    """Record REUSE steps as CUDA graphs and replay them; for the methods in ``RECORDABLE``, on CUDA."""
+    """Record REUSE steps as CUDA graphs and replay them. For CUDA, and for cache methods whose REUSE steps always do
+    the same work."""
     batch_invariant: bool = False
-    """Compute every request on its own, so that not a bit of its response depends on what else is running."""
+    """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
+    requests."""
     trace: bool = False
-    """Record per forward pass which positions were unmasked and computed."""
+    """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True
     """Whether the HTTP server has the page ``/playground``."""
     request_defaults: dict[str, Any] = {}
-    """Request options for requests that name none; see ``params.DEFAULTABLE_OPTIONS``."""
+    """Request options for requests that do not set them."""
 
     def with_paper_settings(self, settings: dict[str, Any]) -> "EngineOptions":
         """The cache options that were left open filled with ``settings``; raises ``ValueError`` as ``parse``."""
