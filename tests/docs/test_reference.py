@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from dllm_engine.cli.main import build_parser
 from dllm_engine.families import FAMILIES
-from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
-from dllm_engine.model_executor.retention.scorers import SCORERS
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.llm import LLM
+from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.options import CACHE_OPTIONS, EngineOptions
 from dllm_engine.paper_settings import paper_settings
 from dllm_engine.params import (
@@ -27,7 +27,6 @@ from dllm_engine.params import (
     RequestOptions,
 )
 from dllm_engine.scheduler.decoding import Guidance
-from dllm_engine.scheduler.layer_budgets import LAYER_BUDGETS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference.md"
@@ -47,13 +46,21 @@ def test_tables_are_those_of_the_code():
     assert written() == PAGE.read_text(encoding="utf-8"), "update it: python -m tests.docs.test_reference"
 
 
+def test_engine_options_can_be_given_as_the_page_says():
+    options = set(EngineOptions.model_fields) - INTERNAL
+    assert set(inspect.signature(LLM.__init__).parameters) - {"self", "model", "kwargs"} == options - {"playground"}
+    flags = vars(build_parser().parse_args(["serve", "demo"]))
+    assert {*options, *DEFAULTABLE_OPTIONS} - set(flags) == {"dense_attention", "cache_options", "request_defaults"}
+
+
 def test_methods_names_what_there_is():
     page = (DOCS / "methods.md").read_text(encoding="utf-8")
+    options = CACHE_OPTIONS["maskkv"].model_json_schema()["properties"]
     for heading, registry in {
         "Choosing a method": CACHE_OPTIONS,
-        "Scorers": SCORERS,
-        "Layer budgets": LAYER_BUDGETS,
-        "Head budgets": HEAD_BUDGETS,
+        "Scorers": options["scorer"]["enum"],
+        "Layer budgets": options["layer_budget"]["enum"],
+        "Head budgets": options["head_budget"]["enum"],
         "Policies": UNMASKING_POLICIES,
         "Rules": PARALLEL_OPTIONS,
     }.items():
@@ -61,7 +68,6 @@ def test_methods_names_what_there_is():
         assert section is not None, heading
         names = re.findall(r"^\| (\S+)", section[1], re.MULTILINE)
         assert names[1:] == [f"`{name}`" for name in registry], heading  # behind the head of the table
-    assert set(PARALLEL_OPTIONS) <= set(PARALLEL_RULES)
 
 
 def written() -> str:
