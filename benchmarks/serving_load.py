@@ -32,7 +32,7 @@ import openai
 import psutil
 
 from dllm_engine.demo.tasks import TASKS, make_examples
-from tests.serving.server import running, scrape
+from tests.support.server import running, scrape
 
 NUM_CLIENTS = 16
 NUM_ASKS = 160

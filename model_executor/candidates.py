@@ -13,18 +13,19 @@ import torch
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics
-from dllm_engine.model_executor.unmasking.selection import Rule, drawn_below, first_of_all, select
-from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota
+from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
+from dllm_engine.model_executor.unmasking.selection import select
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota, may_fill
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Those of one request."""
+    """Masked positions that one request may fill."""
 
     index: int
-    """Of the request in the batch."""
+    """Number of the request in the batch."""
     request_id: str
     canvas: Canvas
     plan: StepPlan
@@ -48,44 +49,44 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchCandidates:
-    """Those of several requests of a batch, ascending by request and position."""
+    """Masked positions that requests of a batch may fill, ascending by request and position."""
 
     batch: StepBatch
     members: Sequence[int]
-    """Numbers in the batch of the requests that may have some."""
+    """Batch numbers of the requests that may fill any."""
     table: torch.Tensor
     """int64 ``[5, num_candidates]``: the columns below, in their order."""
 
     @cached_property
     def requests(self) -> torch.Tensor:
-        """Number in the batch of each one's request."""
+        """Batch number of each candidate's request."""
         return self.table[0]
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """In its plan's candidates."""
+        """Place in the plan's span of candidates."""
         return self.table[1]
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """In its canvas."""
+        """Canvas position."""
         return self.table[2]
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """In the ``CanvasStore``."""
+        """Index into the ``CanvasStore``."""
         return self.table[3]
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """The batch rows that predict them."""
+        """Batch row that predicts the candidate."""
         return self.table[4]
 
     @classmethod
     def of(cls, batch: StepBatch, store: CanvasStore) -> "BatchCandidates":
-        """What is masked of the plans' candidates, where a row of the batch predicts it."""
+        """All masked candidates of the plans that some row of the batch predicts."""
         device = batch.positions.device
-        members = [i for i in range(len(batch.plans)) if _fills_any(batch.plans[i], batch.canvases[i])]
+        members = [i for i in range(len(batch.plans)) if may_fill(batch.plans[i], batch.canvases[i].spec)]
         spans = [batch.plans[i].quota.candidates for i in members]
         owners, positions = ranges([span.start for span in spans], [span.size for span in spans])
         requests = np.array(members, dtype=np.int64)[owners]
@@ -121,19 +122,21 @@ class BatchCandidates:
         return found.take(keys[found.rows] == wanted)
 
     def take(self, which: torch.Tensor) -> "BatchCandidates":
-        """Some of them, by their numbers ``[n]``, or by a mask of all."""
+        """Select some, by indices ``[n]`` or by a bool mask."""
         return BatchCandidates(self.batch, self.members, self.table[:, which])
 
     def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
-        """Those of some of the members."""
+        """Select the candidates of some members."""
         if len(members) == len(self.members):
             return self
         wanted = torch.isin(self.requests, on_device(members, self.table.device))
         return BatchCandidates(self.batch, members, self.table[:, wanted])
 
     def choose(self, statistics: TokenStatistics, masked: torch.Tensor) -> torch.Tensor:
-        """Which of them the plans' quotas unmask; bool ``[num_candidates]``. Of guided requests none, nor any that is
-        no longer ``masked`` ``[num_candidates]``."""
+        """Which candidates the plans' quotas unmask; bool ``[num_candidates]``.
+
+        None of guided requests, where the guide decides, and none that is no longer ``masked`` ``[num_candidates]``.
+        """
         barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
         plans, canvases = self.batch.plans, self.batch.canvases
         values: dict[tuple[str, Rule], dict[int, float]] = defaultdict(dict)
@@ -144,7 +147,7 @@ class BatchCandidates:
         width = max(plans[i].quota.candidates.size for i in self.members)
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
         for (policy, rule), of_requests in values.items():
-            confidence = UNMASKING_POLICIES[policy].confidence(statistics).masked_fill(barred, -torch.inf)
+            confidence = statistics.confidence(UNMASKING_POLICIES[policy].measures).masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
                 others = [i not in of_requests for i in range(len(plans))]
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
@@ -154,7 +157,7 @@ class BatchCandidates:
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:
-        """Request by request, those that have some, with their statistics."""
+        """The candidates of each request that has any, with their statistics."""
         sizes = self.requests.bincount(minlength=len(self.batch.plans)).tolist()
         for index, (positions, of_request) in enumerate(
             zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
@@ -167,29 +170,13 @@ class BatchCandidates:
                 yield found, of_request
 
 
-def _fills_any(plan: StepPlan, canvas: Canvas) -> bool:
-    by_count = plan.quota.parallel is None and not UNMASKING_POLICIES[canvas.spec.unmasking].draws_each_position
-    return plan.quota.count > 0 or not by_count
-
-
 def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
     """The rule by which a request's positions are chosen, and its value."""
     if quota.parallel is not None:
-        return PARALLEL_RULES[quota.parallel.kind].passes, quota.parallel.value
+        return PARALLEL_RULES[quota.parallel.kind], quota.parallel.value
     if UNMASKING_POLICIES[policy].draws_each_position:
         return drawn_below, quota.ratio
     return first_of_all, quota.count
-
-
-def must_fill(plan: StepPlan, canvas: Canvas) -> bool:
-    """Whether a step fills a position whatever the model predicts."""
-    if plan.skips:
-        # The row of the only position that may be filled may have been dropped; the next step keeps it.
-        return False
-    if plan.quota.parallel is not None or canvas.spec.guidance is not None:
-        return True
-    by_chance = UNMASKING_POLICIES[canvas.spec.unmasking].draws_each_position
-    return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
 
 
 @dataclass(frozen=True)
@@ -197,13 +184,13 @@ class StepOutcome:
     """What a step did to the requests of a batch, by their numbers."""
 
     positions: list[list[int]]
-    """Filled in each request, ascending."""
+    """Positions filled in each request, ascending."""
     not_finite: set[int]
     """Requests for which the model made logits that are NaN or infinite."""
 
 
 def outcomes_of(filled: list[list[Filled]], num_requests: int) -> list[StepOutcome]:
-    """Per step. The device is waited for once."""
+    """The outcome of each step. Waits for the device once."""
     parts = list(chain.from_iterable(filled))
     found = [StepOutcome([[] for _ in range(num_requests)], set()) for _ in filled]
     if not parts:

@@ -14,7 +14,9 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from dllm_engine.kernels.unmask import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
-from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, required
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics, required
+from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32)."""
@@ -29,6 +31,16 @@ class SamplingSettings:
     top_k: int
     tempered: bool
     """Whether the statistics are of the distribution after temperature, top-p and top-k."""
+
+    @classmethod
+    def of(cls, spec: DecodingSpec) -> "SamplingSettings":
+        """Those of a request. Settings that make no difference are equal, so that such requests share the head."""
+        greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
+        tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
+        if spec.temperature == 0 and not tempered:
+            # The most likely token survives every filter.
+            return cls(0.0, 1.0, 0, False)
+        return cls(spec.temperature, spec.top_p, spec.top_k, tempered)
 
     @property
     def filters(self) -> bool:
@@ -75,8 +87,9 @@ class TokenPredictor:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
-        argmax of logits + T · Gumbel noise. ``num_logprobs`` is how many of the likeliest tokens get log-probabilities
-        beside the predicted one; None: not even that. ``counters`` are needed for sampling alone.
+        argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities
+        of the predicted token and of so many of the likeliest; None: for none. ``counters`` are needed for sampling
+        only.
         """
         chunks = []
         for start in range(0, hidden.shape[0], self.max_rows):
@@ -272,7 +285,7 @@ def _draw(
 
 
 def _without(scores: torch.Tensor, mask_column: int) -> torch.Tensor:
-    """``scores`` with the mask token's column out of the running."""
+    """``scores`` with −∞ in the mask token's column."""
     if mask_column < 0:
         return scores
     scores = scores.clone()

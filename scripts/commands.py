@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,7 +102,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     if options.lint or options.all:
         failures.append(environment.run("ruff", "check"))
         failures.append(environment.run("ruff", "format", "--check"))
-        failures.append(check_types(environment))
+        failures.append(environment.run("mypy", "-p", "dllm_engine"))
         failures.append(environment.run("mypy", "scripts"))
         print("Style and types:", "FAILED, see above" if any(failures) else "passed", flush=True)
     # Tests of one file share engines. More processes would need more memory than their tests are worth; the slow ones
@@ -116,19 +114,3 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
         if failures[-1]:
             break
     return next((status for status in failures if status), 0)
-
-
-def check_types(environment: Environment) -> int:
-    """Runs mypy on the package laid out as it is installed, since mypy follows files and not `__path__`."""
-    layout = environment.directory / "layout"
-    shutil.rmtree(layout, ignore_errors=True)
-    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
-    for package, folder in settings["tool"]["setuptools"]["package-dir"].items():
-        target = layout.joinpath(*package.split("."))
-        target.mkdir(parents=True, exist_ok=True)
-        for entry in (CHECKOUT / folder).iterdir():
-            (target / entry.name).symlink_to(entry)
-    return environment.run(
-        "mypy", "--config-file", CHECKOUT / "pyproject.toml", "--cache-dir", CHECKOUT / ".mypy_cache",
-        "-p", "dllm_engine", cwd=layout,
-    )  # fmt: skip

@@ -21,8 +21,8 @@ from dllm_engine.bench.memory import available
 from dllm_engine.bench.passes import runner_of
 from dllm_engine.bench.plain import check_baseline
 from dllm_engine.bench.subject import Lengths, Subject, Unmasking
-from dllm_engine.cli.task_score import score_task
 from dllm_engine.demo.tasks import Example
+from dllm_engine.evaluation.score import score_task
 
 if TYPE_CHECKING:
     from dllm_engine.bench.plain import PlainDecoder

@@ -18,7 +18,7 @@ from dllm_engine.bench.passes import PassWatch, runner_of, scheduler_of
 from dllm_engine.bench.percentiles import Distribution
 from dllm_engine.bench.plain import PlainDecoder, decode
 from dllm_engine.bench.subject import Unmasking
-from dllm_engine.scheduler.decoding import DecodingSpec
+from dllm_engine.scheduler.request import DecodingSpec
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

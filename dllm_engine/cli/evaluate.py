@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from dllm_engine.cli.arguments import positive_int
-from dllm_engine.cli.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
     add_engine_arguments,
     start_engine,
 )
 from dllm_engine.cli.errors import CommandError
-from dllm_engine.cli.harness import COLUMNS as HARNESS_COLUMNS
-from dllm_engine.cli.harness import HarnessScore, run_harness
 from dllm_engine.cli.table import format_table
-from dllm_engine.cli.task_score import COLUMNS, score_task
-from dllm_engine.cli.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
-from dllm_engine.likelihood import NUM_SAMPLES
-from dllm_engine.paper_tasks import PAPERS
+from dllm_engine.evaluation.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
+from dllm_engine.evaluation.harness import COLUMNS as HARNESS_COLUMNS
+from dllm_engine.evaluation.harness import HarnessScore, run_harness
+from dllm_engine.evaluation.likelihood import NUM_SAMPLES
+from dllm_engine.evaluation.paper_tasks import PAPERS
+from dllm_engine.evaluation.score import COLUMNS, score_task
+from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
 
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32

@@ -36,7 +36,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from dllm_engine.inspection import drawing_for
+    from dllm_engine.inspection.record import drawing_for
 
     prompt = args.prompt if args.prompt is not None else _demo_prompt(args.model)
     # Whatever can be known to fail, before the engine takes its time.

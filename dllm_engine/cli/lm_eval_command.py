@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from dllm_engine.cli.harness import check_lm_eval
+from dllm_engine.evaluation.harness import check_lm_eval
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     check_lm_eval()
     from lm_eval.__main__ import cli_evaluate
 
-    import dllm_engine.lm_eval_model  # noqa: F401 - registers the model
+    import dllm_engine.evaluation.lm_eval_model  # noqa: F401 - registers the model
 
     sys.argv = ["lm_eval", *args.unknown]
     cli_evaluate()

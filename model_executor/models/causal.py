@@ -1,7 +1,7 @@
 """Autoregressive models that check a diffusion model's drafts: Qwen2 and Llama, in the diffusion models' own layers.
 
 Qwen2 is Dream's block, and Llama is the same without biases; their checkpoints name tensors as Dream's do. Attention is
-causal, which is the layer pass's business (``model_executor/guide.py``).
+causal, which is the layer pass's business (``model_executor/guide/model.py``).
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 LLaDA's block is Llama's and Dream's is Qwen2's; they differ in biases, epsilon and tensor names only, which
 ``DecoderShape`` and the two model files hold. A layer exposes its *parts*. It has no ``forward``: the loop over the
-layers belongs to a layer pass (``model_executor/layer_pass.py``), which may change the set of rows between and inside
+layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the set of rows between and inside
 layers.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from dllm_engine.scheduler.layer_budgets import largest_remainder
+from dllm_engine.scheduler.methods.layer_budgets import largest_remainder
 
 ADAPTIVE_UNIFORM_SHARE = 0.2
 """Ada-KV (arXiv 2407.11550): share of the budget that heads get evenly."""

@@ -4,7 +4,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.bench.percentiles import Distribution, percentile
-from tests.engines import assert_nothing_left, generate, runner_of
+from tests.support.engines import assert_nothing_left, generate, runner_of
 
 
 def test_visible_tokens_end_before_the_end_token():
@@ -112,7 +112,7 @@ def test_the_baseline_answers_one_request_after_the_other(tiny_llada):
     from dllm_engine.bench.plain import PlainDecoder
     from dllm_engine.families import LLADA
     from dllm_engine.options import EngineOptions
-    from dllm_engine.params import resolve_decoding
+    from dllm_engine.scheduler.resolve import resolve_decoding
     from dllm_engine.sizing import load_config
 
     model = PlainDecoder.from_checkpoint(tiny_llada, load_config(str(tiny_llada)), torch.float32)

@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_engine import DiffusionParams
-from tests.engines import assert_nothing_left, runner_of
+from tests.support.engines import assert_nothing_left, runner_of
 
 PROMPT, RESPONSE, BLOCK = 24, 16, 8
 CANVAS = PROMPT + RESPONSE

@@ -10,7 +10,7 @@ import pytest
 from dllm_engine.cli import chat
 from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
 from dllm_engine.cli.main import main
-from tests.engines import assert_nothing_left
+from tests.support.engines import assert_nothing_left
 
 HELLO = "Hello! How can I help?"
 OPENING = f"{GREETING}\n{DEMO_HINT}\n"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dllm_engine.cli import comparison, harness
 from dllm_engine.cli.arguments import key_value
 from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.main import build_parser, main
+from dllm_engine.evaluation import comparison, harness
 
 NAMES = "examples/lm_eval/names.yaml"
 FACTS = "examples/lm_eval/facts.yaml"

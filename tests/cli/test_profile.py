@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dllm_engine.cli.main import main
-from dllm_engine.model_executor.layer_pass import DensePass
+from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.options import EngineOptions
-from tests.engines import runner_of
-from tests.plain_maskkv import layer_importance
+from tests.oracles.maskkv import layer_importance
+from tests.support.engines import runner_of
 
 
 @pytest.mark.parametrize("checkpoint", ["llada-tiny-a", "dream-tiny-a"])

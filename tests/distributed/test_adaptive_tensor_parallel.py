@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tests.distributed.sharded import answer_sharded
-from tests.engines import generate
+from tests.support.engines import generate
+from tests.support.sharded import answer_sharded
 
 pytestmark = pytest.mark.slow
 

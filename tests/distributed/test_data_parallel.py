@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from dllm_engine.demo.tasks import make_examples
-from tests.serving.server import running
+from tests.support.server import running
 
 pytestmark = pytest.mark.slow
 

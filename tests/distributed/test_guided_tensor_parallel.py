@@ -4,9 +4,9 @@ import pytest
 
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
-from tests.byte_level_tokenizers import copy_renumbered
-from tests.distributed.sharded import answer_sharded
-from tests.engines import generate
+from tests.support.byte_level_tokenizers import copy_renumbered
+from tests.support.engines import generate
+from tests.support.sharded import answer_sharded
 
 pytestmark = pytest.mark.slow
 

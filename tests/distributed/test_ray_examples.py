@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from dllm_engine.demo.tasks import make_examples
-from tests.serving.server import free_port
+from tests.support.server import free_port
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.distributed.sharded import answer_sharded
-from tests.engines import generate
-from tests.reference_cases import reference_cases, request_fields
+from tests.support.engines import generate
+from tests.support.reference_cases import reference_cases, request_fields
+from tests.support.sharded import answer_sharded
 
 pytestmark = pytest.mark.slow
 

@@ -17,16 +17,16 @@ from dllm_engine.cli.main import build_parser
 from dllm_engine.families import FAMILIES
 from dllm_engine.llm import LLM
 from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
-from dllm_engine.paper_settings import paper_settings
-from dllm_engine.params import (
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request import Guidance
+from dllm_engine.scheduler.request_options import (
     DEFAULT_GEN_LENGTH,
     DEFAULTABLE_OPTIONS,
     PARALLEL_OPTIONS,
-    DiffusionParams,
     RequestOptions,
 )
-from dllm_engine.scheduler.decoding import Guidance
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference.md"
@@ -36,7 +36,7 @@ INTERNAL = {"guide_shape"}
 LARGEST = 2**31 - 1  # a limit of the integers' type, which is not worth a reader's time
 NAMES = {
     "unmasking": UNMASKING_POLICIES,
-    "cache_method": CACHE_OPTIONS,
+    "cache_method": CACHE_METHODS,
     "request_defaults": DEFAULTABLE_OPTIONS,
 }
 """The names that an option of no particular type may have."""
@@ -55,9 +55,9 @@ def test_engine_options_can_be_given_as_the_page_says():
 
 def test_methods_names_what_there_is():
     page = (DOCS / "methods.md").read_text(encoding="utf-8")
-    options = CACHE_OPTIONS["maskkv"].model_json_schema()["properties"]
+    options = CACHE_METHODS["maskkv"].options.model_json_schema()["properties"]
     for heading, registry in {
-        "Choosing a method": CACHE_OPTIONS,
+        "Choosing a method": CACHE_METHODS,
         "Scorers": options["scorer"]["enum"],
         "Layer budgets": options["layer_budget"]["enum"],
         "Head budgets": options["head_budget"]["enum"],
@@ -68,6 +68,12 @@ def test_methods_names_what_there_is():
         assert section is not None, heading
         names = re.findall(r"^\| (\S+)", section[1], re.MULTILINE)
         assert names[1:] == [f"`{name}`" for name in registry], heading  # behind the head of the table
+
+
+def test_the_gpu_page_names_the_methods_whose_steps_can_be_recorded():
+    (row,) = re.findall(r"^\| `cuda_graphs`.*", (DOCS / "gpu.md").read_text(encoding="utf-8"), re.MULTILINE)
+    recordable = [name for name, method in CACHE_METHODS.items() if method.recordable]
+    assert [name for name in CACHE_METHODS if f"`{name}`" in row] == recordable
 
 
 def written() -> str:
@@ -110,20 +116,20 @@ def engine_table() -> list[str]:
 
 def cache_tables() -> list[str]:
     lines = []
-    for method, schema in CACHE_OPTIONS.items():
-        if schema.model_fields:
-            lines += [f"### `{method}`", *HEAD, *rows(schema), ""]
+    for name, method in CACHE_METHODS.items():
+        if method.options.model_fields:
+            lines += [f"### `{name}`", *HEAD, *rows(method.options), ""]
     return lines[:-1]
 
 
 def checkpoint_table() -> list[str]:
     """A row per released checkpoint, a column per cache method that has settings of its own for some of them."""
     found = {
-        checkpoint: {method: paper_settings(method, checkpoint, family) for method in CACHE_OPTIONS}
+        checkpoint: {name: method.paper_settings(checkpoint, family) for name, method in CACHE_METHODS.items()}
         for family in FAMILIES.values()
         for checkpoint in family.checkpoints
     }
-    methods = [method for method in CACHE_OPTIONS if any(settings[method] for settings in found.values())]
+    methods = [method for method in CACHE_METHODS if any(settings[method] for settings in found.values())]
     lines = [f"| checkpoint | {' | '.join(f'`{method}`' for method in methods)} |", "|---" * (len(methods) + 1) + "|"]
     for checkpoint, settings in found.items():
         cells = [", ".join(f"`{name}` {value}" for name, value in settings[method].items()) for method in methods]

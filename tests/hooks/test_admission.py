@@ -11,11 +11,11 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import InvalidRequestError, RequestOptions
+from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions
 from dllm_engine.vllm_hooks import admission
 from dllm_engine.vllm_hooks.admission import CheckedPrompt, checked_generate, checked_respond
 from dllm_engine.vllm_hooks.request_bodies import checked_fields
-from tests.engines import assert_nothing_left
+from tests.support.engines import assert_nothing_left
 
 PROMPT = {"type": "token", "prompt_token_ids": [3, 1, 4]}
 PARAMS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}

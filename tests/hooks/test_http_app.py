@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.http_app import app_client
+from tests.support.http_app import app_client
 
 
 @pytest.mark.parametrize("ours", [True, False])

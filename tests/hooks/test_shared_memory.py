@@ -56,7 +56,7 @@ def test_queues_of_other_models_keep_their_names(queues):
 
 WORKER = """
 import multiprocessing, os, signal, time
-from dllm_engine.model_executor.worker import end_with_parent
+from dllm_engine.model_executor.workers.base import end_with_parent
 
 def work(started):
     end_with_parent()

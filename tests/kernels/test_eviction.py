@@ -12,7 +12,7 @@ from dllm_engine.kernels.eviction import (
     write_retained,
     write_retained_reference,
 )
-from tests.kernels.paged_cases import TOLERANCE
+from tests.support.paged_cases import TOLERANCE
 
 
 @given(

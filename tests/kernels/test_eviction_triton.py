@@ -12,7 +12,7 @@ from dllm_engine.kernels.eviction import (
     write_retained_reference,
     write_retained_with_triton,
 )
-from tests.kernels.paged_cases import DEVICE, INTERPRETED, compile_launches, error, runs_triton
+from tests.support.paged_cases import DEVICE, INTERPRETED, compile_launches, error, runs_triton
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(4, 2, 32), (3, 3, 96), (14, 2, 128)]

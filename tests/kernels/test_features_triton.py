@@ -15,7 +15,7 @@ from dllm_engine.kernels.features import (
     write_features_reference,
     write_features_with_triton,
 )
-from tests.kernels.paged_cases import DEVICE, INTERPRETED, compile_launches, runs_triton
+from tests.support.paged_cases import DEVICE, INTERPRETED, compile_launches, runs_triton
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_reference, write_slots
-from tests.kernels.paged_cases import TOLERANCE, error, paged_case
+from tests.support.paged_cases import TOLERANCE, error, paged_case
 
 SEMANTICS = [(True, False), (True, True), (False, False), (False, True)]
 """(attend_fresh, causal)"""

@@ -17,7 +17,7 @@ from dllm_engine.kernels.paged_attention import (
     write_slots,
     write_slots_with_triton,
 )
-from tests.kernels.paged_cases import (
+from tests.support.paged_cases import (
     DEVICE,
     INTERPRETED,
     TOLERANCE,

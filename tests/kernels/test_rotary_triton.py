@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from dllm_engine.kernels import rotary
 from dllm_engine.kernels.rotary import rotate_reference, rotate_with_triton
-from tests.kernels.paged_cases import DEVICE, INTERPRETED, compile_launches, runs_triton
+from tests.support.paged_cases import DEVICE, INTERPRETED, compile_launches, runs_triton
 
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3} | ({} if INTERPRETED else {torch.bfloat16: 1e-2})
 

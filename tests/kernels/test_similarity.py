@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums, similarity_sums_reference
-from tests.kernels.paged_cases import TOLERANCE, error
+from tests.support.paged_cases import TOLERANCE, error
 
 
 def retained_case(

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from dllm_engine.kernels import unmask
 from dllm_engine.kernels.unmask import token_statistics_reference, token_statistics_with_triton
-from tests.kernels.paged_cases import DEVICE, INTERPRETED, compile_launches, runs_triton
+from tests.support.paged_cases import DEVICE, INTERPRETED, compile_launches, runs_triton
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 

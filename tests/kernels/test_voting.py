@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dllm_engine.kernels import voting
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.voting import voting_scores, voting_scores_reference
-from tests.kernels.paged_cases import TOLERANCE, error
+from tests.support.paged_cases import TOLERANCE, error
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from dllm_engine.kernels import voting
 from dllm_engine.kernels.voting import voting_scores_reference, voting_scores_with_triton
-from tests.kernels.paged_cases import DEVICE, INTERPRETED, compile_launches, error, runs_triton
+from tests.support.paged_cases import DEVICE, INTERPRETED, compile_launches, error, runs_triton
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 

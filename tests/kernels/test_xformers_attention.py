@@ -11,7 +11,7 @@ import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention, bidirectional_attention_reference, use_dense_backend
 from dllm_engine.kernels.xformers_attention import attend_with_xformers, check_xformers
-from tests.engines import start_engine
+from tests.support.engines import start_engine
 
 CASES = [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)]
 

@@ -8,10 +8,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dllm_engine.model_executor.guide_text import Retokenizer
-from dllm_engine.scheduler.decoding import Span
-from tests.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
-from tests.plain_guided import Texts
+from dllm_engine.model_executor.guide.text import Retokenizer
+from dllm_engine.scheduler.request import Span
+from tests.oracles.guided import Texts
+from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 
 MASK, END = 999, 700
 

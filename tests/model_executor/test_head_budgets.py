@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS, head_budgets
-from tests import plain_maskkv
+from tests.oracles import maskkv as plain_maskkv
 
 
 def scores_of(masses, num_tokens) -> torch.Tensor:

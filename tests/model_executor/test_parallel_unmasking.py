@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES
+from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.selection import select
 
 
 def chosen(kind: str, confidence: list[float], value: float) -> list[int]:
     offsets = torch.arange(len(confidence))
     values = torch.tensor(confidence, dtype=torch.float32)
-    picked = select(PARALLEL_RULES[kind].passes, values, torch.zeros_like(offsets), offsets, [value], len(confidence))
+    picked = select(PARALLEL_RULES[kind], values, torch.zeros_like(offsets), offsets, [value], len(confidence))
     return picked.nonzero()[:, 0].tolist()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engines import generate
+from tests.support.engines import generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 OTHERS = [[k, k + 1, *range(2, 2 + 3 * k)] for k in range(7)]

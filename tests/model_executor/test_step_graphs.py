@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.engines import assert_nothing_left, generate, runner_of, start_engine
+from tests.support.engines import assert_nothing_left, generate, runner_of, start_engine
 
 BATCHES = [[17], [9, 30, 12], [21, 5, 8, 40, 11], [33]]
 """Prompt lengths of requests that run together; pages go from one batch to the next."""
@@ -32,7 +32,7 @@ def recording(engines):
     changed = []
 
     def start(model, **settings):
-        from tests.stand_in_recorder import record_steps
+        from tests.support.stand_in_recorder import record_steps
 
         llm = engines(model, page_size=4, **settings)
         changed.append(runner_of(llm))
@@ -40,13 +40,13 @@ def recording(engines):
 
     yield start
     for runner in changed:
-        runner.graphs = None
+        runner.denoiser.graphs = None
 
 
 def recordable() -> list[str]:
-    from dllm_engine.options import RECORDABLE
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    return list(RECORDABLE)
+    return [name for name, method in CACHE_METHODS.items() if method.recordable]
 
 
 @pytest.mark.parametrize("method", recordable())
@@ -110,7 +110,7 @@ def test_requests_are_padded_to_few_sizes():
 
 
 def test_the_recorder_would_notice_the_host():
-    from tests.stand_in_recorder import StandInRecorder
+    from tests.support.stand_in_recorder import StandInRecorder
 
     ones = torch.ones(3)
     for run in (
@@ -132,8 +132,8 @@ class NotLaunched:
 def test_launching_asks_nothing_of_the_host(monkeypatch):
     pytest.importorskip("triton")
     from dllm_engine.kernels import paged_attention, rotary
-    from tests.kernels.paged_cases import paged_case
-    from tests.stand_in_recorder import NothingOfTheHost
+    from tests.support.paged_cases import paged_case
+    from tests.support.stand_in_recorder import NothingOfTheHost
 
     for module in (paged_attention, rotary):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -153,10 +153,11 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
 
 
 def test_methods_that_cannot_be_recorded_are_refused():
-    from dllm_engine.options import CACHE_OPTIONS, RECORDABLE, EngineOptions
+    from dllm_engine.options import EngineOptions
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    for method in CACHE_OPTIONS:
-        if method in RECORDABLE:
+    for method in CACHE_METHODS:
+        if CACHE_METHODS[method].recordable:
             assert EngineOptions.parse({"cache_method": method, "cuda_graphs": True}).cuda_graphs
         else:
             with pytest.raises(ValueError, match=f"cuda_graphs=True .*prefix, dual, sparse, freecache.*'{method}'"):

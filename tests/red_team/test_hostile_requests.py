@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.params import RequestOptions
-from tests.serving.server import running, scrape
+from dllm_engine.scheduler.request_options import RequestOptions
+from tests.support.server import running, scrape
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +157,7 @@ def test_odd_values_of_standard_fields(server, path):
 
 @pytest.mark.parametrize("number", [n for n in ODD_NUMBERS if n != 10**400], ids=str)
 def test_every_option_with_every_odd_number(server, number):
-    """As tests/test_extreme_options.py, through HTTP and with the engine in a process of its own."""
+    """As tests/llm/test_extreme_options.py, through HTTP and with the engine in a process of its own."""
     body = GOOD[COMPLETIONS]
     for name in RequestOptions.model_fields:
         odd = body | {"vllm_xargs": {name: number}}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dllm_engine.options import CACHE_OPTIONS
-from tests.distributed.sharded import answer_sharded
-from tests.engines import assert_nothing_left, generate, scheduler_of
-from tests.random_requests import random_requests
-from tests.tiny_checkpoints import VOCAB_SIZE
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.random_requests import random_requests
+from tests.support.sharded import answer_sharded
+from tests.support.tiny_checkpoints import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from dllm_engine import LLM
@@ -67,7 +67,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
 
 
 def test_every_cache_method_has_choices():
-    assert CHOICES.keys() == CACHE_OPTIONS.keys()
+    assert CHOICES.keys() == CACHE_METHODS.keys()
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.options import CACHE_OPTIONS, DLLMCacheOptions, EngineOptions, MaskKVOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Guidance, ParallelRule, Progress
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
+from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, average_budget, prompt_budgets
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.refresh_plan import (
-    REFRESH_PLANS,
-    average_budget,
-    live_start,
-    longest_demand,
-    page_demand,
-    prompt_budgets,
-)
+from dllm_engine.scheduler.request import DecodingSpec, Guidance, ParallelRule, Progress
 
 INTERVALS = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
 
@@ -43,7 +38,7 @@ def plans_of(request: DecodingSpec, method: str):
     for block in range(request.num_blocks):
         progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
         while progress.num_masked:
-            plan = REFRESH_PLANS[method].plan(request, progress)
+            plan = CACHE_METHODS[method].plan(request, progress)
             plans.append(plan)
             progress.step += 1
             progress.num_forwards += 1
@@ -91,7 +86,7 @@ def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, o
     request, progress, scopes = spec(cache, **open_count), Progress(), []
     # Known before each pass: 0, 2, 3, 4, 4, 8, 10, 15. The prompt is due at 4, 8, 12, …, the response at 3, 6, 9, ….
     for num_unmasked in (2, 1, 1, 0, 4, 2, 5, 6):
-        scopes.append(REFRESH_PLANS[method].plan(request, progress).scope.value)
+        scopes.append(CACHE_METHODS[method].plan(request, progress).scope.value)
         progress.num_forwards += 1
         progress.num_unmasked += num_unmasked
         progress.last_unmasked = num_unmasked
@@ -147,11 +142,11 @@ def test_pages_of_a_request(method, options, shifts_logits, kv, features):
     engine = EngineOptions(cache_method=method, cache_options=options, page_size=4)
     request = spec(engine.cache, shifts_logits=shifts_logits)
     for block in range(request.num_blocks):
-        assert REFRESH_PLANS[method].pages(request, block, GEOMETRY) == {
+        assert CACHE_METHODS[method].pages(request, block, GEOMETRY) == {
             PageKind.KV: kv,
             PageKind.FEATURES: features,
         }
-    assert page_demand(request, engine, GEOMETRY) == sum(kv) + sum(features)
+    assert engine.method.page_demand(request, GEOMETRY) == sum(kv) + sum(features)
 
 
 def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
@@ -159,12 +154,12 @@ def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
     request = spec(engine.cache)
     # One of two ranks: 4 slots and 2 rows a page. Its head may be left all 8 of both heads, but not all 10.
     rank = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=1, head_dim=8, hidden_size=32, total_kv_heads=2)
-    kv, features = REFRESH_PLANS["maskkv"].pages(request, 0, rank).values()
+    kv, features = CACHE_METHODS["maskkv"].pages(request, 0, rank).values()
     assert kv == [8] * 4
     assert features == [11] * 4
     # With a budget of 6 it could be 12, but the prompt has 10 tokens: 31 in all.
     engine = EngineOptions(cache_method="maskkv", cache_options={"kv_budget": 6}, page_size=4)
-    assert REFRESH_PLANS["maskkv"].pages(spec(engine.cache), 0, rank)[PageKind.KV] == [8] * 4
+    assert CACHE_METHODS["maskkv"].pages(spec(engine.cache), 0, rank)[PageKind.KV] == [8] * 4
 
 
 def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
@@ -172,7 +167,7 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
     for method in ("dllm_cache", "maskkv"):
         engine = EngineOptions(cache_method=method, page_size=1)
         with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
-            longest_demand(engine, small, 64)
+            engine.method.longest_demand(engine.cache, small, 64)
     assert small.__class__(**(vars(small) | {"page_size": 3})).feature_rows_per_page == 1
 
 
@@ -235,7 +230,7 @@ METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
 }
 
 
-@pytest.mark.parametrize("method", REFRESH_PLANS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_request_needs_more_pages_than_the_longest(method, data):
@@ -262,7 +257,9 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
         block_length=data.draw(st.integers(1, gen_length), label="block_length"),
         shifts_logits=data.draw(st.booleans(), label="shifts_logits"),
     )
-    assert page_demand(request, engine, geometry) <= longest_demand(engine, geometry, max_model_len)
+    assert engine.method.page_demand(request, geometry) <= engine.method.longest_demand(
+        engine.cache, geometry, max_model_len
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -274,15 +271,15 @@ def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
     geometry = PoolGeometry(
         page_size=4, num_layers=4, num_kv_heads=2 // ranks, head_dim=8, hidden_size=8 // ranks, total_kv_heads=2
     )
-    longest = longest_demand(engine, geometry, 9)
+    longest = engine.method.longest_demand(engine.cache, geometry, 9)
     for prompt_length in range(1, 9):
         request = spec(engine.cache, prompt_length=prompt_length, gen_length=9 - prompt_length, block_length=1)
-        assert page_demand(request, engine, geometry) <= longest, prompt_length
+        assert engine.method.page_demand(request, geometry) <= longest, prompt_length
 
 
 def test_every_method_is_among_those_drawn():
     """A new method with options of its own must be named above, or it is only tried with its defaults."""
-    assert {name for name, options in CACHE_OPTIONS.items() if options.model_fields} <= {
+    assert {name for name, method in CACHE_METHODS.items() if method.options.model_fields} <= {
         name for name, options in METHOD_OPTIONS.items() if options
     }
 
@@ -292,7 +289,7 @@ def test_every_method_is_among_those_drawn():
 @given(data=st.data())
 def test_every_plan_reads_what_is_kept_and_computes_no_more_than_it_is_charged_for(method, data):
     options = data.draw(st.fixed_dictionaries(_ADAPTIVE))
-    cache = CACHE_OPTIONS[method](**options)
+    cache = CACHE_METHODS[method].options(**options)
     prompt_length, gen_length = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 30))
     block_length = data.draw(st.integers(1, gen_length))
     shifts = data.draw(st.booleans())

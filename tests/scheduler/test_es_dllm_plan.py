@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES
-from dllm_engine.options import EngineOptions, ESDLLMOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, ParallelRule, Progress, Span
+from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
+from dllm_engine.scheduler.methods.es_dllm import plan as plan_es_dllm
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand, plan_es_dllm
+from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope
 
 UPDATE, REUSE = RefreshState.UPDATE, RefreshState.REUSE
@@ -88,7 +90,7 @@ def test_dream_feeds_the_rows_before_those_it_predicts():
 def test_a_threshold_must_be_exceeded():
     request = replace(spec(), parallel=ParallelRule("threshold", 0.9))
     assert {plan.quota.parallel for plan in plans_of(request, (3, 2, 1))} == {ParallelRule("exceeded_threshold", 0.9)}
-    exceeded = PARALLEL_RULES["exceeded_threshold"].passes(torch.tensor([0.875, 0.75, 0.5]), 0.75)
+    exceeded = PARALLEL_RULES["exceeded_threshold"](torch.tensor([0.875, 0.75, 0.5]), 0.75)
     assert exceeded.tolist() == [True, False, False]
 
 
@@ -123,14 +125,14 @@ def test_eviction_copies_once_per_block_and_reads_the_copy_until_its_end(delay):
     ],
 )
 def test_pages_of_a_block(options, expected):
-    pages = REFRESH_PLANS["es_dllm"].pages(spec(**options), 0, GEOMETRY)
+    pages = CACHE_METHODS["es_dllm"].pages(spec(**options), 0, GEOMETRY)
     assert pages == {PageKind.KV: [8] * 8} | expected
 
 
 @pytest.mark.parametrize("options", [{}, {"retention_ratio": 0.5}, {"retention_ratio": 0.0}, {"indicator": "none"}])
 def test_no_request_needs_more_than_the_longest(options):
     engine = EngineOptions(cache_method="es_dllm", cache_options=options, page_size=4)
-    longest = longest_demand(engine, GEOMETRY, 30)
+    longest = engine.method.longest_demand(engine.cache, GEOMETRY, 30)
     demands = []
     for gen_length in range(1, 30):
         for block_length in range(1, gen_length + 1):
@@ -146,7 +148,7 @@ def test_no_request_needs_more_than_the_longest(options):
                 top_k=0,
                 cache=engine.cache,
             )
-            demands.append(page_demand(request, engine, GEOMETRY))
+            demands.append(engine.method.page_demand(request, GEOMETRY))
     assert max(demands) == longest
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.scheduler.layer_budgets import LAYER_BUDGETS, largest_remainder, layer_budgets
-from tests import plain_maskkv
+from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, largest_remainder, layer_budgets
+from tests.oracles import maskkv as plain_maskkv
 
 PROFILE = [0.3, 0.1, 0.1, 0.5]
 

@@ -2,10 +2,13 @@
 
 import pytest
 
-from dllm_engine.options import DKVOptions, EngineOptions, FreeCacheOptions, SparseOptions
-from dllm_engine.scheduler.decoding import DecodingSpec, Progress, Span
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.dkv import DKVOptions
+from dllm_engine.scheduler.methods.freecache import FreeCacheOptions
+from dllm_engine.scheduler.methods.sparse import SparseOptions
 from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, page_demand
+from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, unmask_quota
 
 
@@ -49,7 +52,7 @@ def plans_of(request: DecodingSpec, method: str = "none"):
     for block in range(request.num_blocks):
         progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
         while progress.num_masked:
-            plan = REFRESH_PLANS[method].plan(request, progress)
+            plan = CACHE_METHODS[method].plan(request, progress)
             plans.append(plan)
             progress.step += 1
             progress.num_forwards += 1
@@ -198,4 +201,4 @@ def test_freecache_keeps_a_finished_block_in_the_next_ones_first_step(include_su
 def test_page_demand_is_that_of_the_largest_block(method, pages):
     options = EngineOptions(cache_method=method, page_size=4)
     geometry = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
-    assert page_demand(spec(cache=options.cache), options, geometry) == pages
+    assert options.method.page_demand(spec(cache=options.cache), geometry) == pages

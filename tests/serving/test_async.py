@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dllm_engine.demo import demo_model_path
-from tests.engines import start_engine
+from tests.support.engines import start_engine
 
 pytestmark = pytest.mark.slow
 

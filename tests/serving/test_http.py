@@ -14,8 +14,8 @@ import pytest
 from dllm_engine import playground
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
-from tests.engines import start_engine
-from tests.serving.server import Server, running, scrape
+from tests.support.engines import start_engine
+from tests.support.server import Server, running, scrape
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from benchmarks.serving_load import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
-from tests.serving.server import running, scrape
+from tests.support.server import running, scrape
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm_engine.demo import DEMO_MODEL_DIR
-from tests.serving.server import running, scrape
+from tests.support.server import running, scrape
 
 pytestmark = pytest.mark.slow
 

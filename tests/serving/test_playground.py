@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.demo import demo_model_path
-from tests.serving.server import running
+from tests.support.server import running
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 from selenium.webdriver.common.by import By  # noqa: E402

@@ -15,7 +15,7 @@ import pytest
 
 from dllm_engine.demo import demo_model_path
 from dllm_engine.vllm_hooks.server_start import shared_memory_of
-from tests.serving.server import Server, scrape
+from tests.support.server import Server, scrape
 
 pytestmark = pytest.mark.slow
 

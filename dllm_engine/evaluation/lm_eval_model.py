@@ -1,0 +1,250 @@
+"""The model ``dllm`` of lm-evaluation-harness: its tasks run by a diffusion engine.
+
+Releases of lm_eval that know plugins find it by its entry point; ``dllm lm-eval`` is the command of any release, with
+this module loaded first.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+
+from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
+from dllm_engine.llm import LLM
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.request_options import RequestOptions
+
+DIFFUSION_OPTIONS = ("gen_length", *(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k")))
+"""Decoding options that lm_eval has no name for."""
+DECODING_OPTIONS = (*DIFFUSION_OPTIONS, "temperature", "top_p", "top_k", "seed", "ignore_eos")
+_TASK_OPTIONS = ("temperature", "top_p", "top_k", "seed")
+"""Options of lm_eval's ``generation_kwargs`` that go by the same name here."""
+
+
+@dataclass
+class Cost:
+    """What the responses of an evaluation cost."""
+
+    tokens: int = 0
+    """Response tokens unmasked, to the end of each last block."""
+    forward_passes: int = 0
+    """Summed over the responses, whether or not they shared them."""
+    tokens_computed: int = 0
+    seconds: float = 0.0
+
+
+@register_model("dllm")
+class DiffusionLM(TemplateLM):
+    """A diffusion engine as lm_eval's model.
+
+    ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``,
+    ``max_model_len``, …; ``cache_options`` as JSON), decoding options (``gen_length``, ``block_length``, ``steps``,
+    ``threshold``, …) and the keyword arguments of this class. Decoding options named there replace a task's own;
+    diffusion options in lm_eval's ``--gen_kwargs`` replace both.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        decoding: dict[str, Any] | None = None,
+        *,
+        mc_num: int = NUM_SAMPLES,
+        mc_seed: int = 0,
+        check_greedy: bool = True,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            llm: the engine.
+            decoding: keyword arguments of ``DiffusionParams`` for every response.
+            mc_num: forward passes per continuation of the likelihood estimate, where 2^length − 1 are more than that.
+            mc_seed: seed of the masks it draws.
+            check_greedy: whether to report if a continuation is what the model itself would answer, which takes a
+                response of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
+            max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they
+                do not fit.
+
+        Raises:
+            ValueError: an option that is unknown or out of range.
+        """
+        super().__init__()
+        unknown = (decoding or {}).keys() - set(DECODING_OPTIONS)
+        if unknown:
+            raise ValueError(f"unknown decoding option {min(unknown)!r}; known: {', '.join(DECODING_OPTIONS)}")
+        if mc_num < 1:
+            raise ValueError(f"mc_num={mc_num} is out of range: it must be at least 1")
+        if max_prompt_tokens is not None and max_prompt_tokens < 2:
+            raise ValueError(f"max_prompt_tokens={max_prompt_tokens} is out of range: it must be at least 2")
+        self.llm = llm
+        self.decoding = decoding or {}
+        self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
+        self.max_prompt_tokens = max_prompt_tokens
+        self.tokenizer = llm.get_tokenizer()
+        self.cost = Cost()
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "DiffusionLM":
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "DiffusionLM":
+        """Starts the engine. ``additional_config`` is lm_eval's batch size and device, which it names even where its
+        user does not, and which have no say: the engine batches what fits, on the device that vLLM finds."""
+        arguments = dict(arg_dict)
+        own = ("mc_num", "mc_seed", "check_greedy", "max_prompt_tokens")
+        settings = {name: arguments.pop(name) for name in own if name in arguments}
+        # A ratio lowers the engine's for every request; the engine's own is cache_options'.
+        decoding = {name: arguments.pop(name) for name in DECODING_OPTIONS if name in arguments}
+        if isinstance(text := arguments.get("cache_options"), str) and text.startswith("{"):
+            try:
+                arguments["cache_options"] = json.loads(text)
+            except ValueError as error:
+                raise ValueError(f"cache_options={text!r} is not JSON: {error}") from None
+        try:
+            model = arguments.pop("pretrained")
+        except KeyError:
+            raise ValueError("model_args names no model; add pretrained=… (a folder, a name, or demo)") from None
+        return cls(LLM(model, **arguments), decoding, **settings)
+
+    # What lm_eval asks of the tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return bos if bos is not None else self.eot_token_id
+
+    @property
+    def max_length(self) -> int:
+        return self.llm.model_config.max_model_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.llm.model_config.model.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))  # a chat template has put it there
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    # Responses
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Responses, without the stop string that ended them; all requests go to the engine at once."""
+        params = [self._params(request.args[1]) for request in requests]
+        asked: Counter[int] = Counter()
+        for request, wanted in zip(requests, params, strict=True):
+            if wanted.seed is not None:
+                wanted.seed += asked[id(request)]  # a task that repeats its requests wants different responses
+                asked[id(request)] += 1
+        prompts = [
+            self._fit(self.tok_encode(context), wanted.gen_length or 1)
+            for (context, _), wanted in zip((request.args for request in requests), params, strict=True)
+        ]
+        texts = self._answer(prompts, params, use_tqdm=not disable_tqdm)
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _params(self, task_options: dict[str, Any]) -> DiffusionParams:
+        """The decoding parameters of a request of a task that has ``task_options`` as ``generation_kwargs``."""
+        named = {"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"} & task_options.keys()
+        options = dict(normalize_gen_kwargs(task_options))
+        stop = [text for text in options.pop("until") if text]
+        options.pop("do_sample")
+        gen_length = options.pop("max_gen_toks")
+        params = {"gen_length": gen_length} if named else {}
+        params |= {name: options.pop(name) for name in _TASK_OPTIONS if name in options}
+        params |= self.decoding | {name: options.pop(name) for name in DIFFUSION_OPTIONS if name in options}
+        if options:
+            name, value = next(iter(options.items()))
+            raise ValueError(
+                f"generation_kwargs: {name}={value!r} is not supported; known: {', '.join(DECODING_OPTIONS)}"
+            )
+        return DiffusionParams(stop=stop, **params)
+
+    def _answer(self, prompts: list[list[int]], params: list[DiffusionParams], *, use_tqdm: bool) -> list[str]:
+        start = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=use_tqdm)
+        self.cost.seconds += time.perf_counter() - start
+        for output in outputs:
+            figures = output.outputs[0].diffusion
+            self.cost.tokens += figures.tokens_unmasked
+            self.cost.forward_passes += figures.forward_passes
+            self.cost.tokens_computed += figures.tokens_computed
+        return [output.outputs[0].text for output in outputs]
+
+    def _fit(self, prompt: list[int], response_length: int) -> list[int]:
+        """The prompt, shortened where ``max_prompt_tokens`` says so; raises ``ValueError`` if it does not fit."""
+        kept = self.max_prompt_tokens
+        if kept is not None and len(prompt) > kept:
+            prompt = prompt[: kept // 2] + prompt[kept // 2 - kept :]
+        if len(prompt) + response_length > self.max_length:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and a response of {response_length} exceed max_model_len "
+                f"{self.max_length}; raise it, or set max_prompt_tokens to cut long prompts in their middle"
+            )
+        return prompt
+
+    # Likelihoods
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        pairs = [(self._fit(prompt, len(continuation)), continuation) for _, prompt, continuation in requests]
+        found = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
+        greedy = self._greedy(pairs, use_tqdm=not disable_tqdm) if self.check_greedy else [False] * len(pairs)
+        answers = list(zip(found, greedy, strict=True))
+        for (text, _, _), answer in zip(requests, answers, strict=True):
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, answer)
+        return answers
+
+    def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[bool]:
+        """Whether each continuation is the model's own: unmasked one token per step, in one block of its length."""
+        asked = [index for index, (_, continuation) in enumerate(pairs) if continuation]
+        prompts = [{"prompt_token_ids": pairs[index][0]} for index in asked]
+        lengths = [len(pairs[index][1]) for index in asked]
+        params = [DiffusionParams(gen_length=n, block_length=n, steps=n, ignore_eos=True) for n in lengths]
+        same = [True] * len(pairs)
+        for index, output in zip(asked, self.llm.generate(prompts, params, use_tqdm=use_tqdm), strict=True):
+            same[index] = list(output.outputs[0].token_ids) == pairs[index][1]
+        return same
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The same bound of whole texts, in windows of ``max_model_len`` that do not overlap."""
+        totals = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(
+                self.tok_encode(text, add_special_tokens=False),
+                self.prefix_token_id,
+                self.max_length - 1,
+                context_len=1,
+            )
+            pairs = [make_disjoint_window(window) for window in windows]
+            totals.append(sum(log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
+        return totals

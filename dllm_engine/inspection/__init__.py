@@ -1,0 +1,1 @@
+"""Recordings of what an engine did, and a page that shows them."""

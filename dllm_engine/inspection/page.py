@@ -1,0 +1,394 @@
+"""Inspections as one HTML file: inline SVG and CSS, light and dark, nothing loaded from elsewhere."""
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from dllm_engine import __version__
+from dllm_engine.inspection.record import count_of
+from dllm_engine.scheduler.request import Span
+from dllm_engine.scheduler.step_plan import RefreshState
+
+if TYPE_CHECKING:
+    from dllm_engine.inspection.record import InspectedBlock, Inspection
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #fbfbfa; --card: #fff; --ink: #1b2026; --muted: #626b76; --line: #dfe2e6;
+  --retained: #0f7c8c; --evicted: #e6e9ec; --block: #ee9b1f; --again: #f8d9a3; --edge: #1b2026;
+  --cool: #4fb9c8; --warm: #a98cf0; --full: #8b95a1; --update: #0f7c8c; --reuse: #ee9b1f; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --card: #1c2025; --ink: #e9ecef; --muted: #9aa4af;
+  --line: #333a42; --retained: #35b3c4; --evicted: #2b3138; --block: #f0a63a; --again: #6d5429; --edge: #e9ecef;
+  --cool: #127887; --warm: #6a4bc4; --full: #78828e; --update: #35b3c4; --reuse: #f0a63a; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); print-color-adjust: exact;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 48px; }
+h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em; }
+h2 { font-size: 19px; margin: 0 0 4px; }
+p { margin: 0 0 12px; }
+.muted { color: var(--muted); }
+.lead { max-width: 100ch; }
+section, .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+section { padding: 20px; margin-top: 20px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 20px 0 0; }
+.tiles div { padding: 10px 14px; }
+.tiles dt { color: var(--muted); font-size: 13px; }
+.tiles dd { margin: 0; font-size: 22px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.tiles small { display: block; font-size: 13px; font-weight: 400; color: var(--muted); }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 0 0 14px; padding: 0; list-style: none;
+  font-size: 13px; }
+.legend i { display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 6px;
+  vertical-align: -2px; }
+.legend .ramp { width: 72px; }
+figure { margin: 0; padding: 14px 0 0; border-top: 1px solid var(--line); }
+figure + figure { margin-top: 16px; }
+figcaption { display: flex; flex-wrap: wrap; gap: 0 12px; margin-bottom: 6px; }
+figcaption .held { margin-left: auto; }
+figcaption span { color: var(--muted); font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; }
+.heat { display: grid; grid-template-columns: 46px 1fr; column-gap: 8px; font-size: 11px; line-height: 1.2; }
+.heat svg { display: block; width: 100%; }
+.names { position: sticky; left: 0; z-index: 1; background: var(--card); color: var(--muted); text-align: right; }
+.names b { position: absolute; right: 0; font-weight: 400; transform: translateY(-50%); white-space: nowrap; }
+.parts { display: flex; margin-bottom: 3px; color: var(--muted); }
+.parts span { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; border-bottom: 2px solid var(--line);
+  padding: 0 3px 2px; }
+.parts span + span { border-left: 2px solid var(--edge); border-bottom-color: var(--muted); }
+.ticks { position: relative; height: 16px; margin-top: 3px; color: var(--muted); font-size: 11px;
+  font-variant-numeric: tabular-nums; }
+.ticks b { position: absolute; font-weight: 400; transform: translateX(-50%); }
+.heat .ticks b:first-child { transform: none; }
+.heat .ticks b:last-child { transform: translateX(-100%); }
+.share { margin-top: 5px; }
+.text { font: 14px/2 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+.text span { background: color-mix(in srgb, var(--cool) calc(var(--s) * 100%), var(--card)); padding: 3px 0;
+  box-shadow: inset -1px 0 var(--card); }
+.text .sign { color: var(--muted); }
+.order { display: grid; grid-template-columns: max-content 1fr; gap: 10px 14px; align-items: start; }
+.order > p { margin: 0; font-size: 13px; line-height: 1.35; padding-top: 4px; }
+.order > p span { color: var(--muted); display: block; font-variant-numeric: tabular-nums; }
+.tokens { display: flex; flex-wrap: wrap; gap: 4px; }
+.tokens span { background: color-mix(in srgb, var(--warm) calc(var(--s) * 100%), var(--card)); border-radius: 5px;
+  border: 1px solid var(--line); min-width: 30px; padding: 2px 5px 1px; text-align: center; white-space: pre;
+  font: 14px/1.35 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; }
+.tokens small { display: block; font: 11px/1.2 system-ui, "Liberation Sans", sans-serif; opacity: .85; }
+.tokens .cut { border-style: dashed; color: var(--muted); }
+.bars svg { display: block; width: 100%; height: 110px; }
+footer { margin-top: 20px; font-size: 13px; color: var(--muted); }
+@media (max-width: 600px) { main { padding: 20px 12px 32px; } section { padding: 14px 12px; } h1 { font-size: 22px; }
+  .order { grid-template-columns: 1fr; gap: 4px; } .order > p span { display: inline; }
+  .order > p + * + p { margin-top: 8px; }
+  .heat { grid-template-columns: 34px 1fr; column-gap: 5px; } }
+"""
+"""``--s``, from 0 to 1, shades a token; the end of each ramp stays readable under ``--ink``."""
+
+_SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
+
+
+def draw_page(inspection: "Inspection") -> bytes:
+    """The page, UTF-8."""
+    parts = [_header(inspection), _retention(inspection), _prompt(inspection), _order(inspection), _cost(inspection)]
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Cache inspection: {escape(inspection.model)}, {escape(inspection.settings)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{"".join(parts)}
+<footer>Positions count from 0, steps from 1. Drawn by dllm-engine {__version__}.</footer>
+</main>
+</body>
+</html>
+""".encode()
+
+
+def _header(inspection: "Inspection") -> str:
+    tiles = [
+        (
+            "canvas",
+            f"{inspection.canvas_length:,}",
+            f"{inspection.prompt_length} prompt + {inspection.gen_length} response",
+        ),
+        ("blocks denoised", f"{len(inspection.blocks)} of {len(inspection.block_spans)}", _block_sizes(inspection)),
+    ]
+    blocks = inspection.updated_blocks
+    if blocks:
+        retained = [max(map(len, block.retained)) for block in blocks]
+        outside = [inspection.outside(block) for block in blocks]
+        tiles += [
+            ("retained per layer", _range(retained), f"of {_range(outside)} positions outside the block"),
+            (
+                "pages held, at most",
+                f"{max(map(inspection.pages, blocks)):,}",
+                f"{inspection.num_layers} layers, {inspection.page_size} tokens per page",
+            ),
+        ]
+    passes = inspection.passes
+    computed, uncached = sum(map(inspection.rows, passes)), inspection.canvas_length * len(passes)
+    tiles += [
+        ("forward passes", f"{len(passes):,}", f"for {sum(len(p.unmasked) for p in passes):,} tokens"),
+        ("tokens computed", f"{computed:,}", f"{computed / uncached:.0%} of {uncached:,} without a cache"),
+    ]
+    shown = "".join(f"<div><dt>{name}</dt><dd>{value} <small>{note}</small></dd></div>" for name, value, note in tiles)
+    title = "What the cache retained" if blocks else "How the response was denoised"
+    return f"""<header>
+<h1>{title}</h1>
+<p class="muted">{escape(inspection.model)} · {escape(inspection.settings)}</p>
+</header>
+<dl class="tiles">{shown}</dl>
+"""
+
+
+def _block_sizes(inspection: "Inspection") -> str:
+    return f"of {_range([span.size for span in inspection.block_spans])} tokens each"
+
+
+def _range(values: list[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
+
+
+def _section(title: str, lead: str, legend: Iterable[tuple[str, str]], body: str) -> str:
+    """``legend``: pairs of a CSS background and what it stands for."""
+    items = "".join(
+        f'<li><i class="{"ramp" if "gradient" in paint else "flat"}" style="background:{paint}"></i>{meaning}</li>'
+        for paint, meaning in legend
+    )
+    shown = f'<ul class="legend">{items}</ul>' if items else ""
+    return f'<section>\n<h2>{title}</h2>\n<p class="lead muted">{lead}</p>\n{shown}\n{body}\n</section>\n'
+
+
+# What each layer retained
+
+
+def _retention(inspection: "Inspection") -> str:
+    title = "Retained positions, by layer"
+    if not inspection.updated_blocks:
+        return _section(title, f"{inspection.without_retention.capitalize()}.", (), "")
+    legend = [("var(--retained)", "retained in pages"), ("var(--block)", "the block itself, computed in every step")]
+    if any(len(block.recomputed) > block.span.size for block in inspection.updated_blocks):
+        legend.append(("var(--again)", "computed in every step as well"))
+    if any(inspection.evicts(block) for block in inspection.updated_blocks):
+        legend.append(("var(--evicted)", "evicted: neither computed nor read"))
+    lead = (
+        "One map per block: a row per layer, a column per canvas position. The last row is the share of the layers "
+        "that retained a position. The line separates prompt and response."
+    )
+    return _section(title, lead, legend, "\n".join(_heat_map(inspection, i) for i in range(len(inspection.blocks))))
+
+
+def _heat_map(inspection: "Inspection", index: int) -> str:
+    block = inspection.blocks[index]
+    first, last = block.passes[0].number, block.passes[-1].number
+    caption = (
+        f"<b>Block {index + 1}</b><span>positions {block.span.start}–{block.span.stop - 1} · "
+        f"{_steps(first, last)}</span>"
+    )
+    if not block.retained:
+        note = f"Every step of this block ({len(block.passes)} in all) came before its update: nothing was retained."
+        return f'<figure><figcaption>{caption}</figcaption><p class="muted">{note}</p></figure>'
+    outside = inspection.outside(block)
+    sizes = [len(layer) for layer in block.retained]
+    share = sum(sizes) / (outside * len(sizes))
+    caption += (
+        f'<span class="held">retained <b>{_range(sizes)}</b> of {outside} outside the block ({share:.0%}) · '
+        f"{count_of(inspection.pages(block), 'page')}</span>"
+    )
+    layers, canvas = inspection.num_layers, inspection.canvas_length
+    height = 18 if layers <= 8 else 11 if layers <= 16 else 7
+    names = "".join(
+        f'<b style="top:{(layer + 0.5) * height}px">{layer}</b>' for layer in range(0, layers, max(1, -(-12 // height)))
+    )
+    rows = "".join(
+        f"<g><title>layer {layer}: {len(positions)} retained</title>"
+        f'<path d="{_strokes(_runs(positions), layer)}" stroke="var(--retained)"/></g>'
+        for layer, positions in enumerate(block.retained)
+    )
+    label = f"Block {index + 1}: positions that each of {layers} layers retained"
+    return f"""<figure><figcaption>{caption}</figcaption>
+<div class="scroll"><div class="heat" style="min-width:{canvas * 0.75:.0f}px">
+<div class="names"><b style="bottom:-4px">layer</b></div><div class="parts"><span style="width:{
+        _percent(inspection.prompt_length, canvas)
+    }">prompt · {inspection.prompt_length}</span><span style="width:{
+        _percent(inspection.gen_length, canvas)
+    }">response · {inspection.gen_length}</span></div>
+<div class="names">{names}</div>{_strip(inspection, block, layers, layers * height, rows, label)}
+<div class="names share"><b style="top:7px">share</b></div><div class="share">{
+        _strip(inspection, block, 1, 14, _share_row(inspection, block), "share of the layers")
+    }</div>
+<div></div><div class="ticks">{_ticks(canvas)}</div>
+</div></div></figure>"""
+
+
+def _strip(inspection: "Inspection", block: "InspectedBlock", rows: int, height: int, cells: str, label: str) -> str:
+    """A map ``rows`` high, stretched to its place: background, what is computed, cells, borders of the blocks."""
+    canvas, middle = inspection.canvas_length, rows / 2
+    spans = inspection.block_spans
+    borders = "".join(f"M{span.start} 0v{rows}" for span in spans[1:])
+    return f"""<svg viewBox="0 0 {canvas} {rows}" height="{height}" preserveAspectRatio="none" role="img" aria-label="{
+        label
+    }" shape-rendering="crispEdges"><g stroke-width="{rows}"><path d="M0 {middle}h{canvas}" stroke="var(--evicted)"/>
+<path d="{_strokes(_runs(block.recomputed), middle - 0.5)}" stroke="var(--again)"/>
+<path d="{_strokes([block.span], middle - 0.5)}" stroke="var(--block)"/></g>
+{cells}{_row_lines(canvas, rows)}
+<path d="{borders}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>
+<path d="M{inspection.prompt_length} 0v{
+        rows
+    }" stroke="var(--edge)" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>"""
+
+
+def _row_lines(canvas: int, rows: int) -> str:
+    lines = "".join(f"M0 {row}h{canvas}" for row in range(1, rows))
+    return f'<path d="{lines}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>' if lines else ""
+
+
+def _share_row(inspection: "Inspection", block: "InspectedBlock") -> str:
+    """One path per share that occurs."""
+    shares = block.share_of_layers(range(inspection.canvas_length))
+    return "".join(
+        f'<path d="{_strokes(_runs([p for p, s in enumerate(shares) if s == share]), 0)}" stroke="var(--retained)" '
+        f'stroke-opacity="{share:.3f}"/>'
+        for share in sorted(set(shares) - {0.0})
+    )
+
+
+def _runs(positions: list[int]) -> Iterator[Span]:
+    """The positions, ascending, as spans without gaps."""
+    first = 0
+    for i, position in enumerate(positions):
+        if i + 1 == len(positions) or positions[i + 1] != position + 1:
+            yield Span(positions[first], position + 1)
+            first = i + 1
+
+
+def _strokes(spans: Iterable[Span], row: float) -> str:
+    """A path that is one unit high and covers the spans."""
+    return "".join(f"M{span.start} {row + 0.5:g}h{span.size}" for span in spans)
+
+
+def _ticks(length: int) -> str:
+    step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if length / step <= 12)
+    # A label close to the last one would run into it.
+    marks = [*range(0, length - step // 2, step), length]
+    return "".join(f'<b style="left:{_percent(mark, length)}">{mark}</b>' for mark in marks)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.3f}%"
+
+
+# The text
+
+
+def _prompt(inspection: "Inspection") -> str:
+    title = "How many layers retained each prompt token"
+    shares = inspection.prompt_share
+    if not shares:
+        return ""
+    layers = inspection.num_layers
+    body = "".join(
+        f'<span style="--s:{share:.3g}" title="position {position}: retained by {share * layers:.3g} of {layers} '
+        f'layers">{_inline(piece)}</span>'
+        for position, (piece, share) in enumerate(zip(inspection.prompt_pieces, shares, strict=True))
+    )
+    lead = (
+        f"The prompt as the model sees it. A token is shaded by the share of the {layers} layers that retained it, "
+        f"averaged over {count_of(len(inspection.updated_blocks), 'block')}; the mean is "
+        f"{sum(shares) / len(shares):.0%}."
+    )
+    legend = [("linear-gradient(90deg, var(--card), var(--cool))", "no layer … every layer")]
+    return _section(title, lead, legend, f'<div class="text">{body}</div>')
+
+
+def _inline(piece: str) -> str:
+    """A piece of running text: signs for what cannot be seen, and the line breaks themselves."""
+    shown = []
+    for character in piece:
+        sign = _SIGNS.get(character)
+        shown.append(escape(character) if sign is None else f'<span class="sign">{sign}</span>')
+        if character == "\n":
+            shown.append("\n")
+    return "".join(shown)
+
+
+def _order(inspection: "Inspection") -> str:
+    rows = []
+    unmasked_at = inspection.unmasked_at
+    for index, block in enumerate(inspection.blocks):
+        first, last = block.passes[0].number, block.passes[-1].number
+        tokens = []
+        for position in range(*block.span):
+            offset = position - inspection.prompt_length
+            step = unmasked_at[offset]
+            assert step is not None
+            shade = (step - first + 1) / (last - first + 1)
+            known = offset < len(inspection.response_pieces)
+            kind, piece = ("part", inspection.response_pieces[offset]) if known else ("cut", "·")
+            tokens.append(
+                f'<span class="{kind}" style="--s:{shade:.3g}" title="position {position}: unmasked in step {step}">'
+                f"{_boxed(piece)}<small>{step}</small></span>"
+            )
+        rows.append(f"<p><b>Block {index + 1}</b> <span>{_steps(first, last)}</span></p>")
+        rows.append(f'<div class="tokens">{"".join(tokens)}</div>')
+    left = inspection.block_spans[len(inspection.blocks) :]
+    lead = (
+        "The response, block by block. The number under a token is the step that unmasked it; the stronger "
+        "its colour, the later in its block."
+    )
+    if len(inspection.response_pieces) < sum(block.span.size for block in inspection.blocks):
+        lead += " Dashed: after the end token, not part of the answer."
+    if left:
+        masked = sum(span.size for span in left)
+        lead += f" The response ended early: {count_of(len(left), 'block')} ({masked} positions) stayed masked."
+    legend = [("linear-gradient(90deg, var(--card), var(--warm))", "first step of the block … last step")]
+    return _section("Order of denoising", lead, legend, f'<div class="order">{"".join(rows)}</div>')
+
+
+def _boxed(piece: str) -> str:
+    """A token standing alone: its spaces as dots, an empty one as a dash."""
+    return "".join("␣" if character == " " else escape(_SIGNS.get(character, character)) for character in piece) or "–"
+
+
+# What it cost
+
+
+def _cost(inspection: "Inspection") -> str:
+    passes, canvas = inspection.passes, inspection.canvas_length
+    names = {
+        RefreshState.FULL: "FULL: the whole canvas, cache untouched",
+        RefreshState.UPDATE: "UPDATE: the whole canvas, and retains",
+        RefreshState.REUSE: "REUSE: active rows only, the rest from pages",
+    }
+    used = [state for state in names if any(step.state is state for step in passes)]
+    bars = "".join(
+        f"<g><title>step {step.number}, {step.state.value.upper()}: {inspection.rows(step)} tokens computed, "
+        f"{len(step.unmasked)} unmasked</title>"
+        f'<path d="M{step.number - 0.5} {canvas}v-{inspection.rows(step)}" stroke="var(--{step.state.value})"/></g>'
+        for step in passes
+    )
+    starts = "".join(f"M{block.passes[0].number - 1} 0v{canvas}" for block in inspection.blocks[1:])
+    body = f"""<div class="bars"><svg viewBox="0 0 {len(passes)} {canvas}" preserveAspectRatio="none" role="img"
+ aria-label="tokens computed per step">
+<g stroke-width=".8">{bars}</g>
+<path d="{starts}" stroke="var(--muted)" stroke-dasharray="3 3" vector-effect="non-scaling-stroke"/></svg>
+<div class="ticks">{_step_ticks(len(passes))}</div></div>"""
+    lead = (
+        f"The tokens each forward pass fed to the model; a full bar is the canvas of {canvas}. Dashed lines separate "
+        f"blocks."
+    )
+    return _section("Tokens computed per step", lead, [(f"var(--{s.value})", names[s]) for s in used], body)
+
+
+def _step_ticks(length: int) -> str:
+    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if length / step <= 16)
+    marks = [mark for mark in range(1, length + 1) if mark == 1 or mark % every == 0]
+    return "".join(f'<b style="left:{_percent(mark - 0.5, length)}">{mark}</b>' for mark in marks)
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first}–{last}"

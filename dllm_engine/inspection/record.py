@@ -1,0 +1,233 @@
+"""Inspections: what the cache of one request retained and in which order its response was unmasked, to look at.
+
+``LLM.inspect`` and ``dllm inspect`` make them; ``inspection_page`` and ``inspection_figure`` draw them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dllm_engine.figures import DiffusionFigures
+from dllm_engine.scheduler.page_layout import pages_for
+from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.step_plan import RefreshState
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One denoising step."""
+
+    number: int
+    """Over the whole response, from 1."""
+    state: RefreshState
+    computed: list[int] | None
+    """Canvas positions fed to the model; None: all of them."""
+    unmasked: list[int]
+    """Canvas positions that got their token."""
+
+
+@dataclass(frozen=True)
+class InspectedBlock:
+    """One denoised block."""
+
+    span: Span
+    passes: list[ForwardPass]
+    retained: list[list[int]] = field(default_factory=list)
+    """Canvas positions that each layer retained in the block's last UPDATE; empty if it had none."""
+
+    @cached_property
+    def recomputed(self) -> list[int]:
+        """Canvas positions that REUSE steps compute beside the pages they read; the block is always among them."""
+        rows = set(range(*self.span))
+        for step in self.passes:
+            if step.state is RefreshState.REUSE:
+                rows.update(step.computed or ())
+        return sorted(rows)
+
+    def share_of_layers(self, positions: range) -> list[float]:
+        """For each of the positions, the share of the layers that retained it."""
+        counts = dict.fromkeys(positions, 0)
+        for layer in self.retained:
+            for position in layer:
+                if position in counts:
+                    counts[position] += 1
+        return [count / max(len(self.retained), 1) for count in counts.values()]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What happened to one request; positions are those of its canvas, steps count from 1."""
+
+    model: str
+    cache_method: str
+    cache_options: dict[str, Any]
+    page_size: int
+    num_layers: int
+    prompt_tokens: list[int]
+    prompt_pieces: list[str]
+    """The text of each prompt token."""
+    response_tokens: list[int]
+    """Up to and with the end token, if there was one."""
+    response_pieces: list[str]
+    gen_length: int
+    block_spans: list[Span]
+    """All blocks of the response, also those that an end token left masked."""
+    blocks: list[InspectedBlock]
+    """Those that were denoised."""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def canvas_length(self) -> int:
+        return self.prompt_length + self.gen_length
+
+    @property
+    def passes(self) -> list[ForwardPass]:
+        return [step for block in self.blocks for step in block.passes]
+
+    @property
+    def updated_blocks(self) -> list[InspectedBlock]:
+        """Those whose steps read pages."""
+        return [block for block in self.blocks if block.retained]
+
+    @property
+    def unmasked_at(self) -> list[int | None]:
+        """The step at which each response position was unmasked; None where it is still masked."""
+        steps = {position: step.number for step in self.passes for position in step.unmasked}
+        return [steps.get(position) for position in range(self.prompt_length, self.canvas_length)]
+
+    @property
+    def prompt_share(self) -> list[float]:
+        """For each prompt token, the share of the layers that retained it, averaged over the blocks with an UPDATE."""
+        blocks = [block.share_of_layers(range(self.prompt_length)) for block in self.updated_blocks]
+        return [sum(shares) / len(blocks) for shares in zip(*blocks, strict=True)] if blocks else []
+
+    def outside(self, block: InspectedBlock) -> int:
+        """Positions outside a block: all that a layer could retain."""
+        return self.canvas_length - block.span.size
+
+    def evicts(self, block: InspectedBlock) -> bool:
+        """Whether some layer neither retained nor recomputes some position."""
+        return any(len(set(layer).union(block.recomputed)) < self.canvas_length for layer in block.retained)
+
+    def pages(self, block: InspectedBlock) -> int:
+        """Pages that hold what a block's layers retained."""
+        return sum(pages_for(len(layer), self.page_size) for layer in block.retained)
+
+    def rows(self, step: ForwardPass) -> int:
+        """Tokens computed by a forward pass."""
+        return self.canvas_length if step.computed is None else len(step.computed)
+
+    @property
+    def settings(self) -> str:
+        """The cache method and its options in words."""
+        options = ", ".join(f"{name}={value}" for name, value in self.cache_options.items())
+        return f"{self.cache_method} ({options})" if options else self.cache_method
+
+    @property
+    def without_retention(self) -> str:
+        """What an inspection of which no block has a retained set says in its stead."""
+        if any(step.state is RefreshState.REUSE for step in self.passes):
+            return "nothing was evicted, pages held every position of the canvas"
+        return "nothing was retained, every step computed the whole canvas"
+
+    @property
+    def summary(self) -> tuple[str, str]:
+        """One line on the cache, one on the computation."""
+        computed, uncached = sum(map(self.rows, self.passes)), self.canvas_length * len(self.passes)
+        cost = (
+            f"{count_of(len(self.passes), 'denoising step')} computed {computed:,} tokens, {computed / uncached:.0%} "
+            f"of the {uncached:,} that computing the whole canvas in each takes"
+        )
+        blocks = self.updated_blocks
+        if not blocks:
+            return f"{self.settings}: {self.without_retention}", cost
+        retained = sum(len(layer) for block in blocks for layer in block.retained)
+        offered = sum(self.outside(block) * len(block.retained) for block in blocks)
+        cache = (
+            f"{self.settings}: a layer retained {retained / offered:.0%} of the positions outside the block; at most "
+            f"{count_of(max(map(self.pages, blocks)), 'page')} of {self.page_size} tokens over {self.num_layers} layers"
+        )
+        return cache, cost
+
+    def save(self, path: str | Path) -> None:
+        """Draw it into a file: ``.html``, which needs nothing but a browser, or ``.png``, which needs matplotlib.
+
+        Raises:
+            ValueError: another ending, or matplotlib is missing.
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        path.write_bytes(drawing_for(path)(self))
+
+
+def drawing_for(path: Path) -> Callable[[Inspection], bytes]:
+    """What draws a file of this ending; raises ``ValueError`` where there is none, or matplotlib is missing."""
+    if path.suffix == ".html":
+        from dllm_engine.inspection.page import draw_page
+
+        return draw_page
+    if path.suffix == ".png":
+        try:
+            from dllm_engine.inspection.figure import draw_figure
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
+            raise ValueError(
+                f"{path}: .png needs matplotlib, which is not installed; run pip install 'dllm-engine[bench]', or "
+                f"write an .html file"
+            ) from error
+        return draw_figure
+    raise ValueError(f"{path}: an inspection is drawn as .html or .png; give the file one of these endings")
+
+
+def replay(spec: DecodingSpec, figures: DiffusionFigures) -> list[InspectedBlock]:
+    """The traced forward passes of a request, by block."""
+    blocks: list[InspectedBlock] = []
+    passes: list[ForwardPass] = []
+    retained: list[list[int]] = []
+    updates = iter(figures.retained_positions)
+    masked = 0
+    steps = zip(figures.refresh_states, figures.computed_positions, figures.unmasked_per_step, strict=True)
+    for number, (state, computed, unmasked) in enumerate(steps, start=1):
+        if not passes:
+            masked = spec.block_span(len(blocks)).size
+        passes.append(ForwardPass(number, RefreshState(state), computed, unmasked))
+        if passes[-1].state is RefreshState.UPDATE:
+            # Methods that keep every position, or choose once, record nothing for the other updates.
+            retained = next(updates, retained)
+        masked -= len(unmasked)
+        if masked == 0:
+            blocks.append(InspectedBlock(spec.block_span(len(blocks)), passes, retained))
+            passes, retained = [], []
+    return blocks
+
+
+def pieces_of(tokens: Sequence[int], decode: Callable[[list[int]], str] | None) -> list[str]:
+    """The text of each token; without a tokenizer its id.
+
+    Where several tokens make one character, the last of them gets it and the others the empty string.
+    """
+    if decode is None:
+        return [f"{token} " for token in tokens]
+    pieces: list[str] = []
+    pending: list[int] = []
+    for token in tokens:
+        pending.append(token)
+        text = decode(pending)
+        # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4:
+            pieces.append("")
+        else:
+            pieces.append(text)
+            pending = []
+    return pieces
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 page``, ``2 pages``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""Guided Diffusion: an autoregressive guide that checks what the diffusion model drafts."""

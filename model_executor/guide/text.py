@@ -1,0 +1,277 @@
+"""What a guide reads of a canvas, and what its answer means in the diffusion model's tokens.
+
+A guide with the same tokenizer reads the canvas's tokens as they are. One with another tokenizer reads the same text in
+its own tokens; both tokenizers must spell bytes, so that it is known which tokens of the two share a character.
+"""
+
+import functools
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from vllm.tokenizers import cached_tokenizer_from_config
+
+from dllm_engine.families import every_end_token
+from dllm_engine.scheduler.request import Span
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+_BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_UNREADABLE = b"\xff"
+"""The text of an id that is no token: never valid UTF-8, so it is shown as the replacement character."""
+_REPLACEMENT = "\ufffd"
+_REPLACEMENT_SIZE = len(_REPLACEMENT.encode())
+_PROBE = "A naïve probe: 3.14 €,  你好 – if (x != y) {\n\treturn; }\n"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A canvas up to its last drafted token, as a guide reads it."""
+
+    tokens: list[int]
+    """In the guide's tokens."""
+    spelling: list[Span]
+    """Per drafted token, those of ``tokens`` that share a character with it; empty if it has none."""
+    lead: list[int | None]
+    """Per drafted token, how many bytes of the first of them belong to text before it; None where that cannot be said,
+    inside a character that was unreadable."""
+
+
+class GuideReader(Protocol):
+    """Translates between a diffusion model and its guide."""
+
+    never_said: tuple[int, ...]
+    """Tokens of the guide that it must not answer with."""
+
+    def read(self, tokens: list[int], drafted: list[int]) -> Reading:
+        """``tokens``: of the canvas, without masks; ``drafted``: indices of those that are to be judged."""
+
+    def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
+        """The token of the diffusion model that says what the guide says in place of drafted token ``index``.
+
+        ``draft``: that token; ``guided``: the guide's own tokens where it reads those of ``reading.spelling[index]``.
+        """
+
+
+class SameTokens:
+    """For a guide of the diffusion model's own tokenizer."""
+
+    def __init__(self, mask_token_id: int) -> None:
+        # It could not be told from a position that is still open.
+        self.never_said: tuple[int, ...] = (mask_token_id,)
+
+    def read(self, tokens: list[int], drafted: list[int]) -> Reading:
+        return Reading(tokens, [Span(i, i + 1) for i in drafted], [0] * len(drafted))
+
+    def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
+        return guided[0]
+
+
+class ByteVocabulary:
+    """The bytes of each token of a byte-level tokenizer."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        """``name`` of the model, for the ``ValueError`` about a tokenizer that does not spell bytes."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{name!r} has no tokenizer.json, which a guide with another tokenizer needs; add one")
+        self.added = {number: added.content for number, added in backend.get_added_tokens_decoder().items()}
+        """Content of the tokens that are looked for before anything is split; among them the special ones."""
+        self.special = {n for n, added in backend.get_added_tokens_decoder().items() if added.special}
+        self.spelled: dict[int, bytes] = {number: content.encode() for number, content in self.added.items()}
+        for token, number in backend.get_vocab(with_added_tokens=False).items():
+            if number in self.added:
+                continue
+            if not _BYTE_OF_LETTER.keys() >= set(token):
+                raise ValueError(
+                    f"the tokenizer of {name!r} does not spell bytes (its token {token!r}), so text cannot be carried "
+                    f"over between model and guide; choose a guide of the model's own tokenizer family, or one "
+                    f"where both have byte-level BPE"
+                )
+            self.spelled[number] = bytes(_BYTE_OF_LETTER[letter] for letter in token)
+
+    def spell(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self.spelled.get(token, _UNREADABLE) for token in tokens)
+
+
+class ShownText:
+    """Bytes as text, with the replacement character for what is not valid UTF-8, and where each byte went."""
+
+    def __init__(self, data: bytes) -> None:
+        parts, self._starts, self._moved = [], [0], [0]
+        self._repaired: list[Span] = []
+        done = 0
+        while True:
+            try:
+                parts.append(data[done:].decode())
+                break
+            except UnicodeDecodeError as error:
+                start, stop = done + error.start, done + error.end
+                parts += [data[done:start].decode(), _REPLACEMENT]
+                self._repaired.append(Span(start, stop))
+                self._starts.append(stop)
+                self._moved.append(self._moved[-1] + _REPLACEMENT_SIZE - (stop - start))
+                done = stop
+        self.text = "".join(parts)
+        self.shown = self.text.encode()
+
+    def character(self, byte: int) -> Span:
+        """The shown bytes of the character that a byte is in."""
+        start, _ = self._shown_at(byte)
+        while start and self.shown[start] & 0xC0 == 0x80:
+            start -= 1
+        stop = start + 1
+        while stop < len(self.shown) and self.shown[stop] & 0xC0 == 0x80:
+            stop += 1
+        return Span(start, stop)
+
+    def place(self, byte: int) -> int | None:
+        """Where a byte is shown; None for one that shares its replacement with the byte before it."""
+        place, shared = self._shown_at(byte)
+        return None if shared else place
+
+    def _shown_at(self, byte: int) -> tuple[int, bool]:
+        index = bisect_right(self._repaired, Span(byte, sys.maxsize)) - 1
+        shared = False
+        if index >= 0 and byte < self._repaired[index].stop:
+            shared = byte > self._repaired[index].start
+            byte = self._repaired[index].start
+        return byte + self._moved[bisect_right(self._starts, byte) - 1], shared
+
+
+class Retokenizer:
+    """For a guide with another tokenizer: text between the two."""
+
+    never_said: tuple[int, ...] = ()
+
+    def __init__(
+        self, own: Any, own_name: str, theirs: Any, their_name: str, end_tokens: Sequence[int], mask: int
+    ) -> None:
+        """Tokenizers of the diffusion model and of the guide; raises ``ValueError`` where they do not spell bytes.
+
+        Special tokens go by their content; where the guide has none of that content, those that end a response
+        (``end_tokens``; the first is the one that the guide's end stands for) go to its end token, that which begins
+        a text to its own or to nothing, and all others are shown as the text they are written with, apart from what is
+        beside them.
+        """
+        self.own, self.theirs = ByteVocabulary(own, own_name), ByteVocabulary(theirs, their_name)
+        self.encoder = Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+        # What it would change is no longer the text of the canvas.
+        self.encoder.normalizer = None
+        self.encoder.encode_special_tokens = True
+        if self.theirs.spell(self.encoder.encode(_PROBE, add_special_tokens=False).ids) != _PROBE.encode():
+            raise ValueError(
+                f"the tokenizer of {their_name!r} does not give a text back byte for byte (it may put a space in front "
+                f"of it), so it cannot read drafts of {own_name!r}; choose another guide"
+            )
+        by_content = {self.theirs.added[number]: number for number in self.theirs.special}
+        self.counterpart: dict[int, int | None] = {}
+        """Guide's token of a special token of the model; None: it is shown nothing."""
+        self.special_answer: dict[int, int] = {}
+        """The other way round."""
+        if end_tokens and theirs.eos_token_id is not None:
+            self.special_answer[theirs.eos_token_id] = end_tokens[0]
+        self.special = {*self.own.special, *end_tokens}
+        for number in self.special:
+            if (same := by_content.get(self.own.added.get(number, ""))) is not None:
+                self.counterpart[number] = same
+                self.special_answer[same] = number
+            elif number in end_tokens and theirs.eos_token_id is not None:
+                self.counterpart[number] = theirs.eos_token_id
+            elif number == own.bos_token_id:
+                self.counterpart[number] = theirs.bos_token_id
+        plain = {n: spelled for n, spelled in self.own.spelled.items() if n not in self.special and n != mask}
+        self.number_of = {spelled: number for number, spelled in sorted(plain.items(), reverse=True)}
+        self.longest = max(map(len, self.number_of))
+        # Between the special tokens of a chat, all text but the response's stays the same from step to step.
+        self._tokens_of_old_text = functools.lru_cache(maxsize=1024)(self._tokens_of_text)
+
+    @classmethod
+    def between(cls, model_config: "ModelConfig", guide: str) -> "Retokenizer":
+        """Load both tokenizers; ``guide``: folder or Hugging Face name."""
+        return cls(
+            cached_tokenizer_from_config(model_config),
+            model_config.model,
+            AutoTokenizer.from_pretrained(guide),
+            guide,
+            every_end_token(model_config.hf_config),
+            model_config.hf_config.mask_token_id,
+        )
+
+    def read(self, tokens: list[int], drafted: list[int]) -> Reading:
+        wanted: dict[int, tuple[Span, int | None]] = dict.fromkeys(drafted, (Span(0, 0), None))
+        guided: list[int] = []
+        text: list[int] = []
+        for index, token in enumerate(tokens):
+            if token not in self.special:
+                text.append(index)
+                continue
+            self._read_text(tokens, text, guided, wanted)
+            text = []
+            if token not in self.counterpart:
+                self._read_text(tokens, [index], guided, wanted)
+            elif (other := self.counterpart[token]) is not None:
+                guided.append(other)
+                if index in wanted:
+                    wanted[index] = Span(len(guided) - 1, len(guided)), 0
+        self._read_text(tokens, text, guided, wanted)
+        return Reading(guided, [wanted[i][0] for i in drafted], [wanted[i][1] for i in drafted])
+
+    def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
+        """The longest token that begins the guide's text, which is the drafted one as far as it agrees with it.
+
+        The drafted token itself where the guide agrees with all of it or says nothing that begins where it does.
+        """
+        first, stop = reading.spelling[index]
+        read = reading.tokens[first:stop]
+        agreed = next((i for i, (a, b) in enumerate(zip(read, guided, strict=True)) if a != b), None)
+        if agreed is None:
+            return draft
+        lead = reading.lead[index]
+        if lead is None:
+            return draft
+        own_word = guided[agreed]
+        if own_word in self.theirs.special:
+            if agreed == 0 and lead == 0:
+                return self.special_answer.get(own_word, draft)
+            said = self.theirs.spell(read[:agreed])
+        else:
+            said = self.theirs.spell([*read[:agreed], own_word])
+        if said[:lead] != self.theirs.spell(read)[:lead]:
+            return draft
+        said = said[lead:]
+        for size in range(min(self.longest, len(said)), 0, -1):
+            if (number := self.number_of.get(said[:size])) is not None:
+                return number
+        return draft
+
+    def _read_text(
+        self, tokens: list[int], indices: list[int], guided: list[int], wanted: dict[int, tuple[Span, int | None]]
+    ) -> None:
+        """Append to ``guided`` what the guide reads of a run of tokens that are text, and note the wanted ones."""
+        if not indices:
+            return
+        spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
+        shown = ShownText(b"".join(spelled))
+        encode = self._tokens_of_old_text if wanted.keys().isdisjoint(indices) else self._tokens_of_text
+        read, ends = encode(shown.text)
+        for index, (begin, stop) in zip(indices, pairwise(accumulate(map(len, spelled), initial=0)), strict=True):
+            if index in wanted:
+                first = bisect_right(ends, shown.character(begin).start)
+                last = bisect_right(ends, shown.character(stop - 1).stop - 1)
+                place = shown.place(begin)
+                lead = None if place is None else place - (ends[first - 1] if first else 0)
+                wanted[index] = Span(len(guided) + first, len(guided) + last + 1), lead
+        guided += read
+
+    def _tokens_of_text(self, text: str) -> tuple[list[int], list[int]]:
+        """The guide's tokens of a text, and the byte at which each of them ends."""
+        read = self.encoder.encode(text, add_special_tokens=False).ids
+        return read, list(accumulate(len(self.theirs.spelled[token]) for token in read))

@@ -1,0 +1,292 @@
+"""A layer pass that recomputes parts of a canvas, and of a response only the rows whose values have changed most.
+
+What dLLM-Cache (arXiv 2506.06295) and MaskKV (arXiv 2510.09309) share. Between refreshes the residual stream of the
+response stays live: a row that a layer does not recompute gets that layer's kept *features* instead, the sum of its
+attention output and its feed-forward output when it was last recomputed. (The papers keep the two apart; they are only
+ever added one after the other, so their sum is all there is to keep.)
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any, Literal, Protocol
+
+import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
+
+from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.kernels.features import add_features, feature_rows, write_features
+from dllm_engine.kernels.paged_attention import write_slots
+from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
+from dllm_engine.model_executor.batch_tables import BatchTables
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.step_plan import Scope
+
+
+class CanvasTables(Protocol):
+    """Where the keys and values of canvas positions lie in pages."""
+
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all); −1 where nothing is kept of a row."""
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        *,
+        attend_fresh: bool,
+    ) -> torch.Tensor:
+        """Attention of rows over the pages of their requests."""
+
+
+class ComputedRows:
+    """The rows that a layer recomputes: the same number in every layer of a kind, so all of this is known before."""
+
+    def __init__(self, batch: StepBatch, sizes: list[int], alone: list[bool]) -> None:
+        """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
+        device = batch.positions.device
+        self.bounds = list(accumulate(sizes, initial=0))
+        self.sizes = sizes
+        self.max_seqlen = max(sizes)
+        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+        self.alone = alone
+        self.alone_rows = self._rows_where(alone, device)
+        self.paged_rows = self._rows_where([not a for a in alone], device)
+        self.alone_bounds = list(accumulate((size for size, a in zip(sizes, alone, strict=True) if a), initial=0))
+        paged = list(accumulate((0 if a else size for size, a in zip(sizes, alone, strict=True)), initial=0))
+        self.paged_cu_seqlens = torch.tensor(paged, dtype=torch.int32, device=device)
+
+    def _rows_where(self, wanted: list[bool], device: torch.device) -> torch.Tensor:
+        ranges = [
+            torch.arange(start, stop, device=device)
+            for start, stop, take in zip(self.bounds, self.bounds[1:], wanted, strict=False)
+            if take
+        ]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
+
+
+class AdaptivePass(LayerPass):
+    """Refreshes the scope of each request's plan, and ``plan.num_updated`` response rows of those it does not cover.
+
+    Requests refreshing different scopes, and those between refreshes, share the pass.
+    """
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        pages: PageMemory,
+        tables: CanvasTables,
+        live_starts: list[int],
+        *,
+        whole_attends_alone: bool,
+        similarity: Literal["value", "key"] = "value",
+        first_adaptive_layer: int = 0,
+    ) -> None:
+        """Layers before ``first_adaptive_layer`` recompute every row in every step, and keep no features.
+
+        ``live_starts``: per request, the first position whose hidden state is kept up to date between refreshes.
+        ``whole_attends_alone``: a canvas recomputed as a whole attends to what was just computed rather than to what
+        pages keep of it; otherwise only in a request's first pass.
+        """
+        self.batch, self.pages, self.tables = batch, pages, tables
+        self.similarity, self.first_adaptive_layer = similarity, first_adaptive_layer
+        self.num_layers = 0
+        device = batch.positions.device
+        self.requests = batch.request_of_row()
+        starts = torch.tensor(live_starts, device=device)
+        self.feature_items = batch.positions - starts[self.requests]
+        self.feature_tables = BatchTables(batch, PageKind.FEATURES)
+        self.features = feature_rows(pages.memory, pages.hidden_size, pages.num_kv_heads)
+
+        def attend_alone(sizes: list[int]) -> list[bool]:
+            return [
+                size == canvas.spec.canvas_length and (whole_attends_alone or plan.forward == 0)
+                for size, canvas, plan in zip(sizes, batch.canvases, batch.plans, strict=True)
+            ]
+
+        fed = [batch.num_rows(i) for i in range(len(batch.plans))]
+        self.all_rows = ComputedRows(batch, fed, attend_alone(fed))
+
+        # Rows of the batch that are refreshed, and where they and the chosen ones lie among the recomputed rows.
+        refreshed: list[torch.Tensor] = []
+        refreshed_places: list[torch.Tensor] = []
+        adaptive: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        sizes: list[int] = []
+        self.updated: dict[int, list[torch.Tensor]] = {}
+        """Per request that updates adaptively: the canvas positions that each layer chose."""
+        for i, plan in enumerate(batch.plans):
+            first, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
+            response = stop - batch.canvases[i].spec.gen_length
+            start_at, stop_at = {
+                Scope.ALL: (first, stop),
+                Scope.PROMPT: (first, response),
+                Scope.RESPONSE: (response, stop),
+                Scope.ACTIVE: (first, first),
+            }[plan.scope]
+            place = sum(sizes)
+            refreshed.append(torch.arange(start_at, stop_at, device=device))
+            refreshed_places.append(torch.arange(place, place + stop_at - start_at, device=device))
+            num_updated = plan.num_updated or 0
+            if plan.num_updated is not None:
+                adaptive[stop - response, num_updated].append((response, place + stop_at - start_at))
+                self.updated[i] = []
+            sizes.append(stop_at - start_at + num_updated)
+        self.refreshed, self.refreshed_places = torch.cat(refreshed), torch.cat(refreshed_places)
+        self.adaptive = [
+            (
+                torch.tensor([row for row, _ in members], device=device)[:, None] + torch.arange(length, device=device),
+                torch.tensor([at for _, at in members], device=device)[:, None] + torch.arange(count, device=device),
+            )
+            for (length, count), members in adaptive.items()
+        ]
+        """Per group of equal shape: the response rows ``[group, rows]``, and the places of those chosen among the
+        recomputed ones ``[group, chosen]``."""
+        self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
+        self.some_rows = ComputedRows(batch, sizes, attend_alone(sizes))
+        self.kept = torch.ones_like(self.requests, dtype=torch.bool)
+        """Rows that keep their features, before rows are chosen."""
+        self.kept[self.refreshed] = False
+        self.any_kept = self.refreshed.numel() < self.requests.numel()
+
+    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        for index, layer in enumerate(layers):
+            if index < self.first_adaptive_layer:
+                self._recompute_all(index, layer, hidden, phases)
+            else:
+                hidden = self._recompute_some(index, layer, hidden, phases)
+            self.num_layers = index + 1
+        return hidden
+
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        first, rest = self.first_adaptive_layer, self.num_layers - self.first_adaptive_layer
+        return -(-(first * num_rows + rest * self.some_rows.sizes[index]) // self.num_layers)
+
+    def record(self, index: int) -> dict[str, Any]:
+        updated = self.updated.get(index)
+        return {} if updated is None else {"updated_positions": [positions.tolist() for positions in updated]}
+
+    def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
+        q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+        hidden += layer.o_proj(self._attend(index, self.all_rows, None, q, k, v))
+        hidden += layer.mlp(layer.mlp_norm(hidden))
+
+    def _recompute_some(
+        self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases
+    ) -> torch.Tensor:
+        items = self.feature_items
+        feature_slots = self.feature_tables.slots(index, self.requests, items.clamp(min=0), self.features.shape[1])
+        feature_slots = feature_slots.masked_fill(items < 0, -1)
+        rows, fresh_values = self._choose(index, layer, hidden, phases)
+        if rows.numel():
+            # Where everything is refreshed there is nothing to gather.
+            x = hidden[rows] if self.any_kept else hidden
+            of_rows = phases[rows] if self.any_kept else phases
+            q, k, v = self._project(layer, x, of_rows, fresh_values)
+            attended = layer.o_proj(self._attend(index, self.some_rows, rows, q, k, v))
+            x = x + attended
+            update = layer.mlp(layer.mlp_norm(x))
+            x += update
+            update += attended
+        if self.any_kept:
+            add_features(hidden, self.features, feature_slots.masked_fill(~self.kept, -1))
+        if rows.numel():
+            write_features(update, self.features, feature_slots[rows])
+            if not self.any_kept:
+                return x
+            hidden[rows] = x
+        return hidden
+
+    def _choose(
+        self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows to recompute, and the values of those chosen where verifying has computed them already.
+
+        dLLM-Cache's V-verify: project all response rows to values, choose those least similar to the kept values,
+        and replace all kept values by the fresh ones.
+        """
+        rows = torch.empty(self.some_rows.bounds[-1], dtype=torch.int64, device=hidden.device)
+        rows[self.refreshed_places] = self.refreshed
+        if self.verified is None:
+            return rows, None
+        normed = layer.attn_norm(hidden[self.verified])
+        if self.similarity == "value":
+            fresh, kept = layer.v(normed), self.pages.values
+        else:
+            fresh, kept = layer.k(normed, phases[self.verified]), self.pages.keys
+        verified_slots = self.tables.row_slots(index, self.verified)
+        sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
+        write_slots(fresh, kept, verified_slots)
+        similarity = cosine(sums)
+        values = fresh.new_empty(rows.shape[0], *fresh.shape[1:]) if self.similarity == "value" else None
+        first = 0
+        for members, places in self.adaptive:
+            group = slice(first, first + members.numel())
+            first = group.stop
+            chosen = least_similar(similarity[group].view(members.shape), places.shape[1])
+            rows[places] = members.gather(1, chosen)
+            if values is not None:
+                which = torch.arange(len(members), device=chosen.device)[:, None]
+                values[places] = fresh[group].unflatten(0, members.shape)[which, chosen]
+        for i, updated in self.updated.items():
+            stop = self.some_rows.bounds[i + 1]
+            updated.append(self.batch.positions[rows[stop - (self.batch.plans[i].num_updated or 0) : stop]])
+        return rows, values
+
+    def _project(
+        self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        normed = layer.attn_norm(x)
+        if values is None:
+            return layer.qkv(normed, phases)
+        # The chosen rows have their values; only the refreshed ones lack them.
+        if self.refreshed_places.numel():
+            values[self.refreshed_places] = layer.v(normed[self.refreshed_places])
+        q, k = layer.qk(normed, phases)
+        return q, k, values
+
+    def _attend(
+        self,
+        layer: int,
+        computed: ComputedRows,
+        rows: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of recomputed rows (``rows`` of the batch, None: all), after their K/V have gone to pages."""
+        alone, paged = computed.alone_rows, computed.paged_rows
+        if not paged.numel():
+            out = self._attend_alone(layer, computed, q, k, v)
+        elif alone.numel():
+            out = torch.empty_like(q)
+            out[alone] = self._attend_alone(layer, computed, q[alone], k[alone], v[alone])
+        slots = self.tables.row_slots(layer, rows)
+        write_slots(k, self.pages.keys, slots)
+        write_slots(v, self.pages.values, slots)
+        if not alone.numel():
+            out = self.tables.attend(layer, q, k, v, computed.cu_seqlens, computed.max_seqlen, attend_fresh=False)
+        elif paged.numel():
+            out[paged] = self.tables.attend(
+                layer,
+                q[paged],
+                k[paged],
+                v[paged],
+                computed.paged_cu_seqlens,
+                computed.max_seqlen,
+                attend_fresh=False,
+            )
+        return out
+
+    def _attend_alone(
+        self, layer: int, computed: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the requests whose rows attend to nothing but themselves, before their K/V go to pages."""
+        return bidirectional_attention(q, k, v, computed.alone_bounds)

@@ -1,0 +1,64 @@
+"""Layer passes: who runs the layers of a model over which rows.
+
+A model's layers expose parts only. A layer pass owns the loop over them; it may drop rows between layers (early
+skipping) or compute some parts for all rows and others for a few (adaptive updates).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+
+
+class LayerPass:
+    """Runs all layers in one forward pass."""
+
+    finished: torch.Tensor | None = None
+    """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
+    rows predict a token."""
+
+    observes = False
+    """Whether ``observe`` is to be called."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether running the pass once more does the same work on the tokens as they are then."""
+        return False
+
+    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows.
+
+        ``hidden`` belongs to the pass, which may write into it. A pass that computes every row in every layer differs
+        from others in ``attend`` alone; one that does not has its own loop.
+        """
+        for index, layer in enumerate(layers):
+            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+            hidden += layer.o_proj(self.attend(index, q, k, v))
+            hidden += layer.mlp(layer.mlp_norm(hidden))
+        return hidden
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention output ``[num_rows, num_heads, head_dim]`` of all rows, and what becomes of their keys and values.
+
+        ``q`` ``[num_rows, num_heads, head_dim]``, ``k`` and ``v`` ``[num_rows, num_kv_heads, head_dim]``.
+        """
+        raise NotImplementedError
+
+    def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
+        """Take in what was predicted at masked positions of a request, before any of them is unmasked."""
+
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""
+        return num_rows
+
+    def kv_slots(self, index: int) -> list[int] | None:
+        """Key slots that each layer of a request needs for good, on the rank that needs most; None unless this pass has
+        settled it."""
+        return None
+
+    def record(self, index: int) -> dict[str, Any]:
+        """Trace entries of the pass for a request, by their names in ``DiffusionFigures.trace``."""
+        return {}

@@ -1,0 +1,335 @@
+"""ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked leave the pass early.
+
+K/V of the whole canvas are kept by position. A step feeds the block, and after some layers only its most important
+rows go on; the others keep the K/V that deeper layers have of them. A row is important if it was confident when it
+last went through all layers, and if what it is remembered by (its hidden state, query, key or value at that layer) has
+changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy of what it retained, and to the block.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
+
+from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.kernels.eviction import mean_query_scores, select_retained, write_retained
+from dllm_engine.kernels.features import feature_rows, read_features, write_features
+from dllm_engine.kernels.paged_attention import write_slots
+from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
+from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.step_plan import RetainedCopy
+
+POOL_KERNEL_SIZE = 3
+"""Of the eviction, as in Sparse-dLLM."""
+NUM_CONFIDENT, CONFIDENT_BONUS = 2, 2.0
+"""So many of the most confident rows are all but certain to stay."""
+LEFTMOST_BONUS = 5.0
+"""Of the row that predicts the block's leftmost masked position: whatever else is skipped, a step gets on."""
+UNMASKED_BONUS = 3.0
+"""Of the rows that predicted what the last step unmasked."""
+SMALLEST_NORM = 1e-6
+
+
+class Stage:
+    """The layers between two cuts: how many rows of each request they compute."""
+
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes
+        self.bounds = list(accumulate(sizes, initial=0))
+        self.max_seqlen = max(sizes)
+        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+
+
+class Cut:
+    """Where the rows that stay lie among those of the stage before; known but for which rows of a request they are."""
+
+    def __init__(self, before: Stage, after: Stage, skips: list[bool], device: torch.device) -> None:
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        whole: list[int] = []
+        for i, skip in enumerate(skips):
+            if skip:
+                groups[before.sizes[i], after.sizes[i]].append(i)
+            else:
+                whole.append(i)
+
+        def ranges(stage: Stage, members: list[int]) -> list[torch.Tensor]:
+            return [torch.arange(stage.bounds[i], stage.bounds[i + 1], device=device) for i in members]
+
+        self.after = after
+        self.whole = torch.cat(ranges(before, whole)) if whole else None
+        """Rows of requests that skip none."""
+        self.whole_places = torch.cat(ranges(after, whole)) if whole else None
+        self.groups = [
+            (torch.stack(ranges(before, members)), torch.stack(ranges(after, members))) for members in groups.values()
+        ]
+        """Per group of equal shape, the rows ``[group, rows]`` and the places of those that stay ``[group, kept]``."""
+
+
+class EarlySkipPass(LayerPass):
+    """Writes the K/V of every row a layer computes to its position, attends to the canvas as kept, and drops rows."""
+
+    observes = True
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        """Requests in steps that skip and in steps that do not share the pass."""
+        options = batch.canvases[0].spec.cache
+        assert isinstance(options, ESDLLMOptions)
+        self.batch, self.pages, self.options = batch, pages, options
+        device = batch.positions.device
+        plans = batch.plans
+        for canvas in batch.canvases:
+            if canvas.cache_state is None:
+                canvas.cache_state = torch.zeros(canvas.spec.canvas_length, device=device)
+
+        read = [plan.read for plan in plans]
+        self.tables = TokenTables(batch, pages, read)
+        self.num_layers = self.tables.tables.shape[0]
+        self.reading = [plan.retained_copy is RetainedCopy.READ for plan in plans]
+        self.writing = [i for i, plan in enumerate(plans) if plan.retained_copy is RetainedCopy.WRITE]
+        self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.writing}
+        kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
+        self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
+        sizes = [batch.num_rows(i) for i in range(len(plans))]
+        # Where every canvas is computed as a whole, what the pages would give back is what was just computed.
+        self.dense = not any(self.reading) and all(
+            size == canvas.spec.canvas_length for size, canvas in zip(sizes, batch.canvases, strict=True)
+        )
+        self.copy_tokens = self._copy_tokens()
+
+        self.skips = [plan.skips for plan in plans]
+        self.stage = Stage(sizes, device)
+        self.stages = [self.stage]
+        """One more than there are cuts."""
+        self.cuts: dict[int, Cut] = {}
+        for layer, fraction in options.cuts(self.num_layers).items():
+            sizes = [
+                self._num_kept(i, fraction, size) if skip else size
+                for i, (size, skip) in enumerate(zip(sizes, self.skips, strict=True))
+            ]
+            self.stages.append(Stage(sizes, device))
+            self.cuts[layer] = Cut(self.stages[-2], self.stages[-1], self.skips, device)
+        self.kept_rows: list[torch.Tensor] = []
+        """After each cut, the rows of the batch that went on."""
+        if any(self.skips):
+            self.confidences, self.bonuses = self._importance_of_rows()
+        if options.keeps_features and self.cuts:
+            self.feature_tables = BatchTables(batch, PageKind.FEATURES)
+            # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
+            ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
+            self.features = feature_rows(pages.memory, pages.hidden_size // ranks, pages.num_kv_heads)
+            requests = self.tables.requests
+            starts = [canvas.spec.predicting_span(0).start for canvas in batch.canvases]
+            items = batch.positions - torch.tensor(starts, device=device)[requests]
+            lengths = torch.tensor([canvas.spec.gen_length for canvas in batch.canvases], device=device)[requests]
+            self.feature_items = items.masked_fill(items >= lengths, -1)
+            """Number of each row among those that predict the response; negative: it predicts none of it."""
+
+    def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
+        plan, num_unmasked = self.batch.plans[index], len(self.batch.canvases[index].last_unmasked)
+        least = min(num_unmasked + 2, plan.block.size)
+        return min(max(int(fraction * self.batch.num_rows(index)), least), num_rows)
+
+    def _copy_tokens(self) -> torch.Tensor | None:
+        """The place of each row in its request's retained copy, after what was copied; −1 where it has none."""
+        if not any(self.reading):
+            return None
+        tokens = torch.full_like(self.batch.positions, -1)
+        for i, reads in enumerate(self.reading):
+            if reads:
+                plan, canvas, rows = self.batch.plans[i], self.batch.canvases[i], self.batch.rows(i)
+                places = self.batch.positions[rows] - (plan.block.start - canvas.spec.shifts_logits)
+                tokens[rows] = torch.where(places >= 0, places + plan.num_copied, -1)
+        return tokens
+
+    def _importance_of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[num_rows]`` each: the confidence that a row last had, 0 where its token is not masked, and its bonus."""
+        confidences = torch.zeros(self.batch.positions.shape, device=self.batch.positions.device)
+        bonuses = torch.zeros_like(confidences)
+        for i, skip in enumerate(self.skips):
+            if not skip:
+                continue
+            plan, canvas, rows = self.batch.plans[i], self.batch.canvases[i], self.batch.rows(i)
+            # A step that skips feeds neighbouring rows; row ``place`` of them predicts position ``first + place``.
+            first = plan.span.stop - self.batch.num_rows(i) + canvas.spec.shifts_logits
+            stop = first + self.batch.num_rows(i)
+            confidences[rows] = canvas.cache_state[first:stop] * canvas.masked[first:stop]
+            leftmost = canvas.masked[slice(*plan.block)].int().argmax() + plan.block.start
+            bonuses[rows.start + leftmost - first] = LEFTMOST_BONUS
+            if self.options.alpha < 1:
+                last = [rows.start + p - first for p in canvas.last_unmasked if first <= p < stop]
+                bonuses[torch.tensor(last, dtype=torch.int64, device=bonuses.device)] = UNMASKED_BONUS
+        return confidences, bonuses
+
+    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        inside = self.options.indicator != "hidden_state"
+        x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
+        for index, layer in enumerate(layers):
+            q, k, v = layer.qkv(layer.attn_norm(x), phases)
+            cut = self.cuts.get(index)
+            if cut is not None and inside:
+                remembered = {"query": q, "key": k, "value": v}[self.options.indicator]
+                kept = self._cut(index, cut, rows, remembered.flatten(1))
+                if kept is not None:
+                    x, rows, phases = x[kept], rows[kept], phases[kept]
+                    q, k, v = q[kept], k[kept], v[kept]
+            x += layer.o_proj(self._attend(index, rows, q, k, v))
+            x += layer.mlp(layer.mlp_norm(x))
+            if cut is not None and not inside:
+                kept = self._cut(index, cut, rows, x)
+                if kept is not None:
+                    x, rows, phases = x[kept], rows[kept], phases[kept]
+        if x is not hidden:
+            hidden[rows] = x
+            self.finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+            self.finished[rows] = True
+        return hidden
+
+    def _attend(
+        self, layer: int, rows: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        stage, pages = self.stage, self.pages
+        slots = self.tables.row_slots(layer, rows)
+        write_slots(k, pages.keys, slots)
+        write_slots(v, pages.values, slots)
+        if self.copy_tokens is not None:
+            tokens = self.copy_tokens[rows]
+            slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
+            slots = slots.masked_fill((tokens < 0)[:, None], -1)
+            write_slots(k, pages.keys, slots)
+            write_slots(v, pages.values, slots)
+        self._copy_retained(layer, q)
+        if self.dense:
+            return bidirectional_attention(q, k, v, stage.bounds)
+        return self.attended.attend(layer, q, k, v, stage.cu_seqlens, stage.max_seqlen, attend_fresh=False)
+
+    def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
+        """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose step it is. Such a step skips no
+        row, and the mean is over the queries of all that it computes."""
+        for i in self.writing:
+            plan, canvas = self.batch.plans[i], self.batch.canvases[i]
+            start = plan.block.start - canvas.spec.shifts_logits
+            before, block, after = torch.arange(canvas.spec.canvas_length, device=q.device).split(
+                (start, plan.block.size, canvas.spec.canvas_length - start - plan.block.size)
+            )
+            outside = torch.cat((before, after))
+            keys = self._kept(self.pages.keys, self.tables.token_slots(layer, torch.full_like(outside, i), outside))
+            queries = q[self.stage.bounds[i] : self.stage.bounds[i + 1]]
+            # Every rank scores with its own heads; all must retain the same tokens.
+            scores = tensor_model_parallel_all_reduce(mean_query_scores(queries, keys))
+            scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
+            chosen = outside[select_retained(scores, plan.num_copied, POOL_KERNEL_SIZE)]
+            self.retained[i].append(chosen)
+            copied = torch.cat((chosen, block))
+            slots = self.tables.token_slots(layer, torch.full_like(copied, i), copied)
+            write_retained(
+                self._kept(self.pages.keys, slots),
+                self._kept(self.pages.values, slots),
+                torch.arange(copied.numel(), device=q.device),
+                self.pages.keys,
+                self.pages.values,
+                canvas.page_tables[PageKind.RETAINED][layer],
+            )
+
+    @staticmethod
+    def _kept(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Keys or values in slots ``[n, num_kv_heads]``."""
+        return pages[slots // pages.shape[1], slots % pages.shape[1]]
+
+    def _cut(self, layer: int, cut: Cut, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
+        """The rows that stay, as indices into the layer's; None where all do. What they are remembered by becomes
+        ``fresh`` ``[rows of the layer, width]``."""
+        kept = None
+        if cut.groups:
+            kept = torch.empty(cut.after.bounds[-1], dtype=torch.int64, device=rows.device)
+            if cut.whole is not None:
+                kept[cut.whole_places] = cut.whole
+            members = torch.cat([of_group.flatten() for of_group, _ in cut.groups])
+            changes = self._changes(layer, rows[members], fresh[members])
+            sizes = [of_group.numel() for of_group, _ in cut.groups]
+            for (of_group, places), change in zip(cut.groups, changes.split(sizes), strict=True):
+                chosen = self._most_important(rows[of_group], change.view(of_group.shape), places.shape[1])
+                kept[places] = of_group.gather(1, chosen)
+            self.kept_rows.append(rows[kept])
+            self.stage = cut.after
+        if self.options.keeps_features:
+            remembered, of_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
+            write_features(remembered, self.features, self._feature_slots(layer, of_rows))
+        return kept
+
+    def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """How much ``fresh`` differs from what rows are remembered by, relative to the size of that; ``[rows]``."""
+        indicator = self.options.indicator
+        if self.options.alpha == 1:
+            return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
+        if self.options.keeps_features:
+            old = read_features(self.features, self._feature_slots(layer, rows))
+        else:
+            slots = self.tables.row_slots(layer, rows)
+            old = self._kept(self.pages.keys if indicator == "key" else self.pages.values, slots).flatten(1)
+        old = old.float()
+        sums = torch.stack(((fresh.float() - old).abs().sum(dim=1), old.square().sum(dim=1)))
+        width = fresh.shape[1]
+        if indicator != "hidden_state":
+            # Every rank has its own heads; all must keep the same rows.
+            sums, width = tensor_model_parallel_all_reduce(sums), width * get_tensor_model_parallel_world_size()
+        difference, square = sums / width
+        return difference / (square.sqrt() + SMALLEST_NORM)
+
+    def _most_important(self, rows: torch.Tensor, changes: torch.Tensor, count: int) -> torch.Tensor:
+        """Which ``count`` of the rows ``[group, rows]`` stay, in no order.
+
+        Towards a block's end most confidences are 0 and the most confident rows a tie. What ``topk`` leaves unordered
+        stays so, as in the authors' code: the order settles the next layer's ties.
+        """
+        alpha, confidences = self.options.alpha, self.confidences[rows]
+        changes = changes / changes.amax(dim=1, keepdim=True).clamp(min=1)
+        scores = alpha * confidences + (1 - alpha) * changes
+        if alpha > 0:
+            best = confidences.topk(min(NUM_CONFIDENT, rows.shape[1])).indices
+            scores.scatter_add_(1, best, scores.new_full(best.shape, CONFIDENT_BONUS))
+        scores += self.bonuses[rows]
+        return scores.topk(count, sorted=False).indices
+
+    def _feature_slots(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
+        items = self.feature_items[rows]
+        slots = self.feature_tables.slots(layer, self.tables.requests[rows], items.clamp(min=0), self.features.shape[1])
+        return slots.masked_fill(items < 0, -1)
+
+    def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
+        confidences = statistics.probability
+        canvas = self.batch.canvases[index]
+        if statistics.held_back is not None and not canvas.spec.shifts_logits:
+            # As in the authors' code: LLaDA forgets how confident an end token was that came too early, Dream does not.
+            confidences = confidences.masked_fill(statistics.held_back, 0.0)
+        canvas.cache_state[positions] = confidences
+
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        inside = self.options.indicator != "hidden_state"
+        total, sizes = 0, iter(self.stages)
+        stage = next(sizes)
+        for layer in range(self.num_layers):
+            cut = layer in self.cuts
+            before, stage = stage, next(sizes) if cut else stage
+            total += (stage if inside else before).sizes[index]
+        return -(-total // self.num_layers)
+
+    def record(self, index: int) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        if index in self.retained:
+            entries["retained_positions"] = [positions.tolist() for positions in self.retained[index]]
+        if self.skips[index]:
+            of_request = [
+                rows[stage.bounds[index] : stage.bounds[index + 1]]
+                for rows, stage in zip(self.kept_rows, self.stages[1:], strict=True)
+            ]
+            entries["selected_positions"] = [sorted(self.batch.positions[rows].tolist()) for rows in of_request]
+        return entries

@@ -1,0 +1,227 @@
+"""MaskKV (arXiv 2510.09309): the masked positions vote on the prompt in the first pass, and each KV head of each layer
+retains what its budget allows; from then on dLLM-Cache's schedule, on what is retained."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+
+from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.kernels.eviction import max_pooled
+from dllm_engine.kernels.paged_attention import attention_with_lse, paged_attention
+from dllm_engine.model_executor.batch_tables import BatchTables
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows
+from dllm_engine.model_executor.retention.head_budgets import head_budgets
+from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.scheduler.methods.dllm_cache import live_start
+from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, average_budget, prompt_budgets
+from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.step_plan import Scope
+
+
+@dataclass
+class RetainedPrompt:
+    """What each layer of a request retained of the prompt, on this rank."""
+
+    kept: torch.Tensor
+    """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
+    places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Per layer, of every retained token: its position, its head, and its number among those of the head."""
+    kv_slots: list[int] = field(default_factory=list)
+    """Slots of keys per layer, on the rank that needs most."""
+
+
+class HeadTables(BatchTables):
+    """Tables of keys and values in packed ranges: each KV head's retained prompt tokens, then the response."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        super().__init__(batch, PageKind.KV)
+        self.batch, self.pages = batch, pages
+        device = batch.positions.device
+        num_layers, heads = self.tables.shape[0], pages.num_kv_heads
+        for canvas in batch.canvases:
+            if canvas.cache_state is None:
+                canvas.cache_state = RetainedPrompt(torch.zeros(num_layers, heads, dtype=torch.int64, device=device))
+        self.kept = torch.stack([canvas.cache_state.kept for canvas in batch.canvases], dim=1)
+        """``[num_layers, num_requests, num_kv_heads]``"""
+        self.requests = batch.request_of_row()
+        prompt_lengths = torch.tensor([canvas.spec.prompt_length for canvas in batch.canvases], device=device)
+        self.response_index = batch.positions - prompt_lengths[self.requests]
+        """Position of each row in its response; negative in the prompt."""
+        self.gen_lengths = torch.tensor([canvas.spec.gen_length for canvas in batch.canvases], device=device)
+        self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
+        self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
+        self.prompts = [
+            (i, batch.cu_seqlens[i]) for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)
+        ]
+        """Requests whose prompt is recomputed, and the row it begins at."""
+
+    def head_ranges(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """First slot and length of each head's range, ``[num_requests, num_kv_heads]`` each."""
+        lengths = self.kept[layer] + self.gen_lengths[:, None]
+        return lengths.cumsum(dim=1) - lengths, lengths
+
+    def retain(self, layer: int, index: int, chosen: torch.Tensor, kept: list[int]) -> None:
+        """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads, prompt_length]`` bool, ``kept`` its row
+        sums."""
+        heads, positions = chosen.nonzero(as_tuple=True)
+        counts = torch.tensor(kept, device=chosen.device)
+        first = counts.cumsum(dim=0) - counts
+        numbers = torch.arange(heads.shape[0], device=chosen.device) - first[heads]
+        state: RetainedPrompt = self.batch.canvases[index].cache_state
+        state.kept[layer] = counts
+        state.places.append((positions, heads, numbers))
+        self.kept[layer, index] = counts
+
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        start, _ = self.head_ranges(layer)
+        requests, response = self.requests, self.response_index
+        slots = (start + self.kept[layer])[requests] + response[:, None]
+        slots[response < 0] = -1
+        for i, first_row in self.prompts:
+            places = self.batch.canvases[i].cache_state.places
+            # A request that votes in this pass has not yet, where other requests' rows are verified.
+            if layer < len(places):
+                positions, heads, numbers = places[layer]
+                slots[first_row + positions, heads] = start[i][heads] + numbers
+        if rows is not None:
+            requests, slots = requests[rows], slots[rows]
+        per_page = self.pages.keys.shape[1]
+        physical = self.tables[layer][requests[:, None], slots.clamp(min=0) // per_page].long() * per_page
+        return torch.where(slots >= 0, physical + slots % per_page, -1)
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        *,
+        attend_fresh: bool,
+    ) -> torch.Tensor:
+        start, lengths = self.head_ranges(layer)
+        return paged_attention(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            self.pages.keys,
+            self.pages.values,
+            self.tables[layer],
+            start.int(),
+            self.token_stride,
+            lengths.int(),
+            attend_fresh=attend_fresh,
+            max_seqlen=max_seqlen,
+            max_head_len=self.max_head_len,
+        )
+
+
+class MaskKVPass(AdaptivePass):
+    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does.
+
+    Pages hold K/V of the retained prompt and the response, and features of the rows from the last that the response
+    needs.
+    """
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        options = batch.canvases[0].spec.cache
+        assert isinstance(options, MaskKVOptions)
+        self.options = options
+        self.head_tables = HeadTables(batch, pages)
+        self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
+        super().__init__(
+            batch,
+            pages,
+            self.head_tables,
+            [live_start(canvas.spec) for canvas in batch.canvases],
+            whole_attends_alone=False,
+            similarity=options.similarity,
+            first_adaptive_layer=int(options.refresh_first_layer),
+        )
+
+    def kv_slots(self, index: int) -> list[int] | None:
+        return self.batch.canvases[index].cache_state.kv_slots if index in self.voting else None
+
+    def record(self, index: int) -> dict[str, Any]:
+        entries = super().record(index)
+        if index in self.voting:
+            per_head = [[head.nonzero()[:, 0].tolist() for head in layer] for layer in self._retained_by_all(index)]
+            entries["retained_per_head"] = per_head
+            entries["retained_positions"] = [sorted(set().union(*layer)) for layer in per_head]
+        return entries
+
+    def _retained_by_all(self, index: int) -> torch.Tensor:
+        """What all ranks retained of a request's prompt, ``[num_layers, total_kv_heads, prompt_length]`` bool. Every
+        rank must ask."""
+        canvas, own_heads = self.batch.canvases[index], self.pages.num_kv_heads
+        places = canvas.cache_state.places
+        shape = len(places), own_heads, canvas.spec.prompt_length
+        # Ranks on CPUs exchange floating-point numbers only.
+        retained = torch.zeros(shape, device=self.batch.positions.device)
+        for of_layer, (positions, heads, _) in zip(retained, places, strict=True):
+            of_layer[heads, positions] = 1
+        world = get_tensor_model_parallel_world_size()
+        if world > 1:
+            # With more ranks than heads, neighbouring ranks have the same head.
+            copies = world * own_heads // self.pages.total_kv_heads
+            retained = tensor_model_parallel_all_gather(retained, dim=1)[:, ::copies]
+        return retained.bool()
+
+    def _attend_alone(
+        self, layer: int, computed: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """All requests that attend alone are in their first pass, and vote."""
+        if SCORERS[self.options.scorer].needs_lse:
+            out, lse = attention_with_lse(q, k, v, computed.alone_bounds)
+        else:
+            out, lse = bidirectional_attention(q, k, v, computed.alone_bounds), None
+        for number, index in enumerate(self.voting):
+            rows = slice(*computed.alone_bounds[number : number + 2])
+            self._vote(layer, index, q[rows], k[rows], None if lse is None else lse[rows])
+        return out
+
+    def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
+        canvas, num_layers = self.batch.canvases[index], self.head_tables.tables.shape[0]
+        spec, options = canvas.spec, canvas.spec.cache
+        assert isinstance(options, MaskKVOptions)
+        budgets = prompt_budgets(options, spec.prompt_length, num_layers)
+        heads = k.shape[1]
+        world, total_heads = get_tensor_model_parallel_world_size(), self.pages.total_kv_heads
+        plan = self.batch.plans[index]
+        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads, options.observation_window)
+        first_head = scored.first_kv_head
+        tokens = torch.arange(spec.prompt_length, device=q.device)
+        scores = SCORERS[options.scorer].score(scored, tokens)
+        of_all_heads = scores
+        if world > 1:
+            of_all_heads = scores.new_zeros(total_heads, spec.prompt_length)
+            of_all_heads[first_head : first_head + heads] = scores
+            of_all_heads = tensor_model_parallel_all_reduce(of_all_heads) / max(1, world // total_heads)
+        if average_budget(options, spec.prompt_length) >= spec.prompt_length:
+            kept_of_all = [spec.prompt_length] * total_heads
+        else:
+            kept_of_all = head_budgets(
+                options.head_budget,
+                of_all_heads,
+                budgets[layer],
+                base_share=options.alpha,
+                redistribute=options.redistribute,
+            )
+        kept = kept_of_all[first_head : first_head + heads]
+        pooled = max_pooled(scores, options.pool_kernel_size)
+        ranking = pooled.sort(dim=1, descending=True, stable=True).indices
+        within = torch.arange(spec.prompt_length, device=q.device) < torch.tensor(kept, device=q.device)[:, None]
+        chosen = torch.zeros_like(within).scatter_(1, ranking, within)
+        self.head_tables.retain(layer, index, chosen, kept)
+        of_ranks = [sum(kept_of_all[first : first + heads]) for first in range(0, total_heads, heads)]
+        canvas.cache_state.kv_slots.append(max(of_ranks) + spec.gen_length * heads)

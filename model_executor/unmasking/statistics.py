@@ -1,0 +1,72 @@
+"""What a step knows of its predictions: the tokens, and how sure the model is of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dllm_engine.scheduler.unmasking import Measure
+
+
+@dataclass
+class TokenLogprobs:
+    """Log-probabilities of the plain softmax of the logits, at temperature 1 and unfiltered; one entry per row."""
+
+    token: torch.Tensor
+    """``[num_rows]`` float32: of the predicted token."""
+    rank: torch.Tensor
+    """``[num_rows]`` int64: 1 + the number of tokens with a larger logit."""
+    top_tokens: torch.Tensor
+    """``[num_rows, num_logprobs]`` int64: the likeliest tokens, the first one first."""
+    top: torch.Tensor
+    """``[num_rows, num_logprobs]`` float32: theirs."""
+
+    @classmethod
+    def empty(cls, num_rows: int, num_logprobs: int, device: torch.device) -> "TokenLogprobs":
+        """Zeros, to be filled in."""
+        shape = (num_rows, num_logprobs)
+        return cls(
+            token=torch.zeros(num_rows, device=device),
+            rank=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            top_tokens=torch.zeros(shape, dtype=torch.int64, device=device),
+            top=torch.zeros(shape, device=device),
+        )
+
+    def split(self, sizes: list[int]) -> list["TokenLogprobs"]:
+        """Of so many rows each."""
+        return [TokenLogprobs(*parts) for parts in zip(*(x.split(sizes) for x in vars(self).values()), strict=True)]
+
+
+@dataclass
+class TokenStatistics:
+    """The predicted token of each row, and how sure the model is of it; one entry per row."""
+
+    token: torch.Tensor
+    """``[num_rows]`` int64."""
+    probability: torch.Tensor
+    """``[num_rows]`` float32: of the predicted token."""
+    negative_entropy: torch.Tensor | None
+    """``[num_rows]`` float32: Σ p log(p + 1e-10); None where no policy of the batch asks."""
+    margin: torch.Tensor | None
+    """``[num_rows]`` float32: p1 - p2 of the two likeliest tokens; None where no policy of the batch asks."""
+    noise: torch.Tensor | None
+    """``[num_rows]`` float64 uniform in (0, 1), a draw per position; None where no policy of the batch asks."""
+    logprobs: TokenLogprobs | None = None
+    """None where no request of the batch asks."""
+    held_back: torch.Tensor | None = None
+    """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where every request allows them."""
+
+    def confidence(self, measure: Measure) -> torch.Tensor:
+        """``[num_rows]``: by which an unmasking policy orders the rows."""
+        by_measure = {"probability": self.probability, "entropy": self.negative_entropy, "margin": self.margin}
+        return required(self.noise if measure == "noise" else by_measure[measure])
+
+    def split(self, sizes: list[int]) -> list["TokenStatistics"]:
+        """Of so many rows each."""
+        columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in vars(self).values()]
+        return [TokenStatistics(*parts) for parts in zip(*columns, strict=True)]
+
+
+def required(values: torch.Tensor | None) -> torch.Tensor:
+    """A statistic that a policy of the batch asked for."""
+    assert values is not None
+    return values

@@ -1,0 +1,1 @@
+"""vLLM workers and executors around the model runner."""

@@ -1,0 +1,55 @@
+"""Steps whose work is known before those ahead of them have run, so that a device may get them all at once."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import StepPlan, fills_fixed_count
+
+
+def steps_known_ahead(
+    plans: dict[str, StepPlan],
+    progress: Mapping[str, Progress],
+    specs: Mapping[str, DecodingSpec],
+    plan: Callable[[DecodingSpec, Progress], StepPlan],
+    num_steps: int,
+) -> list[dict[str, StepPlan]]:
+    """The plans of a step and of those after it that do the same work on other tokens: steps of a block that unmask a
+    fixed number each, of no matter which positions.
+
+    Args:
+        plans, progress: of the requests of the step, before it.
+        specs: of these requests.
+        plan: the next step of a request.
+        num_steps: the most steps wanted.
+
+    Returns:
+        One step at least, ``plans``; all but the last leave every block unfinished.
+    """
+    run = [plans]
+    if not all(_is_known_ahead(first, specs[request_id]) for request_id, first in plans.items()):
+        return run
+    ahead = {request_id: replace(progress[request_id]) for request_id in plans}
+    while len(run) < num_steps:
+        for request_id, last in run[-1].items():
+            if last.quota.count >= ahead[request_id].num_masked:
+                return run
+            ahead[request_id].advance(specs[request_id], last.quota.count, block_done=False)
+        following = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
+        if not all(_does_same_work(following[request_id], first) for request_id, first in plans.items()):
+            return run
+        run.append(following)
+    return run
+
+
+def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
+    """Whether a step fills a number of positions that the host knows before, and nobody asks which of them."""
+    whole_block = plan.quota.candidates == plan.block
+    return whole_block and fills_fixed_count(plan, spec) and not spec.delay_eos and not spec.needs_per_step_output
+
+
+def _does_same_work(plan: StepPlan, other: StepPlan) -> bool:
+    """Whether steps differ in nothing but how many positions they fill, if any, and with which random numbers."""
+    quota = replace(plan.quota, count=other.quota.count, ratio=other.quota.ratio)
+    alike = replace(plan, quota=quota, forward=other.forward) == other
+    return alike and bool(plan.quota.count) == bool(other.quota.count)

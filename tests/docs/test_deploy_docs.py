@@ -1,0 +1,120 @@
+"""What docs/deploy says is what the programs accept: commands, options, numbers."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.vllm_hooks.release import RELEASES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+CHECKOUT = DOCS.parent
+PAGE = (DOCS / "deploy.md").read_text(encoding="utf-8")
+COMMANDS = sorted(set(re.findall(r"`(dllm serve [^`]+)`", PAGE)))
+
+
+def serve(arguments):
+    """Arguments of ``dllm serve``, read by its parser and then by that of ``vllm serve``."""
+    args, args.unknown = build_parser().parse_known_args(["serve", *arguments])
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments(args)[1:])
+    validate_parsed_serve_args(read)
+    return read
+
+
+def compose():
+    return yaml.safe_load((DOCS / "deploy" / "compose.yaml").read_text())["services"]["dllm"]
+
+
+def kubernetes():
+    documents = list(yaml.safe_load_all((DOCS / "deploy" / "kubernetes.yaml").read_text()))
+    return {document["kind"]: document for document in documents}
+
+
+def dockerfile():
+    """Instructions as (name, argument), continued lines joined."""
+    text = (DOCS / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
+    return [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_page_are_accepted(command):
+    serve(shlex.split(command)[2:])
+
+
+def test_the_page_has_commands():
+    assert len(COMMANDS) >= 4
+
+
+def test_flags_of_the_page_exist():
+    """Those that stand alone in the text, and of the examples."""
+    known = {flag for parser in (make_arg_parser(FlexibleArgumentParser()),) for flag in parser._option_string_actions}
+    known |= {flag for name in ("ray_serve_app.py", "ray_batch.py") for flag in flags_of(name)}
+    known |= set(re.findall(r"--[a-z-]+", (CHECKOUT / "dllm_engine" / "cli" / "plan.py").read_text()))
+    known |= {"--cache-method", "--head", "--port", "--address"}
+    assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
+
+
+def flags_of(example):
+    return re.findall(r'"(--[a-z-]+)"', (CHECKOUT / "examples" / example).read_text())
+
+
+def test_numbers_of_the_page_are_those_of_the_command(capsys):
+    """Methods added since have lines of their own; the page's must still hold."""
+    block = re.search(r"```\n\$ (dllm plan .*)\n((?:.*\n)*?)```", PAGE)
+    assert main(shlex.split(block[1])[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in block[2].splitlines() if line not in printed] == []
+
+
+def test_compose_runs_a_server_and_gives_it_time_to_drain():
+    service = compose()
+    read = serve(service["command"])
+    assert read.max_model_len == 2048
+    assert int(service["stop_grace_period"].removesuffix("s")) > read.shutdown_timeout > 0
+    assert (CHECKOUT / service["build"]["dockerfile"]).is_file()
+    assert (DOCS / "deploy" / service["build"]["context"]).resolve() == CHECKOUT
+
+
+def test_kubernetes_runs_a_server_and_gives_it_time_to_drain():
+    pod = kubernetes()["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    read = serve(container["args"])
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pod["spec"]["terminationGracePeriodSeconds"] > read.shutdown_timeout + pause
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] == "/health"
+        assert ports[container[probe]["httpGet"]["port"]] == read.port
+    service = kubernetes()["Service"]["spec"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    assert service["ports"][0]["targetPort"] in ports
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_the_image_holds_the_package_and_serves_as_somebody():
+    instructions = dockerfile()
+    given = dict(instructions)
+    packages = {argument.split()[0] for name, argument in instructions if name == "COPY"} - {"pyproject.toml"}
+    assert packages == {"dllm_engine", "kernels", "model_executor", "scheduler"}
+    assert given["USER"] == "10001"
+    assert json.loads(given["ENTRYPOINT"]) == ["dllm", "serve"]
+    serve(json.loads(given["CMD"]))
+    compile(json.loads(given["HEALTHCHECK"].split("CMD", 1)[1])[2], "HEALTHCHECK", "exec")
+    ignored = (DOCS / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    for name, argument in instructions:
+        for source in argument.split()[:-1] if name == "COPY" else []:
+            assert (CHECKOUT / source).exists()
+            assert f"!{source}" in ignored
+
+
+def test_the_image_is_of_the_vllm_release_this_package_needs():
+    (version,) = (argument.split("=")[1] for name, argument in dockerfile() if name == "ARG")
+    assert version.rsplit(".", 1)[0] in RELEASES

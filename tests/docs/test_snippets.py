@@ -1,0 +1,188 @@
+"""Every snippet of README and docs runs as printed, as a file, in the environment that README tells the reader to make.
+
+The blocks of a page run one after the other in one folder. A block that starts a server stays in the background for
+those after it. A new block runs, or has to be listed below with a reason.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(page.relative_to(CHECKOUT)) for page in CHECKOUT.glob("docs/*.md")),
+]
+# Languages of programs; other blocks show output or data.
+PROGRAMS = ("bash", "python")
+PORT = 8000  # as the pages have it
+
+NEEDS_CHECKPOINT = "needs a released checkpoint"
+NEEDS_NETWORK = "installs from the network"
+TAKES_MINUTES = "takes minutes; tests/cli/test_processes.py runs the command on less"
+# First line of a block: why it is not run.
+NOT_RUN = {
+    "python3 scripts/dev.py test": "is this run",
+    'pip install ".[cuda]"': "needs a GPU and the network",
+    "dllm eval --methods all --unmasking-rules one,threshold=0.9": TAKES_MINUTES,
+    "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
+    "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": "tests/docs/test_deploy_docs.py compares all of its output",
+    'pip install "dllm-engine[ray]"': NEEDS_CHECKPOINT,
+    "pip install 'dllm-engine[eval]'": NEEDS_NETWORK,
+    "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --paper-task": NEEDS_CHECKPOINT,
+    "dllm bench --quick": TAKES_MINUTES,
+    'pip install ".[cuda,test,bench]"': "needs a GPU and the network",
+}
+# First line of a block: what it prints.
+PRINTS = {
+    "python3 scripts/dev.py demo": "Ida=07, Tom=48",
+    "source .venv/bin/activate": "Oslo Tom Rome",
+    "curl -s localhost:8000/v1/chat/completions": '"content":" Oslo Tom Rome"',
+    "import openai": "Oslo Tom Rome",
+}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    page: str
+    language: str
+    text: str
+
+    @property
+    def first_line(self) -> str:
+        return self.text.splitlines()[0]
+
+    @property
+    def is_program(self) -> bool:
+        return self.language in PROGRAMS or self.first_line.startswith("$ ")
+
+    @property
+    def is_server(self) -> bool:
+        return self.first_line.startswith(("vllm serve ", "dllm serve "))
+
+    def of(self, table: dict[str, str]) -> str | None:
+        """The value of the entry that the first line begins with."""
+        return next((value for start, value in table.items() if self.first_line.startswith(start)), None)
+
+
+def snippets(page: str) -> list[Snippet]:
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [Snippet(page, language, body) for language, body in blocks]
+
+
+ALL = [snippet for page in PAGES for snippet in snippets(page)]
+
+
+def to_run(page: str) -> list[Snippet]:
+    """Blocks of a page that are run; one that several pages print runs where it comes first."""
+    first = {snippet.text: snippet for snippet in reversed(ALL)}
+    return [
+        snippet
+        for snippet in snippets(page)
+        if snippet.is_program and snippet.of(NOT_RUN) is None and first[snippet.text] == snippet
+    ]
+
+
+def test_each_block_that_is_not_run_is_there_and_each_block_is_closed():
+    programs = [snippet for snippet in ALL if snippet.is_program]
+    for start in [*NOT_RUN, *PRINTS]:
+        assert any(snippet.first_line.startswith(start) for snippet in programs), start
+    for page in PAGES:
+        fences = re.findall(r"^\s*```", (CHECKOUT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert len(fences) == 2 * len(snippets(page)), page
+    assert {snippet.language for snippet in ALL} <= {*PROGRAMS, "", "json"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What the pages speak of, and the environment where README has it made."""
+    for name in ("examples", "scripts"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path
+
+
+@pytest.fixture
+def environ(folder):
+    """The variables of a shell after `source .venv/bin/activate`, without those that the tests' own engines need."""
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTEST_"))}
+    # The set-up script would make `.venv` in the checkout.
+    variables["DLLM_VENV"] = sys.prefix
+    printed = subprocess.run(
+        ["bash", "-c", "source .venv/bin/activate && env -0"],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        check=True,
+    )
+    return dict(entry.split("=", 1) for entry in printed.stdout.decode().split("\0") if entry)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)])
+def test_snippets_of_a_page(folder, environ, page):
+    server: subprocess.Popen[bytes] | None = None
+    try:
+        for number, snippet in enumerate(to_run(page)):
+            file = folder / f"snippet{number}.{'py' if snippet.language == 'python' else 'sh'}"
+            file.write_text(snippet.text, encoding="utf-8")
+            command = ["python", file] if snippet.language == "python" else ["bash", "-e", file]
+            if snippet.is_server:
+                stop(server)
+                server = serve(command, folder, environ)
+                for url in re.findall(r"http://localhost\S+", snippet.text):
+                    assert urllib.request.urlopen(url, timeout=30).status == 200
+                continue
+            ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
+            assert ran.returncode == 0, f"{snippet.text}\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+            expected = [line for line in [snippet.of(PRINTS)] if line]
+            expected += re.findall(r"^ *print\(.*\)  # (.+)$", snippet.text, flags=re.MULTILINE)
+            for text in expected:
+                assert text in ran.stdout, snippet.text
+    finally:
+        stop(server)
+
+
+def serve(command: list[str | Path], folder: Path, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
+    """Starts a server and waits until it answers."""
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", PORT)), f"something else listens on port {PORT}, which the pages use"
+    log = folder / "server.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    end = time.monotonic() + 300
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://localhost:{PORT}/health", timeout=5).close()
+            return process
+        except OSError:
+            time.sleep(0.3)
+    stop(process)
+    raise AssertionError(f"the server does not answer:\n{log.read_text(errors='replace')[-6000:]}")
+
+
+def stop(process: "subprocess.Popen[bytes] | None") -> None:
+    """Ctrl-C, as the reader presses it: it reaches the shell and the server."""
+    if process is None or process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise

@@ -1,0 +1,108 @@
+"""The likelihood bound of masked models, against all of its terms by a plain implementation."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from dllm_engine.evaluation.likelihood import log_likelihoods, weighted_masks
+from tests.oracles.models import PlainModel
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def plain_bound(folder, prompt: list[int], continuation: list[int]) -> float:
+    """The mean over l, uniform, and over the choices of l positions, of L/l times the sum of log-probabilities."""
+    model, length = PlainModel(folder), len(continuation)
+    total = 0.0
+    for count in range(1, length + 1):
+        choices = list(itertools.combinations(range(length), count))
+        for chosen in choices:
+            tokens = prompt + continuation
+            for position in chosen:
+                tokens = [*tokens[: len(prompt) + position], model.mask, *tokens[len(prompt) + position + 1 :]]
+            logprobs = model.logits(tokens).log_softmax(-1)
+            rows = [max(len(prompt) + position - model.is_dream, 0) for position in chosen]
+            found = sum(float(logprobs[row, continuation[i]]) for row, i in zip(rows, chosen, strict=True))
+            total += length / count * found / len(choices) / length
+    return total
+
+
+@pytest.fixture(params=["llada", "dream"])
+def checkpoint(request, tiny_llada, tiny_dream):
+    return {"llada": tiny_llada, "dream": tiny_dream}[request.param]
+
+
+@pytest.mark.parametrize("continuation", [[20], [20, 30], [20, 30, 40, 20]])
+def test_short_continuations_are_exact(engines, checkpoint, continuation):
+    (found,) = log_likelihoods(engines(checkpoint), [(PROMPT, continuation)], num_samples=15)
+    assert found == pytest.approx(plain_bound(checkpoint, PROMPT, continuation), rel=1e-4)
+
+
+def test_without_a_prompt_the_first_position_predicts_itself(engines, checkpoint):
+    (found,) = log_likelihoods(engines(checkpoint), [([], [20, 30])])
+    assert found == pytest.approx(plain_bound(checkpoint, [], [20, 30]), rel=1e-4)
+
+
+def test_one_token_takes_one_pass_and_an_empty_continuation_none():
+    rng = np.random.default_rng(0)
+    assert list(weighted_masks(1, 1, rng)) == [(1.0, [0])]
+    assert list(weighted_masks(0, 1, rng)) == []
+
+
+def test_long_continuations_are_estimated(engines, tiny_llada):
+    """The estimates of 60 seeds scatter around the exact value."""
+    llm, continuation = engines(tiny_llada), [20, 30, 40, 50]
+    exact = plain_bound(tiny_llada, PROMPT, continuation)
+    estimates = [log_likelihoods(llm, [(PROMPT, continuation)], 6, seed)[0] for seed in range(60)]
+    assert np.std(estimates) > 0
+    assert abs(np.mean(estimates) - exact) < 4 * np.std(estimates) / math.sqrt(len(estimates))
+
+
+@pytest.mark.parametrize(("length", "num_samples"), [(3, 2), (5, 7), (5, 30)])
+def test_sampled_masks_weigh_each_choice_as_the_bound_does(length, num_samples):
+    """Expected weight of a choice of l of L positions: 1 / (l · C(L, l))."""
+    draws, weights = 4000, {}
+    for seed in range(draws):
+        for weight, masked in weighted_masks(length, num_samples, np.random.default_rng(seed)):
+            weights[tuple(masked)] = weights.get(tuple(masked), 0.0) + weight / draws
+    assert len(weights) == 2**length - 1
+    for masked, weight in weights.items():
+        assert weight == pytest.approx(1 / (len(masked) * math.comb(length, len(masked))), rel=0.15)
+
+
+def test_numbers_of_masked_tokens_are_spread_evenly():
+    counts = [len(masked) for _, masked in weighted_masks(8, 16, np.random.default_rng(1))]
+    assert counts == [count for count in range(1, 9) for _ in range(2)]
+
+
+def test_an_estimate_depends_on_its_pair_and_seed_alone(engines, tiny_llada):
+    llm, long = engines(tiny_llada), list(range(20, 60))
+    pairs = [(PROMPT, long), (PROMPT[::-1], [9, 8]), (PROMPT, long[::-1]), (PROMPT, [])]
+    together = log_likelihoods(llm, pairs, 5, seed=3)
+    assert together[3] == 0.0
+    for pair, value in zip(pairs[::-1], together[::-1], strict=True):
+        assert log_likelihoods(llm, [pair], 5, seed=3) == pytest.approx([value], rel=1e-5)
+    assert log_likelihoods(llm, pairs[:1], 5, seed=4) != pytest.approx(together[:1], rel=1e-5)
+
+
+def test_canvases_share_forward_passes_up_to_the_token_budget(engines, tiny_llada, monkeypatch):
+    llm, batches = engines(tiny_llada), []
+    run = llm.collective_rpc
+    monkeypatch.setattr(llm, "collective_rpc", lambda *a, **kw: batches.append(kw["args"][0]) or run(*a, **kw))
+    monkeypatch.setattr(llm.llm_engine.vllm_config.scheduler_config, "max_num_batched_tokens", 300)
+    canvases = [([1] * n, [0, n - 1]) for n in (100, 120, 90, 250, 10)]
+    assert [len(logprobs) for logprobs in llm.masked_logprobs(iter(canvases))] == [2] * 5
+    assert [[len(sequence) for sequence in batch] for batch in batches] == [[100, 120], [90], [250, 10]]
+
+
+@pytest.mark.parametrize("canvas", [([], []), ([1] * 257, [1]), ([1, 2], [2]), ([1, 2], [-1])])
+def test_what_is_no_canvas_is_refused(engines, tiny_llada, canvas):
+    with pytest.raises(ValueError, match=r"canvas of \d+ tokens"):
+        list(engines(tiny_llada).masked_logprobs([canvas]))
+
+
+def test_no_samples_are_refused(engines, tiny_llada):
+    with pytest.raises(ValueError, match="num_samples=0"):
+        log_likelihoods(engines(tiny_llada), [], num_samples=0)

@@ -1,0 +1,202 @@
+"""lm_eval's model ``dllm``, driven by lm_eval on local tasks."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from dllm_engine.demo import demo_model_path
+from tests.evaluation.test_likelihood import plain_bound
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+TASKS = Path("examples") / "lm_eval"
+PROMPT = "User: Tom=48. Ida=07. Give: Ida\nBot:"
+
+
+@pytest.fixture(scope="module")
+def demo(engines):
+    return engines("demo", skip_tokenizer_init=False, max_num_seqs=2, trace=False)
+
+
+@pytest.fixture(scope="module")
+def make(demo):
+    from dllm_engine.evaluation.lm_eval_model import DiffusionLM
+
+    return lambda decoding=None, **settings: DiffusionLM(demo, decoding, **settings)
+
+
+def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
+
+
+def evaluate(model, *names, **settings):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_defaults=False)
+    files = [str(TASKS / f"{name}.yaml") for name in names]
+    return lm_eval.simple_evaluate(model, tasks=files, task_manager=manager, bootstrap_iters=0, **settings)
+
+
+def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
+    from dllm_engine import DiffusionParams
+    from dllm_engine.demo.tasks import make_examples
+    from dllm_engine.evaluation.score import score_task
+
+    monkeypatch.chdir(CHECKOUT)
+    # A few steps only, so that some answers are wrong.
+    decoding = {"gen_length": 32, "block_length": 8, "steps": 4}
+    results = evaluate(make(decoding), "names", apply_chat_template=True)
+    expected = score_task(demo, make_examples("names", 40, seed=0), DiffusionParams(**decoding))
+    assert results["results"]["names"]["exact_match,stripped"] == pytest.approx(expected.exact_match)
+    assert 0.1 < expected.exact_match < 0.9
+
+
+def test_multiple_choice_goes_by_likelihood(make, monkeypatch):
+    monkeypatch.chdir(CHECKOUT)
+    model = make(mc_num=16, check_greedy=False)
+    results = evaluate(model, "facts", apply_chat_template=True, limit=8)
+    assert results["results"]["facts"]["acc,none"] == 1.0
+    assert model.cost.tokens == 0
+
+
+def test_likelihood_and_greediness_of_text(make, demo):
+    pairs = [(PROMPT, " Ida=07"), (PROMPT, " Ida=48")]
+    (right, is_greedy), (wrong, is_not) = make(mc_num=1023).loglikelihood(
+        requests("loglikelihood", *pairs), disable_tqdm=True
+    )
+    tokenizer = demo.get_tokenizer()
+    prompt, answer = tokenizer.encode(PROMPT), tokenizer.encode(" Ida=07")
+    assert right == pytest.approx(plain_bound(Path(demo_model_path()), prompt, answer), rel=1e-3, abs=1e-5)
+    assert right > wrong
+    assert (is_greedy, is_not) == (True, False)
+
+
+def test_a_context_may_be_empty(make, demo):
+    ((value, _),) = make(mc_num=63).loglikelihood(requests("loglikelihood", ("", " Ida=07")), disable_tqdm=True)
+    tokenizer = demo.get_tokenizer()
+    answer = tokenizer.encode(" Ida=07")
+    assert value == pytest.approx(
+        plain_bound(Path(demo_model_path()), [tokenizer.bos_token_id], answer), rel=1e-3, abs=1e-5
+    )
+
+
+def test_whole_texts_are_cut_into_windows(make, demo, monkeypatch):
+    text = " Ida=07. Tom"
+    tokens = demo.get_tokenizer().encode(text)
+    assert len(tokens) == 6
+    whole = requests("loglikelihood_rolling", (text,))
+    model, (bos, folder) = make(mc_num=127), (demo.get_tokenizer().bos_token_id, Path(demo_model_path()))
+    assert model.loglikelihood_rolling(whole) == pytest.approx([plain_bound(folder, [bos], tokens)], rel=1e-3)
+    monkeypatch.setattr(type(model), "max_length", 5)
+    windows = [([bos], tokens[:4]), (tokens[1:4], tokens[4:])]
+    expected = sum(plain_bound(folder, *window) for window in windows)
+    assert model.loglikelihood_rolling(whole) == pytest.approx([expected], rel=1e-3)
+
+
+def test_stop_strings_end_a_response_and_are_no_part_of_it(make):
+    model = make({"block_length": 8})
+    asked = [(PROMPT, {"until": until, "max_gen_toks": 32}) for until in ([], ["="], ["", "nowhere", "07"])]
+    texts = model.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+    assert texts == [" Ida=07", " Ida", " Ida="]
+    assert model.cost.tokens == 24
+    assert model.cost.forward_passes == 24
+    assert model.cost.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("decoding", "task", "expected"),
+    [
+        ({}, {"max_gen_toks": 24}, {"gen_length": 24}),
+        ({"gen_length": 16}, {"max_gen_toks": 24}, {"gen_length": 16}),
+        ({"gen_length": 16, "steps": 8}, {"gen_length": 12, "steps": 6}, {"gen_length": 12, "steps": 6}),
+        ({}, {}, {"gen_length": None, "temperature": 0.0}),
+        ({}, {"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9}),
+        ({"temperature": 0.2}, {"do_sample": True, "temperature": 0.7}, {"temperature": 0.2}),
+        ({"threshold": 0.9}, {"until": "x"}, {"threshold": 0.9, "stop": ["x"]}),
+    ],
+)
+def test_the_model_arguments_go_before_the_task_and_gen_kwargs_before_both(make, decoding, task, expected):
+    params = make(decoding)._params(task)
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
+def test_repeated_requests_get_different_seeds(make, monkeypatch):
+    model = make({"seed": 5})
+    monkeypatch.setattr(model, "_answer", lambda prompts, params, use_tqdm: [str(wanted.seed) for wanted in params])
+    first, second = requests("generate_until", (PROMPT, {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
+    assert model.generate_until([first, first, second, first]) == ["5", "6", "5", "7"]
+
+
+def test_what_the_task_asks_for_and_is_not_supported_is_named(make):
+    with pytest.raises(ValueError, match="num_beams=4 is not supported"):
+        make().generate_until(requests("generate_until", (PROMPT, {"num_beams": 4})))
+
+
+def test_long_prompts_are_refused_or_lose_their_middle(make, demo):
+    prompt = " ".join(f"Tom={n % 90 + 10}." for n in range(60)) + " " + PROMPT
+    asked = requests("generate_until", (prompt, {"max_gen_toks": 32}))
+    with pytest.raises(ValueError, match=r"exceed max_model_len 256; .* max_prompt_tokens"):
+        make().generate_until(asked)
+    model = make({"block_length": 8}, max_prompt_tokens=101)
+    tokens = demo.get_tokenizer().encode(prompt)
+    assert model._fit(tokens, 32) == tokens[:50] + tokens[-51:]
+    assert model.generate_until(asked, disable_tqdm=True) == [" Ida=07"]
+    assert math.isfinite(model.loglikelihood(requests("loglikelihood", (prompt, " Ida=07")))[0][0])
+
+
+def test_chat_templates_may_leave_the_answer_open(make):
+    chat = [{"role": "user", "content": "Hi!"}]
+    assert make().apply_chat_template(chat).endswith("Bot:")
+    begun = [*chat, {"role": "assistant", "content": "Hello"}]
+    assert make().apply_chat_template(begun, add_generation_prompt=False).endswith("Bot: Hello")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"decoding": {"num_steps": 3}}, "num_steps"),
+        ({"mc_num": 0}, "mc_num=0"),
+        ({"max_prompt_tokens": 1}, "max_prompt_tokens=1"),
+    ],
+)
+def test_settings_out_of_range_are_named(make, settings, named):
+    with pytest.raises(ValueError, match=named):
+        make(**settings)
+
+
+def test_model_args_are_sorted_into_engine_decoding_and_estimate(demo, monkeypatch):
+    from lm_eval.api.registry import get_model
+
+    from dllm_engine.evaluation import lm_eval_model
+
+    started = {}
+    monkeypatch.setattr(lm_eval_model, "LLM", lambda model, **kwargs: started.update(kwargs, model=model) or demo)
+    model = get_model("dllm").create_from_arg_string(
+        'pretrained=demo,cache_method=sparse,cache_options={"retention_ratio": 0.3},block_length=8,mc_num=4',
+        {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"},
+    )
+    assert started == {"model": "demo", "cache_method": "sparse", "cache_options": {"retention_ratio": 0.3}}
+    assert model.decoding == {"block_length": 8}
+    assert model.mc_num == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [("cache_method=sparse", "pretrained"), ("pretrained=demo,cache_options={a", "cache_options='{a'")],
+)
+def test_model_args_that_cannot_be_are_named(arguments, named):
+    from dllm_engine.evaluation.lm_eval_model import DiffusionLM
+
+    with pytest.raises(ValueError, match=named):
+        DiffusionLM.create_from_arg_string(arguments)
+
+
+def test_lm_evals_own_models_stay_known(make):
+    from lm_eval.api.registry import get_model, model_registry
+
+    assert make().__class__ is get_model("dllm")
+    assert "hf" in model_registry

@@ -1,0 +1,120 @@
+"""Requests over HTTP: what nobody asked for, what is refused, and that each is checked once."""
+
+import pytest
+
+from dllm_engine.vllm_hooks import admission
+from tests.support.engines import assert_nothing_left
+from tests.support.http_app import served
+
+QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
+COMPLETION = ("/v1/completions", {"prompt": QUESTION})
+RESPONSE = ("/v1/responses", {"input": QUESTION})
+ENDPOINTS = {
+    "chat": CHAT,
+    "completion": COMPLETION,
+    "response": RESPONSE,
+    "invoked chat": ("/invocations", CHAT[1]),
+    "invoked completion": ("/invocations", COMPLETION[1]),
+}
+
+
+@pytest.fixture(scope="module")
+def demo(engines):
+    return engines("demo", skip_tokenizer_init=False)
+
+
+@pytest.fixture(scope="module")
+def client(demo):
+    return served(demo, "--served-model-name", "demo")
+
+
+@pytest.fixture(params=ENDPOINTS)
+def ask(request, client):
+    path, body = ENDPOINTS[request.param]
+    return lambda **fields: client.post(path, json={"model": "demo"} | body | fields)
+
+
+def length_of(answer):
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return usage.get("completion_tokens", usage.get("output_tokens"))
+
+
+def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
+    assert length_of(ask(ignore_eos=True)) == 32
+    assert length_of(ask(ignore_eos=True, max_tokens=None)) == 32
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_a_length_that_was_asked_for_is_kept(client, endpoint):
+    path, body = ENDPOINTS[endpoint]
+    for length in (16, 20):
+        answer = client.post(path, json={"model": "demo", "ignore_eos": True, "max_tokens": length} | body)
+        assert length_of(answer) == length
+
+
+def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
+    path, body = COMPLETION
+    options = {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    text = client.post(path, json={"model": "demo"} | body | options).text
+    assert '"completion_tokens":32' in text.replace(" ", "")
+    assert text.rstrip().endswith("[DONE]")
+
+
+def test_a_chat_without_options_answers_as_the_model_was_trained(client):
+    path, body = CHAT
+    answer = client.post(path, json={"model": "demo"} | body).json()
+    assert answer["choices"][0]["message"]["content"].strip() == "Ida=07, Tom=48"
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragments"),
+    [
+        ({"block_length": 8}, ("block_length belongs into vllm_xargs",)),
+        ({"cache_method": "dual"}, ("cache_method is an option of the engine",)),
+        ({"vllm_xargs": {"gen_length": 8}}, ("gen_length", "max_tokens")),
+        ({"vllm_xargs": {"steps": 33}}, ("steps=33", "1 … gen_length", "here 32")),
+        ({"vllm_xargs": {"steps": 2**31}}, ("steps=2147483648",)),
+        ({"vllm_xargs": {"steps": 10**12}, "stream": True}, ("steps=1000000000000",)),
+        ({"vllm_xargs": {"steps": 10**30}}, ("64",)),
+        ({"vllm_xargs": {"factor": "Infinity"}}, ("factor",)),
+        ({"temperature": 1e308}, ("temperature",)),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
+    answer = ask(**fields)
+    assert answer.status_code == 400
+    for fragment in fragments:
+        assert fragment in answer.json()["error"]["message"]
+
+
+def test_a_batch_of_chats_is_checked_too(client):
+    body = {"model": "demo", "messages": [CHAT[1]["messages"]]}
+    assert client.post("/v1/chat/completions/batch", json=body).status_code == 200
+    answer = client.post("/v1/chat/completions/batch", json=body | {"block_length": 8})
+    assert answer.status_code == 400
+    assert "block_length belongs into vllm_xargs" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_several_greedy_responses_are_refused_with_what_to_send(client, endpoint):
+    path, body = ENDPOINTS[endpoint]
+    answer = client.post(path, json={"model": "demo", "n": 2} | body)
+    assert answer.status_code == 400
+    assert "n=2 needs a temperature above 0" in answer.json()["error"]["message"]
+    answer = client.post(path, json={"model": "demo", "n": 2, "temperature": 0.7, "seed": 1} | body)
+    assert len(answer.json()["choices"]) == 2
+    assert client.post(path, json={"model": "demo", "n": 10**9, "temperature": 0.7} | body).status_code == 400
+
+
+def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
+    checked, check_request = [], admission.check_request
+    monkeypatch.setattr(admission, "check_request", lambda *given: checked.append(given) or check_request(*given))
+    assert ask().status_code == 200
+    assert len(checked) == 1
+    processor = demo.llm_engine.output_processor
+    assert not processor.request_states
+    assert not processor.parent_requests
+    assert_nothing_left(demo)

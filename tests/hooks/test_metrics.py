@@ -1,0 +1,122 @@
+"""The metrics of a real engine agree with its requests' figures; dashboard and page name metrics that exist."""
+
+import asyncio
+import json
+import re
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import generate_latest
+from vllm.benchmarks.serve import fetch_diffusion_metrics
+
+from dllm_engine.metrics import METRICS
+from tests.support.engines import generate
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
+
+
+@pytest.fixture(scope="module")
+def measured(engines, tiny_llada):
+    """(figures of some requests, the metrics after them, by name; what `/metrics` would show)."""
+    from dllm_engine import DiffusionParams
+
+    llm = engines(
+        tiny_llada,
+        cache_method="sparse",
+        cache_options={"retention_ratio": 0.4},
+        page_size=8,
+        disable_log_stats=False,
+    )
+    params = DiffusionParams(gen_length=32, block_length=8, steps=16, ignore_eos=True)
+    figures = [output.outputs[0].diffusion for output in generate(llm, PROMPTS, params)]
+    found: dict = {}
+    for metric in llm.get_metrics():
+        state = metric.labels.get("refresh_state")
+        found[(metric.name, state) if state else metric.name] = metric
+    return figures, found, generate_latest().decode()
+
+
+def test_counters_are_the_sums_of_the_figures(measured):
+    figures, metrics, _ = measured
+    assert metrics["vllm:diffusion_num_committed_tokens"].value == sum(f.tokens_unmasked for f in figures)
+    assert metrics["vllm:dllm_tokens_computed"].value == sum(f.tokens_computed for f in figures)
+    for state in ("full", "update", "reuse"):
+        expected = sum(f.refresh_states.count(state) for f in figures)
+        assert metrics["vllm:dllm_denoising_steps", state].value == expected > 0, state
+    assert metrics["vllm:dllm_engine_steps"].value == 16, "the requests shared every batch"
+
+
+def test_vllms_benchmark_reads_the_steps_of_a_block_and_the_tokens_of_a_step(measured):
+    figures, _, page = measured
+
+    class Session:
+        @asynccontextmanager
+        async def get(self, url):
+            async def text():
+                return page
+
+            yield SimpleNamespace(status=200, text=text)
+
+    read = asyncio.run(fetch_diffusion_metrics("", Session()))
+    # As `vllm bench serve` goes on to compute.
+    block_length = read.num_canvas_positions / read.num_denoising_steps
+    blocks = read.num_committed_tokens / block_length
+    steps = read.num_denoising_steps - blocks
+    assert (block_length, blocks) == (8, len(PROMPTS) * 4)
+    assert steps == sum(f.denoising_steps for f in figures)
+
+
+def test_evicted_is_what_was_not_retained(measured):
+    figures, metrics, _ = measured
+    outside = [len(prompt) + 24 for prompt in PROMPTS]
+    assert [f.tokens_retained for f in figures] == [int(n * 0.4) for n in outside]
+    assert metrics["vllm:dllm_eviction_candidates"].value == 4 * sum(outside)
+    assert metrics["vllm:dllm_eviction_retained"].value == 4 * sum(f.tokens_retained for f in figures)
+
+
+def test_pages_of_requests_that_ended(measured):
+    figures, metrics, _ = measured
+    pages = [f.pages_held for f in figures]
+    layers = 2
+    assert pages == [layers * -(-f.tokens_retained // 8) for f in figures]
+    held = metrics["vllm:dllm_request_pages_held"]
+    assert (held.count, held.sum) == (3, sum(pages))
+    assert held.buckets["+Inf"] == 3
+    assert metrics["vllm:dllm_request_tokens_per_forward"].sum == 3 * 2.0
+
+
+def test_nothing_is_held_when_nothing_runs(measured):
+    _, metrics, _ = measured
+    assert metrics["vllm:dllm_pages_total"].value > 0
+    for name in ("pages_reserved", "pages_allocated", "tokens_retained"):
+        assert metrics[f"vllm:dllm_{name}"].value == 0, name
+
+
+def test_labels_are_vllms(measured):
+    _, metrics, _ = measured
+    assert metrics["vllm:dllm_pages_total"].labels == metrics["vllm:kv_cache_usage_perc"].labels
+    assert set(metrics["vllm:dllm_pages_total"].labels) == {"model_name", "engine"}
+
+
+def test_the_page_lists_every_metric():
+    page = (DOCS / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, flags=re.MULTILINE)
+    assert rows == [(spec.exposed, spec.kind, spec.unit, spec.meaning) for spec in METRICS]
+
+
+def series_of(spec) -> set[str]:
+    return {spec.exposed + end for end in ("_bucket", "_sum", "_count")} if spec.kind == "histogram" else {spec.exposed}
+
+
+def test_the_dashboard_asks_for_metrics_that_exist_and_shows_them_all():
+    dashboard = (DOCS / "grafana" / "dllm-engine.json").read_text()
+    asked = set(re.findall(r"vllm:(?:dllm|diffusion)_\w+", dashboard))
+    exposed = set().union(*map(series_of, METRICS))
+    assert asked <= exposed
+    assert all(asked & series_of(spec) for spec in METRICS)
+    panels = json.loads(dashboard)["panels"]
+    assert all(panel["targets"] and panel["title"] for panel in panels)
+    assert len({panel["id"] for panel in panels}) == len(panels)

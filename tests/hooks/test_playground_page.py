@@ -1,0 +1,130 @@
+"""The playground's page and its route in vLLM's server, without a browser and without an engine."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dllm_engine import playground
+from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.serve import merged_config
+from dllm_engine.options import EngineOptions
+from tests.support.http_app import app_client
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def test_the_server_has_the_page():
+    answer = app_client().get("/playground")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.text == playground.page()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "traces"),
+    [
+        ({}, None, None),
+        ({"cache_method": "sparse", "trace": True}, "0.5", "true"),
+        ({"cache_method": "sparse", "cache_options": {"retention_ratio": 0.3}}, "0.3", None),
+        ({"cache_method": "sparse", "cache_options": "paper"}, "0.5", None),
+    ],
+)
+def test_the_page_knows_what_the_engine_allows(options, limit, traces):
+    answer = app_client("--additional-config", json.dumps({"dllm": options})).get("/playground")
+    parser = Tags()
+    parser.feed(answer.text)
+    attributes = parser.found[0][1]
+    assert parser.found[0][0] == "html"
+    assert (attributes.get("data-retention-ratio"), attributes.get("data-trace")) == (limit, traces)
+
+
+def test_servers_of_other_models_do_not():
+    assert app_client(ours=False).get("/playground").status_code == 404
+
+
+def test_it_can_be_left_out():
+    client = app_client("--additional-config", '{"dllm": {"playground": false}}')
+    assert client.get("/playground").status_code == 404
+    args, _ = build_parser().parse_known_args(["serve", "demo", "--no-playground"])
+    assert merged_config(args, {}) == {"dllm": {"playground": False}}
+    assert not EngineOptions.parse({"playground": False}).playground
+
+
+def test_with_an_api_key_the_page_loads_and_nothing_else_does():
+    client = app_client("--api-key", "secret")
+    page = client.get("/playground")
+    assert page.status_code == 200
+    assert "secret" not in page.text
+    assert client.get("/v1/models").status_code == 401
+    assert client.post("/v1/chat/completions", json={}).status_code == 401
+
+
+def policy() -> dict[str, list[str]]:
+    header = playground.page_headers()["Content-Security-Policy"]
+    return {name: sources for name, *sources in (part.split() for part in header.split("; "))}
+
+
+def test_the_policy_lets_only_the_pages_own_style_and_script_run():
+    allowed = policy()
+    assert allowed["default-src"] == ["'none'"]
+    assert allowed["connect-src"] == ["'self'"]
+    for name in ("base-uri", "form-action", "frame-ancestors"):
+        assert allowed[name] == ["'none'"]
+    for tag, name in (("script", "script-src"), ("style", "style-src")):
+        (body,) = re.findall(rf"<{tag}>(.*?)</{tag}>", playground.page(), flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert allowed[name] == [f"'sha256-{digest}'"]
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def tags():
+    parser = Tags()
+    parser.feed(playground.page())
+    return parser.found
+
+
+def test_nothing_is_loaded_from_elsewhere(tags):
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", playground.page())
+    for tag, attributes in tags:
+        assert not attributes.keys() & {"src", "srcset", "action", "style"}, tag
+        assert not any(name.startswith("on") for name in attributes), tag
+        assert attributes.get("href", "#").startswith("#")
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+
+
+@pytest.mark.parametrize(
+    "sink", ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser",
+             "localStorage", "sessionStorage", "document.cookie", "setHTML"],
+)  # fmt: skip
+def test_text_cannot_become_markup_or_code_and_the_key_is_not_stored(sink):
+    assert sink not in playground.page()
+
+
+def test_every_field_has_a_label_and_every_id_is_unique(tags):
+    ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    labelled = {attributes.get("for") for tag, attributes in tags if tag == "label"}
+    fields = [attributes["id"] for tag, attributes in tags if tag in ("input", "select", "textarea")]
+    assert set(fields) <= labelled
+    named = {a[n] for _, a in tags for n in ("aria-labelledby", "aria-describedby") if n in a}
+    assert named <= set(ids)
+
+
+def test_the_script_names_only_what_is_in_the_page(tags):
+    ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
+    assert set(re.findall(r'\$\("([^"]+)"\)', playground.page())) <= ids

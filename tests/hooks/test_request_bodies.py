@@ -1,0 +1,118 @@
+"""Bodies that vLLM's request classes would trip over, against its HTTP application without an engine."""
+
+import asyncio
+import json
+
+import pytest
+
+from dllm_engine.vllm_hooks.request_bodies import BodyCheck
+from tests.support.http_app import app_client
+
+PATH = "/v1/completions"
+ODD = ["text", 7, 0.5, True, ["json"], []]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_structured_outputs_that_is_no_object_is_refused_by_name(odd):
+    answer = app_client().post(PATH, json={"model": "demo", "prompt": "x", "structured_outputs": odd})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert type(odd).__name__ in error["message"]
+    assert "leave it unset" in error["message"]
+
+
+def test_its_name_may_be_written_with_escapes():
+    body = b'{"structured\\u005foutputs": "text"}'
+    assert app_client().post(PATH, content=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "structured_outputs"}',
+        b'{"structured_outputs": null}',
+        b'{"structured_outputs": {"regex": "a"}}',
+        b'{"nested": {"structured_outputs": 7}}',
+        b'["structured_outputs"]',
+        b'{"structured_outputs": ',
+        b'{"nested": "' + b"[" * 300 + b'\\""}',
+        b'{"a": [' + b"[]," * 100_000 + b"[]]}",
+        b"[" * 200 + b"]" * 200,
+        b"",
+    ],
+    ids=lambda body: body[:40].decode(),
+)
+def test_everything_else_is_left_to_vllm(body):
+    # An application without an engine has no such route.
+    assert app_client().post(PATH, content=body).status_code == 404
+
+
+@pytest.mark.parametrize("path", [PATH, "/invocations", "/tokenize", "/"])
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"a":' * 50_000, b'{"structured_outputs":' + b"[" * 100_000, b"[" * 201 + b"]" * 201],
+    ids=["lists", "objects", "in a field", "just too deep"],
+)
+def test_what_is_nested_too_deeply_to_be_parsed_is_refused(path, body):
+    answer = app_client().post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "more than 200 lists and objects" in answer.json()["error"]["message"]
+
+
+def test_servers_of_other_models_are_left_alone():
+    assert app_client(ours=False).post(PATH, json={"structured_outputs": "text"}).status_code == 404
+
+
+def test_the_key_is_asked_for_first():
+    client = app_client("--api-key", "secret")
+    assert client.post(PATH, json={"structured_outputs": "text"}).status_code == 401
+    headers = {"Authorization": "Bearer secret"}
+    assert client.post(PATH, json={"structured_outputs": "text"}, headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring"])
+def test_the_key_is_asked_for_wherever_prompts_are_answered(path):
+    body = b"[" * 1000  # what the check of bodies refuses was let through by that of keys
+    client = app_client("--api-key", "secret")
+    assert client.post(path, content=body).status_code == 401
+    assert client.post(path, content=body, headers={"Authorization": "Bearer guess"}).status_code == 401
+    assert client.post(path, content=body, headers={"Authorization": "Bearer secret"}).status_code == 400
+    assert client.options(path).status_code != 401
+    assert client.get("/health").status_code != 401
+    assert app_client().post(path, content=body).status_code == 400
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setattr("vllm.envs.VLLM_API_KEY", "secret", raising=False)
+    assert app_client().post("/invocations", content=b"{}").status_code == 401
+
+
+def through_the_check(*messages):
+    """What the application behind the check receives of these messages."""
+    received = []
+
+    async def application(scope, receive, send):
+        for _ in range(2):
+            received.append(await receive())
+
+    pending = list(messages)
+
+    async def receive():
+        return pending.pop(0)
+
+    asyncio.run(BodyCheck(application)({"type": "http", "method": "POST"}, receive, None))
+    return received
+
+
+def test_bodies_arrive_whole_and_what_follows_them_as_it_comes():
+    body = json.dumps({"prompt": "x" * 100}).encode()
+    parts = [{"type": "http.request", "body": body[i : i + 30], "more_body": True} for i in range(0, len(body), 30)]
+    gone = {"type": "http.disconnect"}
+    whole = {"type": "http.request", "body": body, "more_body": False}
+    assert through_the_check(*parts, {"type": "http.request"}, gone) == [whole, gone]
+
+
+def test_clients_that_leave_midway_are_gone_for_the_application_as_well():
+    gone = {"type": "http.disconnect"}
+    assert through_the_check({"type": "http.request", "body": b"{", "more_body": True}, gone, gone) == [gone, gone]

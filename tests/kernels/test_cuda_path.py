@@ -1,0 +1,85 @@
+"""The engine with the kernels that a GPU runs gives the tokens of the engine with those of a CPU, in every method."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import generate
+
+pytestmark = pytest.mark.slow
+
+INTERVALS = {"prompt_refresh_interval": 3, "response_refresh_interval": 2}
+TASKS = {
+    "none": ("dream-tiny-a", {}),
+    "prefix": ("dream-tiny-a", {}),
+    "dual": ("llada-tiny-a", {}),
+    "sparse": ("dream-tiny-a", {}),
+    "dkv": ("llada-tiny-a", {"refresh_interval": 3}),
+    "dllm_cache": ("dream-tiny-a", INTERVALS),
+    "maskkv": ("llada-tiny-a", INTERVALS | {"kv_budget": 8}),
+    "freecache": ("dream-tiny-a", {}),
+    "es_dllm": ("llada-tiny-a", {"retention_ratio": 0.5}),
+}
+"""Model and cache options of each method."""
+SETTINGS = {"page_size": 4, "max_model_len": 64}
+KERNELS = {
+    "sparse": {"mean_query_scores", "write_retained"},
+    "dllm_cache": {"similarity_sums", "write_features"},
+    "maskkv": {"voting_scores"},
+}
+"""Kernels without which a method would not be itself, beside those that all have."""
+
+
+def prompt(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(480) for _ in range(length)]
+
+
+def test_every_cache_method(engines, reference_checkpoints):
+    from dllm_engine import DiffusionParams
+    from dllm_engine.scheduler.methods import CACHE_METHODS
+
+    requests = [
+        {"prompt": prompt(13), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
+        {"prompt": prompt(4), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
+        {"prompt": prompt(9), "params": {"gen_length": 10, "block_length": 6, "ignore_eos": True, "threshold": 0.2}},
+    ]
+    tasks = [
+        {
+            "model": str(reference_checkpoints / model),
+            "settings": SETTINGS
+            | {"cache_method": method, "cache_options": options, "steps_per_dispatch": 4 if recorded else 1},
+            "recorded": recorded,
+            "requests": requests,
+        }
+        for method, (model, options) in TASKS.items()
+        for recorded in ([False, True] if CACHE_METHODS[method].recordable else [False])
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.cuda_path_answers"],
+        input=json.dumps(tasks),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        cwd=Path(__file__).parents[2],
+        timeout=850,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    params = [DiffusionParams(**request["params"]) for request in requests]
+    for task, result in zip(tasks, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        method = task["settings"]["cache_method"]
+        outputs = generate(engines(task["model"], **task["settings"]), [r["prompt"] for r in requests], params)
+        for output, answer in zip(outputs, result["answers"], strict=True):
+            assert answer["tokens"] == list(output.outputs[0].token_ids), method
+            assert answer["order"] == output.outputs[0].diffusion.unmasked_per_step, method
+        called = {"rotate_", "token_statistics"} | KERNELS.get(method, set())
+        if method != "none":
+            called.add("paged_attention")
+        assert called <= result["calls"].keys(), method
+        assert bool(result["replays"]) == task["recorded"], method

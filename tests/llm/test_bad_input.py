@@ -1,0 +1,282 @@
+"""What cannot be served as asked: the error names the setting, its value and the way out; the engine goes on."""
+
+import pytest
+import torch
+import vllm
+from vllm.exceptions import VLLMValidationError
+
+from tests.support import tiny_checkpoints
+from tests.support.engines import assert_nothing_left, generate, start_engine
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+MASK = tiny_checkpoints.MASK
+
+
+@pytest.fixture(scope="module")
+def llm(engines, tiny_llada):
+    return engines(tiny_llada, max_model_len=128)
+
+
+@pytest.fixture(scope="module")
+def healthy(llm) -> list[int]:
+    return answer(llm)
+
+
+def answer(llm) -> list[int]:
+    from dllm_engine import DiffusionParams
+
+    (output,) = generate(llm, [PROMPT], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True))
+    return list(output.outputs[0].token_ids)
+
+
+def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) -> None:
+    """The request fails with a message that holds all ``fragments``, and the engine answers as before."""
+    from dllm_engine import DiffusionParams
+
+    with pytest.raises((ValueError, VLLMValidationError)) as error:
+        generate(llm, [PROMPT if prompt is None else prompt], params or DiffusionParams(**settings))
+    for fragment in fragments:
+        assert fragment in str(error.value), str(error.value)
+    assert_nothing_left(llm)
+    assert answer(llm) == healthy
+
+
+# Prompts
+
+
+def test_empty_prompt(llm, healthy):
+    refuse(llm, healthy, [], None, "empty")
+
+
+def test_prompt_with_the_mask_token(llm, healthy):
+    refuse(llm, healthy, [5, 6, MASK, 7], None, f"id {MASK}", "position 2", gen_length=8, block_length=8)
+
+
+@pytest.mark.parametrize("token", [150, 5000, -1])
+def test_token_outside_the_vocabulary(engines, tiny_llada, healthy, token):
+    llm = engines(tiny_llada, max_model_len=64 + token % 7)  # of its own: it would not survive a failing step
+    refuse(llm, healthy, [5, token], None, str(token), "vocabulary", gen_length=8, block_length=8)
+
+
+def test_canvas_beyond_the_model_length(llm, healthy):
+    refuse(llm, healthy, [7] * 100, None, "100 tokens", "gen_length=29", "129", "max_model_len is 128", gen_length=29)
+
+
+def test_canvas_of_exactly_the_model_length_is_served(llm):
+    from dllm_engine import DiffusionParams
+
+    (output,) = generate(llm, [[7] * 100], DiffusionParams(gen_length=28, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 28
+
+
+def test_prompt_that_fills_the_model_length(llm, healthy):
+    refuse(llm, healthy, [7] * 128, None, "128", gen_length=1, block_length=1)
+
+
+def test_prompt_beyond_the_model_length(llm, healthy):
+    refuse(llm, healthy, [7] * 200, None, "200", "128", gen_length=1, block_length=1)
+
+
+def test_prompt_embeddings(llm, healthy):
+    from dllm_engine import DiffusionParams
+
+    # vLLM 0.33 refuses them before our check does.
+    with pytest.raises((ValueError, VLLMValidationError), match="embed"):
+        llm.generate([{"prompt_embeds": torch.zeros(4, 64)}], DiffusionParams(gen_length=8), use_tqdm=False)
+    assert answer(llm) == healthy
+
+
+def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
+    from dllm_engine import DiffusionParams
+
+    with pytest.raises(ValueError, match="empty"):
+        generate(llm, [PROMPT, [], PROMPT], DiffusionParams(gen_length=8, block_length=8))
+    assert_nothing_left(llm)
+    assert answer(llm) == healthy
+
+
+# Lengths, blocks and steps
+
+
+@pytest.mark.parametrize("gen_length", [0, -1])
+def test_response_length_below_one(llm, healthy, gen_length):
+    refuse(llm, healthy, None, None, f"gen_length={gen_length}", "at least 1", gen_length=gen_length)
+
+
+def test_two_names_for_two_lengths(llm, healthy):
+    refuse(llm, healthy, None, None, "gen_length=8", "max_tokens=9", "give one", gen_length=8, max_tokens=9)
+
+
+@pytest.mark.parametrize("block_length", [0, -3])
+def test_block_length_below_one(llm, healthy, block_length):
+    fragments = ("block_length", str(block_length), "greater than or equal to 1")
+    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=block_length)
+
+
+def test_block_length_beyond_the_response(llm, healthy):
+    refuse(llm, healthy, None, None, "block_length=9", "1 … gen_length", "here 8", gen_length=8, block_length=9)
+
+
+def test_block_length_that_is_no_integer(llm, healthy):
+    refuse(llm, healthy, None, None, "block_length", gen_length=8, block_length="wide")
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_steps_below_one(llm, healthy, steps):
+    fragments = ("steps", str(steps), "greater than or equal to 1")
+    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=8, steps=steps)
+
+
+def test_fewer_steps_than_blocks(llm, healthy):
+    fragments = ("steps=3", "4 blocks", "raise steps or block_length")
+    refuse(llm, healthy, None, None, *fragments, gen_length=25, block_length=8, steps=3)
+
+
+# Options
+
+
+def test_unknown_unmasking_policy(llm, healthy):
+    refuse(
+        llm, healthy, None, None, "unmasking='best'", "low_confidence", "topk_margin", gen_length=8, unmasking="best"
+    )
+
+
+def test_unknown_request_option(llm, healthy):
+    extra = {"temprature": 1}
+    refuse(llm, healthy, None, None, "'temprature'", "block_length, steps, unmasking", gen_length=8, extra_args=extra)
+
+
+def test_unknown_field_of_the_parameters():
+    from dllm_engine import DiffusionParams
+
+    with pytest.raises(TypeError, match="block_lenght"):
+        DiffusionParams(block_lenght=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragments"),
+    [
+        ({"temperature": -0.5}, ("temperature", "-0.5")),
+        ({"top_p": 0.0}, ("top_p", "0.0")),
+        ({"top_p": 1.5}, ("top_p", "1.5")),
+        ({"top_k": -2}, ("top_k", "-2")),
+        ({"n": 0}, ("n must", "0")),
+    ],
+    ids=str,
+)
+def test_sampling_setting_out_of_range(llm, healthy, settings, fragments):
+    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=8, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragments"),
+    [
+        ({"logprobs": -1}, ("logprobs=-1", "not supported")),
+        ({"logprob_token_ids": [5]}, ("logprob_token_ids", "not supported")),
+        ({"prompt_logprobs": 1}, ("prompt_logprobs=1", "not supported")),
+        ({"presence_penalty": 0.5}, ("presence_penalty=0.5", "not supported")),
+        ({"frequency_penalty": -0.5}, ("frequency_penalty=-0.5", "not supported")),
+        ({"repetition_penalty": 1.1}, ("repetition_penalty=1.1", "not supported")),
+        ({"min_p": 0.1}, ("min_p=0.1", "not supported")),
+        ({"min_tokens": 2}, ("min_tokens=2", "not supported")),
+        ({"logit_bias": {5: 1.0}}, ("logit_bias", "not supported")),
+        ({"allowed_token_ids": [5, 6]}, ("allowed_token_ids", "not supported")),
+        ({"extra_args": {"kv_transfer_params": {"a": 1}}}, ("unknown request option 'kv_transfer_params'",)),
+        ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_setting_that_is_not_supported(llm, healthy, settings, fragments):
+    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=8, temperature=1.0, **settings)
+
+
+def test_forbidden_words(llm, healthy):
+    from dllm_engine import DiffusionParams
+
+    params = DiffusionParams(gen_length=8, block_length=8)
+    params.bad_words = ["never"]
+    refuse(llm, healthy, None, params, "bad_words", "not supported")
+
+
+def test_structured_output(llm, healthy):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = StructuredOutputsParams(choice=["yes", "no"])
+    refuse(llm, healthy, None, None, "structured_outputs", "not supported", gen_length=8, structured_outputs=structured)
+
+
+def test_beam_search(llm, healthy):
+    from vllm.sampling_params import BeamSearchParams
+
+    with pytest.raises(ValueError, match="beam search is not supported"):
+        llm.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
+    with pytest.raises(ValueError, match="beam search is not supported"):
+        vllm.LLM.beam_search(llm, [{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert answer(llm) == healthy
+
+
+def test_lora_request(llm, healthy):
+    from vllm.lora.request import LoRARequest
+
+    from dllm_engine import DiffusionParams
+
+    with pytest.raises((ValueError, VLLMValidationError), match="LoRA"):
+        llm.generate(
+            [{"prompt_token_ids": PROMPT}],
+            DiffusionParams(gen_length=8),
+            lora_request=LoRARequest("adapter", 1, "/nowhere"),
+            use_tqdm=False,
+        )
+    assert_nothing_left(llm)
+    assert answer(llm) == healthy
+
+
+# Engines
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragments"),
+    [
+        ({"cache_method": "best"}, ("cache_method", "'best'", "none")),
+        ({"cache_options": {"retention": 0.5}}, ("'retention'", "0.5", "cache_method='none'")),
+        ({"trace": "often"}, ("trace", "'often'")),
+        (
+            {"additional_config": {"dllm": {"cache": 1}}, "vllm": True},
+            (
+                "'cache'",
+                "cache_method, cache_options, page_size, dense_attention, refresh_ratio, steps_per_dispatch, "
+                "guide_model, guide_tokens_per_token, cuda_graphs, batch_invariant, trace, playground, "
+                "request_defaults",
+            ),
+        ),
+        ({"additional_config": {"dllm": "none"}, "vllm": True}, ("additional_config['dllm']='none'",)),
+        ({"enable_lora": True}, ("enable_lora", "not supported")),
+        ({"enable_prompt_embeds": True}, ("enable_prompt_embeds", "not supported")),
+        ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size", "not supported")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_engine_option_is_refused_by_name(llm, healthy, tiny_llada, settings, fragments):
+    settings = dict(settings)
+    start = start_stock_engine if settings.pop("vllm", False) else start_engine
+    with pytest.raises((ValueError, TypeError)) as error:
+        start(tiny_llada, **settings)
+    for fragment in fragments:
+        assert fragment in str(error.value), str(error.value)
+    assert answer(llm) == healthy
+
+
+def start_stock_engine(model, **settings):
+    import vllm
+
+    return vllm.LLM(
+        str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=128, kv_cache_memory_bytes=64 << 20,
+        enforce_eager=True, **settings,
+    )  # fmt: skip
+
+
+def test_engine_that_fails_to_start_leaves_the_others_alone(llm, healthy, tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path, edit=lambda t: t.pop("model.transformer.ln_f.weight"))
+    with pytest.raises(ValueError, match="final_norm"):
+        start_engine(folder)
+    assert answer(llm) == healthy

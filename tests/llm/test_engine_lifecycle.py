@@ -1,0 +1,202 @@
+"""Requests coming, going and being aborted in a running engine: nothing is lost and nothing is left."""
+
+import random
+
+import pytest
+
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def params(gen_length: int = 16, **settings):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(gen_length=gen_length, **({"block_length": 8, "ignore_eos": True} | settings))
+
+
+def add(llm, name: str, prompt: list[int] = PROMPT, **settings) -> str:
+    return llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params(**settings))
+
+
+def finish(llm) -> dict[str, list[int]]:
+    """Run to the end; the responses by the request's number in its name."""
+    responses = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                responses[output.request_id] = list(output.outputs[0].token_ids)
+    return responses
+
+
+@pytest.fixture
+def llm(engines, tiny_llada):
+    llm = engines(tiny_llada, max_num_seqs=8)
+    yield llm
+    assert_nothing_left(llm)
+
+
+def test_aborted_request_leaves_and_the_others_are_unmoved(llm):
+    expected = list(generate(llm, [PROMPT], params())[0].outputs[0].token_ids)
+    for name in ("a", "b", "c"):
+        add(llm, name)
+    for _ in range(3):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(["b"])
+    assert finish(llm) == {"a": expected, "c": expected}
+
+
+def test_abort_while_waiting_and_before_the_first_step(llm):
+    for i in range(12):
+        add(llm, f"r{i}")
+    llm.llm_engine.abort_request(["r11"])
+    llm.llm_engine.step()
+    assert len(runner_of(llm).canvases) == 8
+    llm.llm_engine.abort_request(["r9"])
+    assert set(finish(llm)) == {f"r{i}" for i in (*range(9), 10)}
+
+
+def test_abort_of_everything_empties_the_engine(llm):
+    for i in range(12):
+        add(llm, f"r{i}")
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request([f"r{i}" for i in range(12)])
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_request_that_joins_in_the_middle_changes_nothing(llm):
+    expected = list(generate(llm, [PROMPT], params())[0].outputs[0].token_ids)
+    add(llm, "a")
+    for _ in range(5):
+        llm.llm_engine.step()
+    add(llm, "b", prompt=[9, 9, 9], gen_length=5, block_length=5)
+    assert finish(llm)["a"] == expected
+
+
+def test_blocks_arrive_as_they_are_finished(llm):
+    from vllm.sampling_params import RequestOutputKind
+
+    add(llm, "a", output_kind=RequestOutputKind.DELTA)
+    pieces = []
+    while llm.llm_engine.has_unfinished_requests():
+        pieces.append([len(output.outputs[0].token_ids) for output in llm.llm_engine.step()])
+    assert [piece for piece in pieces if piece] == [[8], [8]]
+    assert len(pieces) == 16
+
+
+def test_pause_keeps_requests_and_resume_finishes_them(llm):
+    expected = list(generate(llm, [PROMPT], params())[0].outputs[0].token_ids)
+    core = llm.llm_engine.engine_core.engine_core
+    add(llm, "a")
+    for _ in range(3):
+        llm.llm_engine.step()
+    core.pause_scheduler("keep")
+    for _ in range(3):
+        assert llm.llm_engine.step() == []
+    assert core.is_scheduler_paused()
+    core.resume_scheduler()
+    assert finish(llm) == {"a": expected}
+
+
+def test_pause_by_abort_drops_what_runs(llm):
+    core = llm.llm_engine.engine_core.engine_core
+    add(llm, "a")
+    llm.llm_engine.step()
+    core.pause_scheduler("abort")
+    assert not scheduler_of(llm).states
+    core.resume_scheduler()
+    llm.llm_engine.abort_request(["a"])
+
+
+def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(llm):
+    rng = random.Random(2)
+    settings = {}
+    for i in range(200):
+        gen_length = rng.randrange(1, 14)
+        block_length = rng.randrange(1, gen_length + 1)
+        steps = rng.randrange(-(-gen_length // block_length), gen_length + 1)
+        prompt = [rng.randrange(1, 130) for _ in range(rng.randrange(1, 60))]
+        settings[f"r{i}"] = (prompt, {"gen_length": gen_length, "block_length": block_length, "steps": steps})
+    pending, aborted, responses = list(settings), set(), {}
+    while pending or llm.llm_engine.has_unfinished_requests():
+        for _ in range(rng.randrange(5)):
+            if pending:
+                name = pending.pop(0)
+                add(llm, name, prompt=settings[name][0], **settings[name][1])
+        if rng.random() < 0.2:
+            alive = [name for name in settings if name not in pending and name not in responses and name not in aborted]
+            victims = rng.sample(alive, min(len(alive), 2))
+            llm.llm_engine.abort_request(victims)
+            aborted |= set(victims)
+        for output in llm.llm_engine.step():
+            if output.finished:
+                responses[output.request_id] = list(output.outputs[0].token_ids)
+        assert len(runner_of(llm).canvases) <= 8 + 2  # aborted ones go with the next step
+    assert len(aborted) > 10
+    assert set(responses) | aborted == set(settings)
+    assert not set(responses) & aborted
+    for name in rng.sample(sorted(responses), 15):
+        prompt, request = settings[name]
+        assert responses[name] == list(generate(llm, [prompt], params(**request))[0].outputs[0].token_ids)
+
+
+@pytest.mark.slow
+def test_ten_thousand_queued_requests_are_all_answered(llm):
+    prompts = [[1 + i % 130, 1 + i // 130] for i in range(10_000)]
+    outputs = generate(llm, prompts, params(gen_length=2, block_length=2))
+    assert [list(output.prompt_token_ids) for output in outputs] == prompts
+    assert all(output.finished and len(output.outputs[0].token_ids) == 2 for output in outputs)
+    for i in random.Random(4).sample(range(10_000), 20):
+        alone = generate(llm, [prompts[i]], params(gen_length=2, block_length=2))
+        assert list(outputs[i].outputs[0].token_ids) == list(alone[0].outputs[0].token_ids)
+
+
+def test_engine_goes_on_after_a_request_that_was_refused(llm):
+    with pytest.raises(ValueError, match="empty"):
+        add(llm, "bad", prompt=[])
+    add(llm, "good")
+    assert set(finish(llm)) == {"good"}
+
+
+def test_figures_of_a_sequence_add_up(llm):
+    (output,) = generate(llm, [PROMPT], params(gen_length=20, steps=9))
+    figures = output.outputs[0].diffusion
+    assert figures.denoising_steps == figures.forward_passes == 9
+    assert figures.tokens_unmasked == 20
+    assert figures.tokens_computed == 9 * 25
+    assert figures.tokens_per_forward == pytest.approx(20 / 9)
+    assert figures.computed_positions == [None] * 9
+    assert sorted(p for step in figures.unmasked_per_step for p in step) == list(range(5, 25))
+    assert figures.to_json()["trace"]["unmasked_per_step"] == figures.unmasked_per_step
+
+
+def test_a_request_for_the_trace_is_refused_where_none_is_recorded(engines, tiny_llada):
+    with pytest.raises(ValueError, match=r"trace=True: the engine records no trace; start it with trace=True"):
+        generate(engines(tiny_llada, trace=False), [PROMPT], params(trace=True))
+    (output,) = generate(engines(tiny_llada, trace=True), [PROMPT], params(trace=True))
+    assert output.outputs[0].diffusion.refresh_states
+
+
+def test_trace_is_refused_by_name_where_it_was_not_recorded(engines, tiny_llada):
+    (output,) = generate(engines(tiny_llada, trace=False), [PROMPT], params())
+    with pytest.raises(ValueError, match="trace=True"):
+        _ = output.outputs[0].diffusion.unmasked_per_step
+    assert "trace" not in output.outputs[0].diffusion.to_json()
+    assert output.outputs[0].diffusion.forward_passes == 16
+
+
+def test_logits_are_computed_for_the_masked_positions_of_the_block_only(llm):
+    """Rows through the head: what is still masked in the current block, and nothing at a finished one."""
+    predictor, rows = runner_of(llm).predictor, []
+    compute = predictor.compute_logits
+
+    def counting(hidden):
+        rows.append(len(hidden))
+        return compute(hidden)
+
+    predictor.compute_logits = counting
+    try:
+        generate(llm, [PROMPT], params(gen_length=16, block_length=8, steps=8))
+    finally:
+        predictor.compute_logits = compute
+    assert rows == [8, 6, 4, 2] * 2

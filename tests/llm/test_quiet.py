@@ -1,0 +1,110 @@
+"""What an engine logs: errors and our warnings, unless vLLM's own settings say otherwise; one line on its pages."""
+
+import ast
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from dllm_engine import quiet
+from dllm_engine.scheduler import diffusion_scheduler
+from tests.support.engines import scheduler_of, start_engine
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked_for(monkeypatch):
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "DLLM_QUIET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def vllm_logger():
+    """vLLM's logger, put back as it was."""
+    root, ours = logging.getLogger("vllm"), logging.getLogger("vllm.dllm_engine")
+    before = root.level, ours.level, root.handlers[:]
+    yield root
+    root.setLevel(before[0])
+    ours.setLevel(before[1])
+    root.handlers[:] = before[2]
+
+
+def test_an_engine_is_quiet_where_nobody_says_what_to_log():
+    assert quiet.quiet_arguments({}) == {"log_level": "ERROR", "use_tqdm_on_load": False}
+
+
+@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
+def test_vllms_variables_decide(monkeypatch, name):
+    monkeypatch.setenv(name, "INFO")
+    assert quiet.quiet_arguments({}) == {}
+
+
+def test_vllms_arguments_decide():
+    assert quiet.quiet_arguments({"log_level": "INFO"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("level", "asked_to_be_quiet", "shown"),
+    [
+        ("ERROR", True, ["ours: warning", "ours: error", "vllm: error"]),
+        ("ERROR", False, ["ours: error", "vllm: error"]),
+        ("INFO", True, [f"{who}: {level}" for who in ("ours", "vllm") for level in ("info", "warning", "error")]),
+    ],
+)
+def test_a_quiet_engine_still_shows_our_warnings(monkeypatch, vllm_logger, level, asked_to_be_quiet, shown):
+    if asked_to_be_quiet:
+        monkeypatch.setenv("DLLM_QUIET", "1")
+    lines = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    vllm_logger.handlers[:] = [handler]
+    vllm_logger.setLevel(level)
+    quiet.keep_our_warnings()
+    for who, name in (("ours", "vllm.dllm_engine.scheduler"), ("vllm", "vllm.v1.engine")):
+        for severity in ("info", "warning", "error"):
+            getattr(logging.getLogger(name), severity)(f"{who}: {severity}")
+    assert lines == shown
+
+
+def test_every_logger_lies_in_vllms_tree():
+    calls = [
+        (path.name, ast.unparse(call.args[0]))
+        for folder in ("dllm_engine", "model_executor", "scheduler", "kernels")
+        for path in (CHECKOUT / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "init_logger"
+    ]
+    assert calls
+    assert {name for _, name in calls} == {"f'vllm.{__name__}'"}, calls
+
+
+def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
+    """Its log line and metrics say how many requests of ``max_model_len`` the pool holds."""
+    llm = engines(tiny_llada, cache_method="sparse", max_model_len=128, page_size=16, kv_cache_memory_bytes=1 << 20)
+    cache = llm.llm_engine.vllm_config.cache_config
+    pages = 2 * 4  # of each layer, for half of the 127 tokens outside a block of one
+    num_pages = scheduler_of(llm).pages.num_pages + 1
+    assert cache.kv_cache_max_concurrency == num_pages / pages
+    assert cache.kv_cache_size_tokens == num_pages // pages * 128
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache_method": "none"}, r"cache_method='none': every step computes the whole canvas, no pages are kept"),
+        (
+            {"cache_method": "sparse", "page_size": 16},
+            r"cache_method='sparse' {'retention_ratio': 0.5, .*}: 127 pages of 16 tokens of one layer \(8 KiB each, "
+            r"together 1016 KiB\) retain 1,008 tokens of each of the 2 layers",
+        ),
+    ],
+    ids=["none", "sparse"],
+)
+def test_one_line_says_which_method_and_pages_are_in_use(monkeypatch, engines, tiny_llada, settings, message):
+    lines = []
+    monkeypatch.setattr(diffusion_scheduler.logger, "info", lambda text, *args: lines.append(text % args))
+    engines.keep(start_engine(tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings))
+    assert len(lines) == 1
+    assert re.fullmatch(message, lines[0]), lines[0]

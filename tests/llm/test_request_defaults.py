@@ -1,0 +1,213 @@
+"""What an engine does for requests that name nothing: its ``request_defaults``, and the checkpoint's own."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from dllm_engine.admission import default_gen_length
+from dllm_engine.cli.engine import add_decoding_arguments, decoding_options
+from dllm_engine.demo import demo_model_path
+from dllm_engine.families import FAMILIES
+from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.request_options import InvalidRequestError, with_defaults
+from dllm_engine.scheduler.resolve import check_request_defaults, resolve_decoding
+from tests.support import tiny_checkpoints
+from tests.support.engines import generate, start_engine
+
+LLADA, DREAM = FAMILIES["llada"], FAMILIES["Dream"]
+
+
+def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):
+    options = EngineOptions.parse({"request_defaults": defaults} | (engine or {}))
+    return resolve_decoding(DiffusionParams(gen_length=gen_length, **asked), 10, family, options)
+
+
+def test_they_are_for_requests_that_name_nothing():
+    defaults = {"block_length": 16, "steps": 32, "unmasking": "random"}
+    spec = resolved(defaults)
+    assert (spec.block_length, spec.steps, spec.unmasking) == (16, 32, "random")
+    spec = resolved(defaults, block_length=8, steps=64, unmasking="low_confidence")
+    assert (spec.block_length, spec.steps, spec.unmasking) == (8, 64, "low_confidence")
+
+
+def test_they_come_before_the_familys():
+    assert resolved({}, DREAM).block_length == 64
+    assert resolved({"block_length": 16}, DREAM).block_length == 16
+
+
+@pytest.mark.parametrize(
+    ("gen_length", "block_length", "steps"),
+    [(8, 8, 8), (32, 32, 32), (64, 32, 48), (2048, 32, 64)],
+    ids=["a short response", "as long as a block", "as they are", "a step per block"],
+)
+def test_they_are_fitted_to_the_response(gen_length, block_length, steps):
+    spec = resolved({"block_length": 32, "steps": 48}, gen_length=gen_length)
+    assert (spec.block_length, spec.steps) == (block_length, steps)
+
+
+def test_what_a_request_names_itself_is_not_fitted():
+    with pytest.raises(InvalidRequestError, match="block_length=32 is out of range"):
+        resolved({"block_length": 4}, gen_length=16, block_length=32)
+    with pytest.raises(InvalidRequestError, match="steps=2 is out of range"):
+        resolved({"block_length": 4}, gen_length=16, steps=2)
+
+
+def test_a_rule_is_for_requests_that_name_neither_steps_nor_another():
+    assert resolved({"threshold": 0.9}).parallel == ("threshold", 0.9)
+    assert resolved({"threshold": 0.9}, threshold=0.5).parallel == ("threshold", 0.5)
+    assert resolved({"threshold": 0.9}, factor=1.5).parallel == ("factor", 1.5)
+    assert resolved({"threshold": 0.9}, steps=16).parallel is None
+    assert resolved({"threshold": 0.9}, steps=16, threshold=0.5).parallel == ("threshold", 0.5)
+
+
+def test_a_lower_retention_ratio():
+    engine = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.6}}
+    assert resolved({"retention_ratio": 0.4}, engine=engine).cache.retention_ratio == 0.4
+    assert resolved({"retention_ratio": 0.4}, engine=engine, retention_ratio=0.5).cache.retention_ratio == 0.5
+
+
+@pytest.mark.parametrize(
+    ("defaults", "fragments"),
+    [
+        ({"block_length": 0}, ("request_defaults: request default block_length=0", "greater than or equal to 1")),
+        ({"steps": "many"}, ("request default steps='many'",)),
+        ({"threshold": 1.5}, ("request default threshold=1.5",)),
+        ({"unmasking": "best"}, ("unmasking='best' is unknown", "low_confidence")),
+        ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='none' evicts nothing")),
+        ({"stream_granularity": "step"}, ("no 'stream_granularity'", "block_length, steps")),
+        ({"top_p": 0.9}, ("no 'top_p'",)),
+        ({"stepz": 3}, ("no 'stepz'",)),
+    ],
+    ids=str,
+)
+def test_those_that_could_serve_no_request_are_refused_at_start(defaults, fragments):
+    with pytest.raises(ValueError) as error:
+        check_request_defaults(EngineOptions.parse({"request_defaults": defaults}))
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_an_engine_decodes_by_them(engines, tiny_llada):
+    defaults = {"block_length": 8, "steps": 8, "unmasking": "random"}
+    with_defaults = engines(tiny_llada, request_defaults=defaults)
+    prompt = [3, 1, 4, 1, 5]
+    params = {"gen_length": 16, "ignore_eos": True, "seed": 1}
+    (asked,) = generate(engines(tiny_llada), [prompt], DiffusionParams(**params, **defaults))
+    (by_default,) = generate(with_defaults, [prompt], DiffusionParams(**params))
+    assert by_default.outputs[0].token_ids == asked.outputs[0].token_ids
+    assert by_default.outputs[0].diffusion == asked.outputs[0].diffusion
+    (overridden,) = generate(with_defaults, [prompt], DiffusionParams(**params, steps=4))
+    assert overridden.outputs[0].diffusion.forward_passes == 4
+
+
+# The checkpoint's own
+
+
+def checkpoint(folder, generation_config=None, **config):
+    tiny_checkpoints.write_llada(folder, **config)
+    if generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opinionated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("opinionated")
+    return checkpoint(folder, {"max_new_tokens": 24, "temperature": 0.5}, dllm={"block_length": 8, "steps": 12})
+
+
+def decoded(llm, params=None):
+    """(response tokens, tokens of a block, forward passes) of a request."""
+    seen = llm.inspect({"prompt_token_ids": [3, 1, 4]}, params)
+    passes = sum(len(block.passes) for block in seen.blocks)
+    return seen.gen_length, seen.block_spans[0].size, passes
+
+
+def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):
+    llm = engines(opinionated)
+    assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 8, 12)
+    # As vLLM's server and its own class ask.
+    assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.5, "max_tokens": 24}
+    assert llm.get_default_sampling_params().temperature == 0.5
+    assert default_gen_length(250, llm.model_config) == 6, "what fits"
+
+
+def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(engines, opinionated):
+    llm = engines(opinionated, request_defaults={"block_length": 12})
+    assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 12, 12)
+    assert decoded(llm, DiffusionParams(ignore_eos=True, block_length=6, gen_length=18, steps=9)) == (18, 6, 9)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "defaults", "filled"),
+    [
+        ({}, {"threshold": 0.9, "steps": 8}, {"threshold": 0.9, "steps": 8}),
+        ({"steps": 4}, {"threshold": 0.9, "block_length": 8}, {"steps": 4, "block_length": 8}),
+        ({"margin": 0.5}, {"threshold": 0.9}, {"margin": 0.5}),
+        ({"block_length": 4}, {"threshold": 0.9, "block_length": 8}, {"threshold": 0.9, "block_length": 4}),
+    ],
+    ids=str,
+)
+def test_an_engine_that_names_steps_or_a_rule_takes_no_rule_of_the_checkpoints(chosen, defaults, filled):
+    assert with_defaults(chosen, defaults) == filled
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "section", "fragments"),
+    [
+        (None, {"block_length": 0}, ("config.json: 'dllm'", "block_length=0", "greater than or equal to 1")),
+        (None, {"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
+        (None, {"cache_method": "dual"}, ("config.json: 'dllm' takes no 'cache_method'",)),
+        (None, [8], ("config.json: 'dllm'=[8] must be an object",)),
+        ({"max_new_tokens": 0}, None, ("generation_config.json", "max_new_tokens=0", "at least 1")),
+        ({"max_new_tokens": "many"}, None, ("generation_config.json", "max_new_tokens='many'")),
+    ],
+    ids=str,
+)
+def test_defaults_of_a_checkpoint_that_mean_nothing_are_refused_at_start(
+    tmp_path, generation_config, section, fragments
+):
+    with pytest.raises(ValueError) as error:
+        start_engine(checkpoint(tmp_path, generation_config, dllm=section))
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_an_override_comes_before_the_checkpoints_length(engines, opinionated):
+    llm = engines(opinionated, override_generation_config={"max_new_tokens": 16})
+    assert decoded(llm, DiffusionParams(ignore_eos=True))[0] == 16
+    assert llm.get_default_sampling_params().max_tokens == 16
+
+
+def test_the_demo_model_is_asked_as_it_was_trained_wherever_it_is_asked(engines):
+    llm = engines("demo", skip_tokenizer_init=False)
+    assert decoded(llm, DiffusionParams(ignore_eos=True)) == (32, 8, 32)
+    assert decoded(llm, llm.get_default_sampling_params())[:2] == (32, 8)
+    assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.0, "max_tokens": 32}
+    parser = argparse.ArgumentParser()
+    add_decoding_arguments(parser)
+    assert decoding_options(parser.parse_args([])) == {}
+
+
+def load_module(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_that_trains_the_demo_model_writes_the_same_files(tmp_path):
+    path = Path(__file__).parents[2] / "examples" / "train_demo_model.py"
+    script = load_module("train_demo_model", path)
+    shipped = Path(demo_model_path())
+    tokenizer = Tokenizer.from_file(str(shipped / "tokenizer.json"))
+    script.save_checkpoint(script.DemoModel(script.ModelSettings()), tokenizer, tmp_path)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_text() == (shipped / name).read_text()

@@ -1,0 +1,259 @@
+"""A request ends alone with an error where its logits are not finite or its own work raises an exception."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+
+BROKEN, EARLIER = 120, 119
+"""Tokens whose embeddings are not finite; no answer below contains them."""
+BAD = [3, 1, 4, BROKEN, 5, 9]
+NEIGHBOURS = [[(7 * i * i + 3 * j) % 90 for i in range(9 + 8 * j)] for j in range(3)]
+SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+WAYS = [
+    {"unmasking": "low_confidence"},
+    {"unmasking": "random", "seed": 1},
+    {"unmasking": "maskgit_plus"},
+    {"unmasking": "entropy"},
+    {"unmasking": "topk_margin"},
+    {"unmasking": "origin", "seed": 1},
+    {"threshold": 0.5},
+    {"factor": 2.0},
+    {"entropy_bound": 0.5},
+    {"margin": 0.3},
+    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 20},
+    {"logprobs": 2},
+    {"delay_eos": True},
+    {"steps": 5},
+]
+"""Ways of unmasking, of which a cache method may refuse some."""
+NOT_FINITE = "the model produced logits that are NaN or infinite in forward pass {}"
+
+
+def params(**settings):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(**(SETTINGS | settings))
+
+
+@pytest.fixture(params=["LLaDA", "Dream"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def engine(engines, tiny_llada, tiny_dream):
+    """``engine(method, family)``: two tokens have embeddings that are not finite until the test ends. (In half
+    precision a product overflows; loading refuses weights that are not finite.)"""
+    made = []
+
+    def make(cache_method: str, family: str = "LLaDA", **settings):
+        llm = engines(
+            {"LLaDA": tiny_llada, "Dream": tiny_dream}[family], page_size=8, cache_method=cache_method, **settings
+        )
+        weight = runner_of(llm).model.embedding.weight.data
+        made.append((llm, weight, weight[[BROKEN, EARLIER]].clone()))
+        weight[BROKEN], weight[EARLIER] = torch.inf, torch.nan
+        return llm
+
+    yield make
+    for llm, weight, rows in made:
+        weight[[BROKEN, EARLIER]] = rows
+        assert_nothing_left(llm)
+
+
+def tokens(output) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def failed(output) -> int:
+    """The forward pass, from 1, whose logits have ended a request with an error; asserts that it has."""
+    completion = output.outputs[0]
+    assert completion.finish_reason == "error"
+    passes = completion.diffusion.forward_passes + 1
+    assert completion.diffusion.error == NOT_FINITE.format(passes)
+    return passes
+
+
+def dispatch(llm, num_steps: int, monkeypatch) -> None:
+    """Give an engine another ``steps_per_dispatch`` until the test ends."""
+    scheduler = scheduler_of(llm)
+    monkeypatch.setattr(scheduler, "options", scheduler.options.model_copy(update={"steps_per_dispatch": num_steps}))
+
+
+def accepted(llm, ways):
+    """Those that the engine does not refuse at admission."""
+    from dllm_engine.scheduler.request_options import InvalidRequestError
+
+    found = []
+    for way in ways:
+        try:
+            llm.llm_engine.input_processor.process_inputs(
+                "x", {"prompt_token_ids": BAD, "type": "token"}, params(**way), ("generate",)
+            )
+        except InvalidRequestError:
+            continue
+        found.append(way)
+    return found
+
+
+@pytest.mark.parametrize("method", CACHE_METHODS)
+def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, method, family):
+    llm = engine(method, family)
+    ways = accepted(llm, WAYS)
+    assert len(ways) >= 6
+    neighbours = [params() for _ in NEIGHBOURS]
+    alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
+    assert not {BROKEN, EARLIER} & {token for answer in alone for token in answer}
+    prompts = [[2, EARLIER, 7] if i % 2 else BAD for i in range(len(ways))]
+    outputs = generate(llm, [*NEIGHBOURS, *prompts], [*neighbours, *(params(**way) for way in ways)])
+    assert [tokens(output) for output in outputs[: len(alone)]] == alone
+    for output in outputs[len(alone) :]:
+        assert failed(output) == 1
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("method", CACHE_METHODS)
+def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, family, looks_ahead, monkeypatch):
+    """The first token that the request commits becomes the broken one. With ``looks_ahead`` the steps after it are on
+    the device already."""
+    llm = engine(method, family)
+    runner = runner_of(llm)
+    if looks_ahead:
+        dispatch(llm, 4, monkeypatch)
+        monkeypatch.setattr(runner, "looks_ahead", True)
+    alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
+    denoiser = type(runner.denoiser)
+    fill, seed = denoiser._fill, 77
+
+    def fill_broken(self, group, statistics):
+        bad = [i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed]
+        of_bad = torch.isin(group.requests, torch.tensor(bad, dtype=torch.int64))
+        statistics.token = statistics.token.masked_fill(of_bad, BROKEN)
+        return fill(self, group, statistics)
+
+    monkeypatch.setattr(denoiser, "_fill", fill_broken)
+    outputs = generate(llm, [*NEIGHBOURS, [2, 7, 1]], [*(params() for _ in alone), params(seed=seed)])
+    assert [tokens(output) for output in outputs[:-1]] == alone
+    # Where few rows are recomputed, or a pass fills none, the broken one is read later.
+    assert 2 <= failed(outputs[-1]) <= 8
+
+
+def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, monkeypatch):
+    def num_failed() -> int:
+        (metric,) = [
+            m for m in llm.get_metrics() if m.name.endswith("requests_failed") and m.labels["cause"] == "not_finite"
+        ]
+        return metric.value
+
+    llm = engine("dual", disable_log_stats=False)
+    before = num_failed()
+    compute, broken_from = runner_of(llm).predictor.compute_logits, 10
+
+    def overflowing(hidden):
+        shard = compute(hidden)
+        nonlocal broken_from
+        broken_from -= 1
+        return shard if broken_from > 0 else type(shard)(shard.logits * torch.inf, shard.first_token)
+
+    monkeypatch.setattr(runner_of(llm).predictor, "compute_logits", overflowing)
+    (output,) = generate(llm, NEIGHBOURS[:1], params())
+    monkeypatch.undo()
+    assert failed(output) == 10
+    assert tokens(output) == tokens(generate(llm, NEIGHBOURS[:1], params())[0])[:8]
+    assert num_failed() == before + 1
+
+
+def test_a_pass_that_unmasks_nothing_ends_its_request(engine, family, monkeypatch):
+    llm = engine("none", family)
+    monkeypatch.setattr(BatchCandidates, "choose", lambda self, *_: torch.zeros_like(self.requests, dtype=torch.bool))
+    (output,) = generate(llm, NEIGHBOURS[:1], params(unmasking="low_confidence"))
+    assert output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].diffusion.error == "forward pass 1 unmasked no token, although it has to"
+
+
+def test_passes_that_may_unmask_nothing_are_bounded(engine, monkeypatch):
+    """By chance a pass fills nothing until the schedule's last step; here none ever does, and no pass is said to
+    have to."""
+    from dllm_engine.model_executor import step_report
+
+    llm = engine("none", "Dream")
+    monkeypatch.setattr(BatchCandidates, "choose", lambda self, *_: torch.zeros_like(self.requests, dtype=torch.bool))
+    monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
+    (output,) = generate(llm, NEIGHBOURS[:1], params(unmasking="origin", seed=1))
+    assert "still has 8 masked tokens after 24 forward passes" in output.outputs[0].diffusion.error
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+@pytest.mark.parametrize(
+    "where", ["canvas", "page table", "report", "plan", "pages", "account", "plan of a later step", "finished block"]
+)
+def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where, steps_per_dispatch, monkeypatch):
+    from dllm_engine.model_executor import model_runner, step_report
+    from dllm_engine.scheduler.request_state import RequestState
+
+    llm = engine("sparse")
+    scheduler, runner = scheduler_of(llm), runner_of(llm)
+    dispatch(llm, steps_per_dispatch, monkeypatch)
+    alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
+    seed, calls = 4242, 0
+
+    def raising(owner, name, is_bad, error=RuntimeError):
+        """Make a method raise where its arguments concern the bad request."""
+        original = getattr(owner, name)
+
+        def broken(*args, **kwargs):
+            nonlocal calls
+            if is_bad(*args, **kwargs):
+                calls += 1
+                raise error(f"broken {where}")
+            return original(*args, **kwargs)
+
+        if owner is scheduler.method:
+            monkeypatch.setattr(scheduler, "method", replace(owner, **{name: broken}))
+        else:
+            monkeypatch.setattr(owner, name, broken)
+
+    bad_length = 5
+    is_bad_spec = lambda spec, *_: spec.prompt_length == bad_length  # noqa: E731
+    if where == "canvas":
+        raising(runner.store, "open", lambda _, request: request.seed == seed, KeyError)
+    elif where == "page table":
+        raising(model_runner, "page_table", lambda *_: True, IndexError)
+    elif where == "report":
+        raising(step_report, "_results", lambda batch, index, *_: batch.canvases[index].seed == seed)
+    elif where == "plan":
+        raising(scheduler.method, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
+    elif where == "plan of a later step":
+        raising(runner, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
+        raising(scheduler.method, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
+    elif where == "pages":
+        raising(scheduler.method, "pages", is_bad_spec, ValueError)
+    elif where == "account":
+        raising(RequestState, "advance", lambda state, _: state.seed == seed, TypeError)
+    else:
+        raising(RequestState, "_block_output", lambda state, *_: state.seed == seed)
+
+    if where == "page table":
+        # Only the bad request is there to have one.
+        (bad,) = generate(llm, [[5] * bad_length], params(seed=seed))
+        monkeypatch.undo()
+        outputs = generate(llm, NEIGHBOURS, params())
+    else:
+        *outputs, bad = generate(llm, [*NEIGHBOURS, [5] * bad_length], [*(params() for _ in alone), params(seed=seed)])
+    assert calls
+    assert bad.outputs[0].finish_reason == "error"
+    assert f"broken {where}" in bad.outputs[0].diffusion.error
+    assert [tokens(output) for output in outputs] == alone
+
+
+def test_errors_of_memory_and_devices_are_nobodys(engine, monkeypatch):
+    from dllm_engine.scheduler.messages import failure_of
+
+    for error in (MemoryError("no"), torch.OutOfMemoryError("no"), torch.AcceleratorError("no")):
+        with pytest.raises(type(error)):
+            failure_of("a", error)

@@ -1,0 +1,235 @@
+"""Sizing arithmetic says what a running engine does."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dllm_engine.options import EngineOptions
+from dllm_engine.released_configs import RELEASED_CONFIGS
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.sizing import (
+    GIB,
+    Deployment,
+    SizingError,
+    activation_bytes,
+    load_config,
+    pages_of_pool,
+    plan,
+    weight_bytes,
+)
+from tests.support import tiny_checkpoints
+from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+
+PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 16
+MEMORY = 64 << 20
+
+
+def deployment(model, method="sparse", **settings):
+    defaults = {
+        "gpu_memory": GIB,
+        "prompt": PROMPT,
+        "response": RESPONSE,
+        "block_length": BLOCK_LENGTH,
+        "options": EngineOptions(cache_method=method, page_size=PAGE_SIZE),
+        "dtype": "float32",
+        "max_num_batched_tokens": 512,
+        "overhead": 0,
+    }
+    return Deployment(model=str(model), **(defaults | settings))
+
+
+def run_one(llm, response):
+    """(pages reserved, most tokens retained, rows of all steps) of one request, as the scheduler has them."""
+    from dllm_engine import DiffusionParams
+
+    params = DiffusionParams(gen_length=response, block_length=BLOCK_LENGTH, ignore_eos=True)
+    llm.llm_engine.add_request("one", {"prompt_token_ids": [5] * PROMPT}, params)
+    scheduler = scheduler_of(llm)
+    reserved = retained = rows = 0
+    while scheduler.states:
+        (state,) = scheduler.states.values()
+        step_plan = scheduler.plan(state.spec, state.progress)
+        retained, rows = max(retained, step_plan.retained), rows + step_plan.max_rows
+        llm.llm_engine.step()
+        reserved = max(reserved, scheduler.pages.num_reserved)
+    assert_nothing_left(llm)
+    return reserved, retained, rows
+
+
+@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_a_request_takes_what_a_running_engine_reserves(engines, request, family, method):
+    model = request.getfixturevalue(f"tiny_{family}")
+    llm = engines(model, cache_method=method, page_size=PAGE_SIZE, kv_cache_memory_bytes=MEMORY)
+    reserved, retained, _ = run_one(llm, RESPONSE)
+    demand = plan(deployment(model, method)).demand
+    assert demand.pages == reserved
+    assert demand.tokens_retained == retained
+    if method != "none":
+        page_bytes = runner_of(llm).pages.memory[0].nbytes
+        assert demand.bytes == reserved * page_bytes
+        assert pages_of_pool(MEMORY, page_bytes) == scheduler_of(llm).pages.num_pages
+
+
+@pytest.mark.parametrize("method", CACHE_METHODS)
+def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_llada, method):
+    """Whole blocks, so that each step unmasks one token."""
+    llm = engines(tiny_llada, cache_method=method, page_size=PAGE_SIZE, kv_cache_memory_bytes=MEMORY)
+    response = 2 * BLOCK_LENGTH
+    assert (
+        plan(deployment(tiny_llada, method, response=response)).demand.rows_per_step
+        == run_one(llm, response)[2] / response
+    )
+
+
+@pytest.mark.parametrize(
+    ("write", "config", "num_tables"),
+    [
+        (tiny_checkpoints.write_llada, {}, 2),
+        (tiny_checkpoints.write_llada, {"include_qkv_bias": True, "weight_tying": True, "n_kv_heads": 2}, 1),
+        (tiny_checkpoints.write_dream, {}, 2),
+    ],
+)
+def test_weights_are_the_checkpoints_with_a_padded_vocabulary(tmp_path, write, config, num_tables):
+    model = write(tmp_path, **config)
+    in_file = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    padding = num_tables * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
+    assert weight_bytes(load_config(str(model)), 1, 4) == in_file + padding
+
+
+def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada):
+    """Near: what the attention and the norm hold inside themselves is left out."""
+    runner = runner_of(engines(tiny_llada))
+    rows = runner.vllm_config.scheduler_config.max_num_batched_tokens
+    runner.profile_run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        runner.profile_run()
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert 0.7 < activation_bytes(load_config(str(tiny_llada)), 1, 4, rows) / most < 1.5
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "kib_per_token"),
+    [("GSAI-ML/LLaDA-8B-Instruct", 8.02, 512), ("Dream-org/Dream-v0-Instruct-7B", 7.62, 56)],
+)
+def test_released_models_have_their_published_sizes(model, billions, kib_per_token):
+    sizing = plan(deployment(model, "dual", dtype="auto", gpu_memory=80 * GIB))
+    assert round(sizing.weight_bytes / 2e9, 2) == billions
+    layers = load_config(model).num_hidden_layers
+    assert sizing.page_bytes * layers == kib_per_token * 1024 * PAGE_SIZE
+
+
+@pytest.mark.parametrize("model", RELEASED_CONFIGS)
+def test_every_released_model_can_be_planned(model):
+    assert plan(deployment(model, dtype="auto", gpu_memory=80 * GIB)).demand.requests > 0
+
+
+def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
+    sizing = plan(deployment(tiny_llada))
+    assert (sizing.demand.requests, sizing.demand.limit) == (256, "max_num_seqs")
+    # 512 rows hold about 1 MB; what remains of the GPU is a pool of some hundred pages.
+    small = plan(deployment(tiny_llada, gpu_memory=6 << 20, max_num_seqs=10_000))
+    assert small.demand.limit == "pages"
+    assert small.demand.requests == small.num_pages // small.demand.pages
+    none = next(other for other in small.others if other.cache_method == "none")
+    assert (none.requests, none.pages, none.limit) == (10_000, 0, "max_num_seqs")
+
+
+def test_budgets_per_head_count_as_what_a_layers_pages_hold():
+    """MaskKV keeps 256 of 1024 prompt tokens, and the response."""
+    sizing = plan(
+        deployment("GSAI-ML/LLaDA-1.5", "maskkv", prompt=1024, response=256, dtype="auto", gpu_memory=80 * GIB)
+    )
+    assert 512 <= sizing.demand.tokens_retained <= 512 + 2 * PAGE_SIZE
+
+
+def test_a_guide_model_is_not_planned_for(tiny_llada):
+    with pytest.raises(SizingError, match="--guide-model is not counted"):
+        plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo")))
+
+
+def test_memory_adds_up(tiny_llada):
+    sizing = plan(deployment(tiny_llada, gpu_memory_utilization=0.5, overhead=1 << 20))
+    assert sizing.weight_bytes + sizing.activation_bytes + sizing.overhead + sizing.pool_bytes == GIB // 2
+
+
+def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
+    alone, half = (plan(deployment(tiny_dream, "dual", tensor_parallel_size=n)) for n in (1, 2))
+    assert half.page_bytes * 2 == alone.page_bytes
+    assert half.demand.pages == alone.demand.pages
+    assert alone.weight_bytes / 2 < half.weight_bytes < alone.weight_bytes * 0.6
+
+
+def test_other_methods_have_their_papers_options():
+    sizing = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", gpu_memory=80 * GIB))
+    assert {d.cache_method for d in sizing.others} == set(CACHE_METHODS) - {"none"}
+    (dkv,) = (d for d in sizing.others if d.cache_method == "dkv")
+    assert dkv.cache_options == {"refresh_interval": 4}
+
+
+def test_a_method_that_the_page_size_does_not_suit_says_so(tiny_dream):
+    """A rank's page of one token holds fewer numbers than a row of features."""
+    options = EngineOptions(page_size=1)
+    sizing = plan(deployment(tiny_dream, options=options, tensor_parallel_size=2))
+    (other,) = (d for d in sizing.others if d.cache_method == "dllm_cache")
+    assert other.requests == 0
+    assert "page_size=1 is too small" in other.limit
+    options = EngineOptions(cache_method="dllm_cache", page_size=1)
+    with pytest.raises(ValueError, match="page_size=1 is too small"):
+        plan(deployment(tiny_dream, options=options, tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"prompt": 200}, "canvas of 290, the model has 256 positions"),
+        ({"max_model_len": 100}, "--max-model-len 100 is out of range"),
+        ({"max_model_len": 257}, "--max-model-len 257 is out of range"),
+        ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide the model's 4 attention heads"),
+        ({"block_length": 91}, "--block-length 91 is out of range: 1 … 90"),
+        ({"gpu_memory": 1 << 20}, "leaves nothing for pages"),
+        ({"gpu_memory": 2_600_000, "gpu_memory_utilization": 1.0}, "cannot hold one"),
+    ],
+)
+def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
+    with pytest.raises(SizingError, match=problem):
+        plan(deployment(tiny_llada, **settings))
+
+
+def test_too_large_a_model_is_told_how_many_gpus_it_needs():
+    with pytest.raises(SizingError, match="use --tensor-parallel-size 2"):
+        plan(deployment("GSAI-ML/LLaDA-1.5", dtype="auto", gpu_memory=16 * GIB))
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ValueError, match="holds no config"):
+        load_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        load_config(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="model_type='llama' is not a supported"):
+        load_config(str(tmp_path))
+    for unknown in ("some/model", "no name at all: "):
+        with pytest.raises(ValueError, match="neither a folder nor in the local Hugging Face cache"):
+            load_config(unknown)
+
+
+def test_a_quantized_checkpoint_is_noted(tiny_llada, tmp_path):
+    config = json.loads((tiny_llada / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert "quantized" in plan(deployment(tmp_path)).notes[0]
+    assert plan(deployment(tiny_llada)).notes == []
+
+
+def test_float32_checkpoints_run_in_bfloat16_unless_asked(tiny_llada):
+    as_asked = deployment(tiny_llada)
+    assert plan(replace(as_asked, dtype="auto")).dtype == "bfloat16"
+    assert plan(replace(as_asked, dtype="half")).dtype == "float16"

@@ -1,0 +1,380 @@
+"""``stream_granularity="step"``: the running block after every denoising step, and the same response as without."""
+
+import asyncio
+import copy
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from dllm_engine.figures import DiffusionFigures
+from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader, ProvisionalBlock
+from tests.support import tiny_checkpoints
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+MASK = tiny_checkpoints.MASK
+
+
+def parameters(**settings):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(**(SETTINGS | settings))
+
+
+def stream(llm, *, kind="DELTA", prompts=(PROMPT,), **settings) -> list:
+    """What a streaming caller of ``LLMEngine`` gets."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params = parameters(**({"stream_granularity": "step"} | settings))
+    params.output_kind = RequestOutputKind[kind]
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"r{i}", {"prompt_token_ids": list(prompt)}, params)
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += copy.deepcopy(llm.llm_engine.step())  # vLLM goes on to append to lists that it has handed out
+    return outputs
+
+
+def plain(llm, **settings):
+    return generate(llm, [PROMPT], parameters(**settings))[0].outputs[0]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("cache_method", ["none", "sparse"])
+def test_every_step_shows_the_running_block(engines, request, family, cache_method):
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
+    expected = plain(llm)
+    completions = [output.outputs[0] for output in stream(llm)]
+    blocks = [completion.provisional for completion in completions]
+    assert [b.forward_pass for b in blocks] == list(range(1, 25))
+    assert [(b.block, b.step) for b in blocks] == [(n // 8, n % 8 + 1) for n in range(24)]
+    assert {(b.start, len(b.token_ids), b.num_blocks) for b in blocks} == {(0, 8, 3), (8, 8, 3), (16, 8, 3)}
+    filled = {p - len(PROMPT): n for n, step in enumerate(expected.diffusion.unmasked_per_step) for p in step}
+    for n, block in enumerate(blocks):
+        for i, (token, masked, confidence) in enumerate(
+            zip(block.token_ids, block.masked, block.confidences, strict=True), start=block.start
+        ):
+            assert masked == (filled[i] > n)
+            assert token == (MASK if masked else expected.token_ids[i])
+            assert (masked and confidence is None) or 0 < confidence <= 1
+    assert_nothing_left(llm)
+
+
+def test_the_response_and_its_figures_are_those_without_streaming_by_step(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    expected = plain(llm, logprobs=1)
+    completions = [output.outputs[0] for output in stream(llm, logprobs=1)]
+    assert [token for c in completions for token in c.token_ids] == list(expected.token_ids)
+    assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
+    assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
+    assert completions[-1].finish_reason == "length"
+    assert completions[-1].diffusion == expected.diffusion
+    assert [c.diffusion.forward_passes for c in completions] == list(range(1, 25))
+    assert not completions[0].diffusion.trace, "it would grow with every chunk"
+
+
+def test_a_committed_position_keeps_the_confidence_of_its_step(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    expected = plain(llm, logprobs=0)
+    last = {}
+    for output in stream(llm):
+        block = output.outputs[0].provisional
+        if not any(block.masked):
+            last |= dict(enumerate(block.confidences, start=block.start))
+    for i, (token, of_token) in enumerate(zip(expected.token_ids, expected.logprobs, strict=True)):
+        assert last[i] == pytest.approx(math.exp(of_token[token].logprob), rel=1e-4)
+
+
+def test_the_last_block_may_be_shorter(engines, tiny_llada):
+    blocks = [output.outputs[0].provisional for output in stream(engines(tiny_llada), gen_length=20)]
+    assert {(b.start, len(b.token_ids), len(b.confidences)) for b in blocks} == {(0, 8, 8), (8, 8, 8), (16, 4, 4)}
+
+
+def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):
+    """Dream's schedule unmasks nothing in its first steps, and then predicts nothing."""
+    llm = engines(tiny_dream)
+    outputs = stream(llm, gen_length=24, block_length=24, steps=24)
+    first = outputs[0].outputs[0].provisional
+    expected = plain(llm, gen_length=24, block_length=24, steps=24)
+    assert expected.diffusion.unmasked_per_step[0] == []
+    assert first.confidences == [None] * 24
+    assert all(first.masked)
+
+
+def test_cumulative_outputs_keep_the_text_so_far(engines, tiny_llada):
+    outputs = stream(engines(tiny_llada), kind="CUMULATIVE")
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [0] * 7 + [8] * 8 + [16] * 8 + [24]
+
+
+def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = engines(tiny_llada)
+    for name, granularity in (("steps", "step"), ("blocks", "block"), ("default", None)):
+        params = parameters(stream_granularity=granularity)
+        params.output_kind = RequestOutputKind.DELTA
+        llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
+    received: dict = {"steps": [], "blocks": [], "default": []}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            received[output.request_id].append(output.outputs[0])
+    assert {name: len(outputs) for name, outputs in received.items()} == {"steps": 24, "blocks": 3, "default": 3}
+    assert all(c.provisional is None for name in ("blocks", "default") for c in received[name])
+
+
+def test_several_responses_stream_side_by_side(engines, tiny_llada):
+    outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
+    assert [sum(o.outputs[0].index == i for o in outputs) for i in (0, 1)] == [24, 24]
+    assert {o.request_id for o in outputs} == {"r0"}
+    assert [o.finished for o in outputs] == [False] * 47 + [True]
+
+
+def test_an_aborted_request_leaves_nothing(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    params = parameters(stream_granularity="step")
+    llm.llm_engine.add_request("gone", {"prompt_token_ids": PROMPT}, params)
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request(["gone"])
+    assert_nothing_left(llm)
+    assert not runner_of(llm).canvases
+    assert not scheduler_of(llm).states
+
+
+def test_latency_is_that_of_blocks(engines, tiny_llada):
+    """vLLM counts an output as new tokens; a provisional block is none."""
+    llm = engines(tiny_llada, trace=False, disable_log_stats=False)
+
+    def count(name):
+        return sum(m.count for m in llm.get_metrics() if m.name == f"vllm:{name}")
+
+    before = {name: count(name) for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")}
+    stream(llm)
+    assert count("time_to_first_token_seconds") - before["time_to_first_token_seconds"] == 1
+    assert count("inter_token_latency_seconds") - before["inter_token_latency_seconds"] == 2
+
+
+def test_a_response_that_is_not_streamed_cannot_ask(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    with pytest.raises(ValueError, match="stream_granularity='step' needs a response that is streamed"):
+        plain(llm, stream_granularity="step")
+    with pytest.raises(ValueError, match="stream_granularity='token'"):
+        stream(llm, stream_granularity="token")
+    assert_nothing_left(llm)
+
+
+# The text of a block
+
+
+class Tokenizer:
+    """Tokens 1 and 2 are a letter of two bytes; 9 ends the text."""
+
+    all_special_ids = (9,)
+
+    def decode(self, tokens):
+        data = b"".join({1: b"\xc3", 2: b"\xa9", 5: b"a", 9: b"<end>"}[token] for token in tokens)
+        return data.decode(errors="replace")
+
+
+def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dict:
+    """What a step changed, as the engine sends it."""
+    masked = length - len(positions) if step == 1 else 0
+    return {
+        "block": block, "num_blocks": 2, "gen_length": 2 * length, "start": block * length, "length": length,
+        "step": step, "forward_pass": step, "positions": positions, "token_ids": token_ids,
+        "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0,
+    }  # fmt: skip
+
+
+def read(token_ids, masked) -> ProvisionalBlock:
+    filled = [i for i, is_masked in enumerate(masked) if not is_masked]
+    return BlockReader(Tokenizer()).read(message(filled, [token_ids[i] for i in filled], length=len(masked)))
+
+
+def test_text_marks_what_is_masked_and_leaves_special_tokens_out():
+    block = read([5, 0, 1, 2, 9], [False, True, False, False, False])
+    assert block.pieces == ["a", None, "", "é", "<end>"]
+    assert block.special == [False, False, False, False, True]
+    assert block.text == f"a{MASK_MARK}é"
+
+
+def test_tokens_of_one_letter_with_a_mask_between_them_are_not_yet_a_letter():
+    block = read([1, 0, 2], [False, True, False])
+    assert block.pieces[1] is None
+    assert MASK_MARK in block.text
+    assert "é" not in block.text
+
+
+# What HTTP clients are sent
+
+
+class Client:
+    """Rebuilds the response from the chunks, as docs/streaming.md tells clients to."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str | None] = []
+        self.confidences: dict[int, float] = {}
+
+    def take(self, form: dict) -> None:
+        if not self.pieces:
+            self.pieces = [None] * form["gen_length"]
+        for position, piece in zip(form["positions"], form["pieces"], strict=True):
+            self.pieces[position] = piece
+        for position, percent in zip(form["guess_positions"], form["guess_percents"], strict=True):
+            self.confidences[position] = percent / 100
+        self.confidences |= zip(form["positions"], form["confidences"], strict=True)
+
+
+def test_a_chunk_brings_what_changed_since_the_last_one():
+    reader, changes = BlockReader(Tokenizer()), BlockChanges()
+    first = changes.to(reader.read(message([1], [9], length=3, guess=0.4)))
+    assert first == {
+        "block": 0, "step": 1, "forward_pass": 1, "num_blocks": 2, "gen_length": 6, "start": 0, "length": 3,
+        "positions": [1], "token_ids": [9], "confidences": [0.1235], "pieces": ["<end>"], "special": [1],
+        "guess_positions": [0, 2], "guess_percents": [40, 40],
+    }  # fmt: skip
+    second = message([0], [5], length=3, step=2) | {"guesses": [0.4099]}
+    assert changes.to(reader.read(second)) == {
+        "block": 0, "step": 2, "forward_pass": 2,
+        "positions": [0], "token_ids": [5], "confidences": [0.1235], "pieces": ["a"], "special": [],
+        "guess_positions": [], "guess_percents": [],
+    }  # fmt: skip
+    third = changes.to(reader.read(message([1], [5], length=3, block=1) | {"guesses": [None, None]}))
+    assert (third["start"], third["positions"], third["guess_positions"]) == (3, [4], [])
+
+
+def test_a_piece_that_a_later_token_changes_is_sent_again():
+    reader, changes = BlockReader(Tokenizer()), BlockChanges()
+    assert changes.to(reader.read(message([1], [2], length=2)))["pieces"] == [""]
+    letter = changes.to(reader.read(message([0], [1], length=2, step=2)))
+    assert (letter["positions"], letter["pieces"]) == ([0, 1], ["", "é"])
+
+
+@pytest.mark.parametrize("sent", [range(24), (0, 3, 4, 12, 23), (5, 7, 15, 23), (7, 15, 23)])
+def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, sent):
+    blocks = [output.outputs[0].provisional for output in stream(engines(tiny_llada))]
+    expected = {}
+    client, changes = Client(), BlockChanges()
+    for n, block in enumerate(blocks):
+        here = range(block.start, block.start + 8)
+        tokens = zip(block.masked, block.token_ids, strict=True)
+        block = replace(block, pieces=[None if m else f"<{t}>" for m, t in tokens], special=[False] * 8)
+        if not any(block.masked):
+            expected |= dict(zip(here, block.pieces, strict=True))
+        if n not in sent:
+            continue
+        client.take(changes.to(block))
+        assert [client.pieces[p] for p in here] == block.pieces
+        assert [client.confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
+    if {7, 15, 23} <= set(sent):
+        assert dict(enumerate(client.pieces)) == expected
+
+
+# A consumer that is slow
+
+
+def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=0):
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None)
+    made.diffusion = DiffusionFigures(passes, passes, passes, 0)
+    made.provisional = SimpleNamespace(masked=[masked, False]) if shown else None
+    return RequestOutput("r", None, [1], None, [made], finished=finished)
+
+
+@pytest.fixture
+def collector():
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    from dllm_engine.plugin import register
+
+    register()
+    return RequestOutputCollector(RequestOutputKind.DELTA, "r")
+
+
+def fetched(collector) -> list:
+    """All that waits."""
+    received = []
+    while (next_one := collector.get_nowait()) is not None:
+        received.append(next_one)
+    return received
+
+
+def passes_of(outputs) -> list[int]:
+    return [o.outputs[0].diffusion.forward_passes for o in outputs]
+
+
+def test_a_slow_consumer_gets_the_latest_step_and_all_text(collector):
+    collector.put(output(passes=1))
+    collector.put(output(passes=2))
+    collector.put(output([5], passes=3, masked=False))  # ends the block
+    collector.put(output(passes=4))
+    collector.put(output(passes=5))
+    received = fetched(collector)
+    assert passes_of(received) == [3, 5]
+    assert [list(r.outputs[0].token_ids) for r in received] == [[5], []]
+
+
+def test_what_waits_stays_in_order_while_it_is_fetched(collector):
+    collector.put(output([5], passes=1, masked=False))
+    collector.put(output(passes=2))
+    collector.put(output([6], passes=3, masked=False))
+
+    async def fetch():
+        first = await collector.get()
+        collector.put(output(passes=4))  # after what waits already
+        collector.put(output([7], passes=5, masked=False, finished=True))
+        return [first, await collector.get(), *fetched(collector)]
+
+    received = asyncio.run(fetch())
+    assert passes_of(received) == [1, 3, 5]
+    assert [r.finished for r in received] == [False, False, True]
+
+
+def test_choices_overtake_only_their_own_steps(collector):
+    collector.put(output(passes=1, index=0))
+    collector.put(output(passes=1, index=1))
+    collector.put(output([5], passes=2, index=0, masked=False))
+    collector.put(output([6], passes=2, index=1, masked=False, finished=True))
+    received = fetched(collector)
+    assert [(o.outputs[0].index, o.outputs[0].token_ids) for o in received] == [(0, [5]), (1, [6])]
+
+
+def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
+    """By the response: a state per block and its text."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    most = 0
+    for each in copy.deepcopy(outputs):
+        collector.put(each)
+        most = max(most, 1 + len(collector.dllm_backlog))
+    assert most <= 2 * 3
+    received = fetched(collector)
+    for index in (0, 1):
+        mine = [o.outputs[0] for o in received if o.outputs[0].index == index]
+        assert [b.provisional.block for b in mine] == [0, 1, 2]
+        assert [token for c in mine for token in c.token_ids] == [
+            token for o in outputs if o.outputs[0].index == index for token in o.outputs[0].token_ids
+        ]
+
+
+def test_finished_blocks_merge_as_ever(collector):
+    collector.put(output([5], passes=3, shown=False))
+    collector.put(output([6], passes=4, shown=False))
+    merged = collector.get_nowait().outputs[0]
+    assert (merged.token_ids, merged.diffusion.forward_passes) == ([5, 6], 4)
+    assert collector.get_nowait() is None
+
+
+def test_an_error_does_not_wait_its_turn(collector):
+    collector.put(output([5], passes=1, masked=False))
+    collector.put(output(passes=2))
+    collector.put(RuntimeError("the engine died"))
+    with pytest.raises(RuntimeError, match="died"):
+        collector.get_nowait()

@@ -1,0 +1,421 @@
+"""Guided Diffusion in the engine against the plain one, and what it promises beyond that."""
+
+import random
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from dllm_engine.demo import DEMO_GUIDE_DIR
+from dllm_engine.demo.tasks import TASKS, make_examples
+from tests.oracles.guided import Texts, plain_guided
+from tests.oracles.models import PlainModel
+from tests.support.byte_level_tokenizers import NOTE, TALE, copy_renumbered, spelled, train_tokenizer
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
+
+VOCABULARY = 512
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+MODELS = ["llada-tiny-a", "dream-tiny-a"]
+GUIDES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=4)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
+}
+LENGTHS = [(24, 16, 8), (7, 20, 20), (40, 24, 8), (15, 10, 4)]
+"""Prompt, response, block."""
+SETTINGS = {
+    "defaults": {},
+    "short window": {"speculation_length": 3},
+    "lenient": {"top_k": 40},
+    "threshold": {"confidence_threshold": 0.2},
+    "draft": {"fallback": "draft", "top_k": 3},
+    "correction": {"correction": True, "top_k": 30, "confidence_threshold": 0.3},
+}
+OPTION_OF = {
+    "top_k": "guide_top_k",
+    "confidence_threshold": "guide_threshold",
+    "fallback": "guide_fallback",
+    "correction": "guide_correction",
+    "speculation_length": "speculation_length",
+}
+
+
+@pytest.fixture(scope="module")
+def guides(tmp_path_factory):
+    """Folders of small random guides."""
+    folders = {}
+    for name, make in GUIDES.items():
+        torch.manual_seed(3)
+        model = make()
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.data.mul_(8)
+        folders[name] = tmp_path_factory.mktemp("guides") / name
+        model.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture
+def engine(engines, reference_checkpoints, guides):
+    def make(model="llada-tiny-a", guide="llama", cache_method="none", **settings):
+        return engines(
+            reference_checkpoints / model,
+            guide_model=str(guides[guide]),
+            cache_method=cache_method,
+            page_size=8,
+            max_model_len=128,
+            **settings,
+        )
+
+    return make
+
+
+GUIDED_BY = {"llada-tiny-a": "llama", "dream-tiny-a": "qwen2"}
+SPELLING = (TALE, 480), (NOTE, 400, "<stop>")
+"""Tokenizers of the models and of their guides, where they differ."""
+
+
+def prompt(length: int) -> list[int]:
+    draw = random.Random(length)
+    return [draw.randrange(480) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory, reference_checkpoints, guides):
+    """Folders of a model and a guide that spell differently, by the model's name."""
+    folders = {}
+    for model, guide in GUIDED_BY.items():
+        folders[model] = tmp_path_factory.mktemp("pairs") / model, tmp_path_factory.mktemp("pairs") / guide
+        shutil.copytree(reference_checkpoints / model, folders[model][0], copy_function=shutil.copyfile)
+        shutil.copytree(guides[guide], folders[model][1])
+        for folder, tokenizer in zip(folders[model], SPELLING, strict=True):
+            train_tokenizer(*tokenizer).save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture
+def text_engine(engines, pairs):
+    def make(model="llada-tiny-a", cache_method="none", **settings):
+        folder, guide = pairs[model]
+        settings = {"max_model_len": 128, "page_size": 8} | settings
+        return engines(folder, guide_model=str(guide), cache_method=cache_method, skip_tokenizer_init=False, **settings)
+
+    return make
+
+
+def ask(llm, lengths=LENGTHS, **options):
+    from dllm_engine import DiffusionParams
+
+    params = [DiffusionParams(gen_length=g, block_length=b, ignore_eos=True, **options) for _, g, b in lengths]
+    return generate(llm, [prompt(length) for length, _, _ in lengths], params)
+
+
+def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
+    """The engine against the plain version: folders of the model and its guide, a name in ``SETTINGS``."""
+    plain_model, judge = PlainModel(model), AutoModelForCausalLM.from_pretrained(guide).eval()
+
+    def judged(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return judge(torch.tensor([ids])).logits[0]
+
+    outputs = ask(llm, **{OPTION_OF[name]: value for name, value in SETTINGS[settings].items()})
+    compared = 0
+    for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
+        plain = plain_guided(
+            plain_model,
+            judged,
+            prompt(length),
+            gen_length=gen_length,
+            block_length=block_length,
+            texts=texts,
+            **SETTINGS[settings],
+        )
+        # A decision between numbers this close is rounding's, not the method's.
+        if plain["closest"] < 1e-4:
+            continue
+        figures = output.outputs[0].diffusion
+        assert list(output.outputs[0].token_ids) == plain["tokens"]
+        assert figures.unmasked_per_step == plain["order"]
+        assert figures.forward_passes == plain["forwards"]
+        compared += 1
+    assert compared >= 2, "the cases decide by rounding; choose others"
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("model", "guide"), GUIDED_BY.items())
+def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, model, guide, settings):
+    llm = engine(model, guide)
+    assert_decodes_as_the_plain_one(llm, reference_checkpoints / model, guides[guide], settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("model", GUIDED_BY)
+def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine, pairs, model, settings):
+    own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
+    llm = text_engine(model, guide_tokens_per_token=8.0)
+    texts = Texts(
+        spelled(own),
+        lambda text: other.encode(text, add_special_tokens=False),
+        spelled(other),
+        {llm.model_config.hf_config.eos_token_id: other.eos_token_id},
+    )
+    assert_decodes_as_the_plain_one(llm, *pairs[model], settings, texts)
+
+
+def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
+    """The demo guide with its tokens renumbered reads the same text as other ids, and says the same."""
+    from dllm_engine import DiffusionParams
+
+    copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")
+    asked = [
+        [{"role": "user", "content": example.prompt}] for task in TASKS for example in make_examples(task, 3, seed=8)
+    ]
+    answers = []
+    for guide in ("demo", str(tmp_path / "guide")):
+        llm = engines("demo", guide_model=guide, skip_tokenizer_init=False)
+        params = DiffusionParams(gen_length=32, block_length=8)
+        answers.append([output.outputs[0] for output in llm.chat(asked, params, use_tqdm=False)])
+    assert runner_of(llm).guide.shape.tokens_per_token == 2.0, "it is read as text"
+    for same, other in zip(*answers, strict=True):
+        assert other.text == same.text
+        assert other.diffusion.forward_passes == same.diffusion.forward_passes
+
+
+@pytest.mark.parametrize("cache_method", ["dual", "freecache", "maskkv"])
+def test_a_guide_of_another_tokenizer_in_a_batch(text_engine, cache_method):
+    llm = text_engine("llada-tiny-a", cache_method, guide_tokens_per_token=8.0)
+    together = [list(output.outputs[0].token_ids) for output in ask(llm, guide_threshold=0.2)]
+    alone = [list(ask(llm, [case], guide_threshold=0.2)[0].outputs[0].token_ids) for case in LENGTHS]
+    assert together == alone
+    assert_nothing_left(llm)
+
+
+def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(text_engine):
+    from dllm_engine import DiffusionParams
+
+    llm = text_engine("llada-tiny-a", guide_tokens_per_token=1.25)
+    settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
+    (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
+    first, *others = output.outputs[0].diffusion.unmasked_per_step
+    assert first == [*range(6, 6 + len(first))]
+    assert 1 < len(first) < 24, "what there is room for is checked, and passes"
+    assert others == [[position] for position in range(6 + len(first), 30)]
+    assert_nothing_left(llm)
+
+    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(6)}, DiffusionParams(**settings))
+    llm.llm_engine.step()
+    pool = scheduler_of(llm).pages
+    # 1.25 · 29 are 37 tokens. A page holds 8 tokens of 4 heads of 32, or 16 of the guide's 4 heads of 16, in each of
+    # its 3 layers.
+    assert pool.num_allocated == pool.num_reserved == 3 * 3
+    llm.llm_engine.abort_request(["one"])
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def test_a_guide_whose_tokenizer_spells_no_bytes_is_refused(tmp_path):
+    shutil.copytree(DEMO_GUIDE_DIR, tmp_path / "guide")
+    words = Tokenizer(WordLevel({"▁hello": 0, "?": 1}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="?").save_pretrained(tmp_path / "guide")
+    with pytest.raises(ValueError, match="does not spell bytes"):
+        start_engine("demo", guide_model=str(tmp_path / "guide"), skip_tokenizer_init=False)
+
+
+METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache", "es_dllm"]
+
+
+@pytest.mark.parametrize("cache_method", METHODS)
+@pytest.mark.parametrize(("model", "guide"), [("llada-tiny-a", "llama"), ("dream-tiny-a", "qwen2")])
+def test_every_cache_method_can_be_guided(engine, cache_method, model, guide):
+    options = {"cache_options": {"indicator": "none"}} if cache_method == "es_dllm" else {}
+    llm = engine(model, guide, cache_method, **options)
+    together = [list(output.outputs[0].token_ids) for output in ask(llm, guide_threshold=0.2)]
+    assert [len(tokens) for tokens in together] == [gen_length for _, gen_length, _ in LENGTHS]
+    alone = [list(ask(llm, [case], guide_threshold=0.2)[0].outputs[0].token_ids) for case in LENGTHS]
+    assert together == alone
+    assert_nothing_left(llm)
+
+
+def test_a_guide_that_agrees_unmasks_whole_windows(engine):
+    # Every token is among the 512 best of 512.
+    (output,) = ask(engine(), [(10, 24, 8)], guide_top_k=VOCABULARY)
+    assert [len(step) for step in output.outputs[0].diffusion.unmasked_per_step] == [8, 8, 8]
+    (output,) = ask(engine(), [(10, 24, 24)], guide_top_k=VOCABULARY, speculation_length=10)
+    assert [len(step) for step in output.outputs[0].diffusion.unmasked_per_step] == [10, 10, 4]
+
+
+def test_a_useless_guide_costs_one_step_a_token_and_fills_left_to_right(engine, monkeypatch):
+    llm = engine()
+    guide = runner_of(llm).guide
+    check = guide.check
+
+    def disagree(drafts):
+        return [type(v)(v.drafted, [9] * len(v.ranks), v.tokens) for v in check(drafts)]
+
+    monkeypatch.setattr(guide, "check", disagree)
+    (output,) = ask(llm, [(10, 24, 8)], guide_fallback="draft")
+    assert output.outputs[0].diffusion.unmasked_per_step == [[10 + i] for i in range(24)]
+
+
+def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(engine, monkeypatch):
+    llm = engine(cache_method="dual")
+    alone = [list(ask(llm, [case])[0].outputs[0].token_ids) for case in LENGTHS]
+    guide, judged = runner_of(llm).guide, []
+    judge = guide._judge
+
+    def overflow(hidden, drafted):
+        judged.append(len(drafted))
+        hidden[0] = torch.nan  # a row of the request asked first
+        return judge(hidden, drafted)
+
+    monkeypatch.setattr(guide, "_judge", overflow)
+    outputs = ask(llm, LENGTHS[1:2])
+    monkeypatch.undo()
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert outputs[0].outputs[0].diffusion.error == "the guide model produced logits that are NaN or infinite"
+    assert len(judged) == 1
+    assert [list(o.outputs[0].token_ids) for o in ask(llm, LENGTHS)] == alone
+    assert_nothing_left(llm)
+
+
+def test_a_text_that_the_guide_cannot_read_ends_its_request_alone(engine, monkeypatch):
+    llm = engine(cache_method="dual")
+    alone = [list(ask(llm, [case])[0].outputs[0].token_ids) for case in LENGTHS]
+    reader = runner_of(llm).guide.reader
+    read = type(reader).read
+
+    def unreadable(self, tokens, drafted):
+        if tokens[: LENGTHS[0][0]] == prompt(LENGTHS[0][0]):
+            raise UnicodeError("no text")
+        return read(self, tokens, drafted)
+
+    monkeypatch.setattr(type(reader), "read", unreadable)
+    failed, *others = ask(llm, LENGTHS)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "UnicodeError: no text" in failed.outputs[0].diffusion.error
+    assert [list(o.outputs[0].token_ids) for o in others] == alone[1:]
+    assert_nothing_left(llm)
+
+
+def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, reference_checkpoints):
+    from dllm_engine import DiffusionParams
+
+    llm = engine(cache_method="dual")
+    plain = engines(reference_checkpoints / "llada-tiny-a", cache_method="dual", page_size=8, max_model_len=128)
+    lengths = [(24, 16, 8), (24, 16, 8)]
+    params = [
+        DiffusionParams(gen_length=16, block_length=8, ignore_eos=True, guided=guided) for guided in (None, False)
+    ]
+    guided, unguided = (list(o.outputs[0].token_ids) for o in generate(llm, [prompt(24)] * 2, params))
+    assert unguided == list(ask(plain, lengths[:1])[0].outputs[0].token_ids)
+    assert guided == list(ask(llm, lengths[:1])[0].outputs[0].token_ids)
+    assert guided != unguided
+
+
+def test_pages_of_the_guide_come_from_the_pool_and_go_back(engine):
+    from dllm_engine import DiffusionParams
+
+    llm = engine(cache_method="dual")
+    pool = scheduler_of(llm).pages
+    params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
+    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(24)}, params)
+    llm.llm_engine.step()
+    # A page holds 8 tokens of 4 heads of 32: 2,048 numbers, or 16 tokens of the guide's 4 heads of 16. 39 tokens are
+    # shown to 3 layers of the guide, and 32 of 40 are kept in 4 layers of the model.
+    assert pool.num_allocated == 3 * 3 + 4 * 4
+    assert pool.num_reserved == pool.num_allocated
+    llm.llm_engine.abort_request(["one"])
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert_nothing_left(llm)
+
+
+def test_slots_that_hold_nothing_are_never_read(engine):
+    llm = engine("dream-tiny-a", "qwen2", "freecache")
+    expected = [list(o.outputs[0].token_ids) for o in ask(llm)]
+    runner_of(llm).pages.memory.fill_(torch.nan)
+    assert [list(o.outputs[0].token_ids) for o in ask(llm)] == expected
+
+
+def test_aborting_in_any_state_leaks_no_page(engine):
+    from dllm_engine import DiffusionParams
+
+    llm = engine(cache_method="sparse")
+    draw = random.Random(4)
+    waiting = [str(i) for i in range(30)]
+    for name in waiting:
+        params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt(5 + int(name))}, params)
+    draw.shuffle(waiting)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        if waiting and draw.random() < 0.7:
+            llm.llm_engine.abort_request([waiting.pop()])
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"unmasking": "random"}, "unmasking=random: the guide decides"),
+        ({"threshold": 0.9}, "threshold=0.9: the guide decides"),
+        ({"factor": 0.9}, "factor=0.9: the guide decides"),
+        ({"entropy_bound": 0.9}, "entropy_bound=0.9: the guide decides"),
+        ({"margin": 0.9}, "margin=0.9: the guide decides"),
+        ({"guided": False, "guide_top_k": 2}, "guided=False and guide_top_k"),
+        ({"guide_fallback": "coin"}, "guide_fallback='coin'"),
+        ({"speculation_length": 0}, "speculation_length=0"),
+        ({"guide_threshold": 1.0}, "guide_threshold=1.0"),
+    ],
+)
+def test_what_a_guided_request_cannot_have_is_named(engine, options, named):
+    with pytest.raises(ValueError, match=named):
+        ask(engine(), LENGTHS[:1], **options)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"guided": True}, "guided=True"), ({"guide_top_k": 2}, "top_k=2")])
+def test_guiding_needs_a_guide(engines, reference_checkpoints, options, named):
+    llm = engines(reference_checkpoints / "llada-tiny-a", max_model_len=128)
+    with pytest.raises(ValueError, match=f"{named}: the engine has no guide"):
+        ask(llm, LENGTHS[:1], **options)
+
+
+def test_rows_that_are_skipped_cannot_be_drafted(reference_checkpoints, guides):
+    with pytest.raises(ValueError, match="guide_model is not supported with cache_method='es_dllm'"):
+        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(guides["llama"]), cache_method="es_dllm")
+
+
+def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ValueError, match="'gpt2' cannot guide; guides are Qwen2ForCausalLM, LlamaForCausalLM"):
+        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(tmp_path))
+
+
+def test_the_demo_guide_answers_in_few_passes(engines):
+    from dllm_engine import DiffusionParams
+
+    llm = engines("demo", guide_model="demo", skip_tokenizer_init=False)
+    asked = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
+    params = DiffusionParams(gen_length=32, block_length=8)
+    (output,) = llm.chat(asked, params, use_tqdm=False)
+    assert "Ida=07, Tom=48" in output.outputs[0].text
+    unguided = DiffusionParams(gen_length=32, block_length=8, guided=False)
+    (other,) = llm.chat(asked, unguided, use_tqdm=False)
+    assert other.outputs[0].text == output.outputs[0].text
+    assert output.outputs[0].diffusion.forward_passes < other.outputs[0].diffusion.forward_passes

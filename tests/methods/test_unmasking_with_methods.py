@@ -1,0 +1,175 @@
+"""Parallel unmasking in the engine, and every cache method with every unmasking policy and rule."""
+
+import pytest
+
+from dllm_engine.model_executor.passes import PASSES
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from tests.support.engines import assert_nothing_left, generate
+from tests.support.tiny_checkpoints import MASK
+
+PROMPT = [(7 * i * i + 3) % 100 for i in range(21)]
+ONE_BY_ONE = {"threshold": 1.0, "factor": 1e-6, "entropy_bound": 0.0, "margin": 1.0}
+"""Values so strict that only the best position passes."""
+SOME = {"threshold": 0.3, "factor": 4.0, "entropy_bound": 4.0, "margin": 0.2}
+ALL_AT_ONCE = {"threshold": 1e-6, "factor": 1e6, "entropy_bound": 1e6, "margin": 1e-9}
+POLICY = {
+    "LLaDA": dict.fromkeys(("threshold", "factor"), "low_confidence"),
+    "Dream": dict.fromkeys(("threshold", "factor"), "maskgit_plus"),
+}
+"""The policy that measures what a rule goes by."""
+for of_family in POLICY.values():
+    of_family.update(entropy_bound="entropy", margin="topk_margin")
+
+
+@pytest.fixture(params=["LLaDA", "Dream"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def engine(engines, tiny_llada, tiny_dream):
+    def make(cache_method, family="LLaDA"):
+        return engines({"LLaDA": tiny_llada, "Dream": tiny_dream}[family], page_size=8, cache_method=cache_method)
+
+    return make
+
+
+def answer(llm, **params):
+    from dllm_engine import DiffusionParams
+
+    asked = {"gen_length": 24, "block_length": 8, "ignore_eos": True} | params
+    (output,) = generate(llm, [PROMPT], DiffusionParams(**asked))
+    return list(output.outputs[0].token_ids), output.outputs[0].diffusion
+
+
+@pytest.mark.parametrize("rule", PARALLEL_OPTIONS)
+def test_a_block_ends_as_soon_as_it_is_filled(engine, family, rule):
+    llm = engine("dual", family)
+    tokens, figures = answer(llm, **{rule: ALL_AT_ONCE[rule]})
+    assert len(tokens) == 24
+    # Dream's first step of a block fills its first position alone.
+    per_block = [8] if family == "LLaDA" else [1, 7]
+    assert [len(step) for step in figures.unmasked_per_step] == per_block * 3
+    some, figures = answer(llm, **{rule: SOME[rule]})
+    assert len(some) == 24
+    assert 3 < figures.forward_passes < 24
+    assert figures.tokens_unmasked == 24
+
+
+@pytest.mark.parametrize("cache_method", ["none", "sparse"])
+@pytest.mark.parametrize("rule", PARALLEL_OPTIONS)
+def test_a_rule_that_only_the_best_passes_decodes_as_one_token_per_step(engine, family, rule, cache_method):
+    llm = engine(cache_method, family)
+    tokens, figures = answer(llm, **{rule: ONE_BY_ONE[rule]})
+    assert figures.forward_passes == 24
+    if family == "LLaDA":  # Dream's time grid has no run of one token per step
+        counted, expected = answer(llm, unmasking=POLICY[family][rule])
+        assert (tokens, figures.unmasked_per_step) == (counted, expected.unmasked_per_step)
+
+
+@pytest.mark.parametrize("rule", PARALLEL_OPTIONS)
+def test_left_open_the_policy_is_the_one_that_measures_what_the_rule_goes_by(engine, family, rule):
+    llm = engine("none", family)
+    for settings in ({}, {"temperature": 0.7, "top_k": 20, "seed": 4}):
+        opened, figures = answer(llm, **{rule: SOME[rule]}, **settings)
+        named, expected = answer(llm, **{rule: SOME[rule]}, **settings, unmasking=POLICY[family][rule])
+        assert (opened, figures.unmasked_per_step) == (named, expected.unmasked_per_step)
+
+
+def test_requests_by_different_rules_share_a_batch(engine, family):
+    from dllm_engine import DiffusionParams
+
+    llm = engine("dual", family)
+    asked = [{rule: value} for values in (SOME, ONE_BY_ONE) for rule, value in values.items()] + [{}]
+    params = [DiffusionParams(gen_length=24, block_length=8, ignore_eos=True, **rule) for rule in asked]
+    together = [list(output.outputs[0].token_ids) for output in generate(llm, [PROMPT] * len(asked), params)]
+    assert together == [answer(llm, **rule)[0] for rule in asked]
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("unmasking", ["entropy", "topk_margin", "random", "origin"])
+def test_a_threshold_leaves_policies_that_measure_no_probability_to_their_count(engine, unmasking):
+    llm = engine("none", "Dream")
+    settings = {"unmasking": unmasking, "steps": 12, "seed": 3}
+    tokens, figures = answer(llm, **settings, threshold=0.01)
+    counted, expected = answer(llm, **settings)
+    assert (tokens, figures.unmasked_per_step) == (counted, expected.unmasked_per_step)
+
+
+def test_with_a_rule_steps_do_not_count(engine):
+    llm = engine("none")
+    assert answer(llm, threshold=1.0, steps=1)[1].forward_passes == 24
+    # A policy that keeps to its count needs a step per block as ever.
+    with pytest.raises(ValueError, match="steps=1 is out of range"):
+        answer(llm, threshold=1.0, steps=1, unmasking="entropy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragments"),
+    [
+        ({"threshold": 0.9, "factor": 0.5}, ("threshold=0.9 and factor=0.5", "give one of")),
+        ({"entropy_bound": 0.1, "margin": 0.5}, ("entropy_bound=0.1 and margin=0.5", "give one of")),
+        ({"factor": 0.0}, ("factor=0.0", "greater than 0")),
+        ({"factor": float("inf")}, ("factor=inf", "finite")),
+        ({"factor": float("nan")}, ("factor=nan",)),
+        ({"threshold": float("nan")}, ("threshold=nan",)),
+        ({"entropy_bound": -0.1}, ("entropy_bound=-0.1", "greater than or equal to 0")),
+        ({"entropy_bound": "wide"}, ("entropy_bound='wide'", "number")),
+        ({"margin": 0.0}, ("margin=0.0", "greater than 0")),
+        ({"margin": 1.5}, ("margin=1.5", "less than or equal to 1")),
+    ],
+    ids=str,
+)
+def test_a_rule_that_cannot_be_followed_is_refused_by_name(engine, settings, fragments):
+    llm = engine("none")
+    with pytest.raises(ValueError) as error:
+        answer(llm, **settings)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+    assert_nothing_left(llm)
+
+
+# Every cache method with every policy and rule
+
+
+def test_what_is_combined_below_is_all_there_is():
+    assert set(PASSES) == set(CACHE_METHODS)
+    assert set(SOME) == set(PARALLEL_OPTIONS) <= set(PARALLEL_RULES)
+
+
+@pytest.mark.parametrize("rule", [None, *PARALLEL_OPTIONS])
+@pytest.mark.parametrize("unmasking", UNMASKING_POLICIES)
+@pytest.mark.parametrize("cache_method", CACHE_METHODS)
+def test_a_combination_answers_in_full_or_is_refused_with_the_reason(engine, cache_method, unmasking, rule):
+    llm = engine(cache_method)
+    settings = {"gen_length": 7, "block_length": 4, "unmasking": unmasking, "seed": 1}
+    if rule is None:
+        check_answer(*answer(llm, **settings))
+    elif rule == "threshold" or PARALLEL_RULES[rule].measures == UNMASKING_POLICIES[unmasking].measures:
+        check_answer(*answer(llm, **settings, **{rule: SOME[rule]}))
+    else:
+        with pytest.raises(
+            ValueError, match=f"{rule}={SOME[rule]} goes by .* unmasking={unmasking!r} does not measure"
+        ):
+            answer(llm, **settings, **{rule: SOME[rule]})
+    assert_nothing_left(llm)
+
+
+def check_answer(tokens, figures):
+    assert len(tokens) == 7
+    assert MASK not in tokens
+    filled = [position for step in figures.unmasked_per_step for position in step]
+    assert sorted(filled) == list(range(21, 28))
+    assert figures.tokens_unmasked == 7
+
+
+@pytest.mark.parametrize("cache_method", CACHE_METHODS)
+def test_a_combination_answers_in_full_with_shifted_logits(engine, cache_method):
+    llm = engine(cache_method, "Dream")
+    for rule, value in SOME.items():
+        check_answer(*answer(llm, gen_length=7, block_length=4, **{rule: value}))
+    for unmasking in UNMASKING_POLICIES:
+        check_answer(*answer(llm, gen_length=7, block_length=4, unmasking=unmasking, seed=1))
+    assert_nothing_left(llm)

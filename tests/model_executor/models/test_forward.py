@@ -1,0 +1,152 @@
+"""Logits of the model classes as vLLM loads them, against the authors' and against a plain implementation."""
+
+import pytest
+import torch
+
+from tests.oracles.models import PlainModel
+from tests.support import tiny_checkpoints
+from tests.support.engines import runner_of
+from tests.support.reference_cases import reference_cases
+
+FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
+
+
+@torch.inference_mode()
+def dense_logits(llm, *sequences: list[int]) -> list[torch.Tensor]:
+    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass."""
+    from dllm_engine.model_executor.passes.dense import DensePass
+
+    model = runner_of(llm).model
+    cu_seqlens = [0]
+    for sequence in sequences:
+        cu_seqlens.append(cu_seqlens[-1] + len(sequence))
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    shard = model.compute_logits(model(ids, positions, DensePass(cu_seqlens)))
+    assert shard.first_token == 0
+    return list(shard.logits.split([len(sequence) for sequence in sequences]))
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, relative: float = 1e-4) -> None:
+    """Each row within ``relative`` of its largest logit."""
+    assert actual.shape == expected.shape
+    error = (actual.float() - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert error.max() < relative
+
+
+@pytest.mark.parametrize("name", FORWARD_CASES)
+def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, name):
+    case = FORWARD_CASES[name]
+    llm = engines(reference_checkpoints / case["model"], max_model_len=512)
+    (ids,) = case["input_ids"]
+    (logits,) = dense_logits(llm, ids)
+    assert_close(logits[case["full_logits_rows"]], torch.tensor(case["full_logits"]))
+    top = logits.topk(8)
+    assert_close(top.values, torch.tensor(case["top8_logits"]))
+    assert_close(logits.gather(1, torch.tensor(case["top8_ids"])), torch.tensor(case["top8_logits"]))
+    assert_close(logits.logsumexp(-1, keepdim=True), torch.tensor(case["logsumexp"])[:, None])
+
+
+@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
+def test_logits_do_not_depend_on_the_other_sequences_of_a_batch(engines, reference_checkpoints, model):
+    llm = engines(reference_checkpoints / model, max_model_len=512)
+    sequences = [case["input_ids"][0] for case in FORWARD_CASES.values() if case["model"] == model]
+    sequences += [sequences[0][::-1], [7]]
+    for alone, together in zip(
+        [dense_logits(llm, s)[0] for s in sequences], dense_logits(llm, *sequences), strict=True
+    ):
+        assert_close(together, alone)
+
+
+LAYOUTS = {
+    "llada": (tiny_checkpoints.write_llada, {}),
+    "llada grouped queries": (tiny_checkpoints.write_llada, {"n_kv_heads": 2}),
+    "llada one KV head": (tiny_checkpoints.write_llada, {"n_kv_heads": 1}),
+    "llada tied": (tiny_checkpoints.write_llada, {"weight_tying": True}),
+    "llada qkv bias": (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
+    "llada larger embedding": (tiny_checkpoints.write_llada, {"embedding_size": 192}),
+    "llada large eps, small theta": (tiny_checkpoints.write_llada, {"rms_norm_eps": 0.1, "rope_theta": 100.0}),
+    "dream": (tiny_checkpoints.write_dream, {}),
+    "dream all heads": (tiny_checkpoints.write_dream, {"num_key_value_heads": 4}),
+    "dream tied": (tiny_checkpoints.write_dream, {"tie_word_embeddings": True}),
+    "dream large eps, small theta": (tiny_checkpoints.write_dream, {"rms_norm_eps": 0.1, "rope_theta": 100.0}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("files", [1, 3])
+def test_logits_of_each_checkpoint_layout(engines, tmp_path, layout, files):
+    write, config = LAYOUTS[layout]
+    folder = write(tmp_path / "model", seed=3, **config)
+    plain = PlainModel(folder)
+    if files > 1:
+        tiny_checkpoints.shard(folder, files)
+    ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert_close(dense_logits(engines(folder), ids)[0], plain.logits(ids))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
+def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, served):
+    folder = tiny_checkpoints.write_llada(tmp_path / "model", torch_dtype=stored)
+    llm = engines(folder, dtype=served)
+    ids = list(range(1, 30))
+    relative = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.02}[served]
+    assert runner_of(llm).model.embedding.weight.dtype == getattr(torch, served)
+    assert_close(dense_logits(llm, ids)[0], PlainModel(folder).logits(ids), relative)
+
+
+@pytest.mark.parametrize("served", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_half_precision_generates_a_full_response(engines, tiny_llada, tiny_dream, family, served):
+    from tests.support.engines import tokens_of
+
+    llm = engines(tiny_llada if family == "llada" else tiny_dream, dtype=served)
+    tokens = tokens_of(llm, [5, 6, 7], gen_length=24, block_length=8, ignore_eos=True)
+    assert len(tokens) == 24
+    assert tiny_checkpoints.MASK not in tokens
+
+
+@pytest.mark.parametrize(
+    ("write", "config"),
+    [
+        (tiny_checkpoints.write_llada, {"n_kv_heads": 2}),
+        (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
+        (tiny_checkpoints.write_dream, {}),
+    ],
+)
+@torch.inference_mode()
+def test_parts_of_a_layer_equal_the_fused_projection(engines, tmp_path, write, config):
+    from dllm_engine.model_executor.models.decoder import RotaryPhases
+
+    layer = runner_of(engines(write(tmp_path / "model", **config))).model.layers[1]
+    rows = torch.randn(11, 64, generator=torch.Generator().manual_seed(0))
+    phases = RotaryPhases.at(torch.arange(11), 16, 10_000.0)
+    q, k, v = layer.qkv(rows, phases)
+    q_alone, k_alone = layer.qk(rows, phases)
+    torch.testing.assert_close(q_alone, q)
+    torch.testing.assert_close(k_alone, k)
+    torch.testing.assert_close(layer.k(rows, phases), k)
+    torch.testing.assert_close(layer.v(rows), v)
+    assert q.shape == (11, layer.num_heads, 16)
+    assert k.shape == v.shape == (11, layer.num_kv_heads, 16)
+    # Any set of rows may be computed on its own.
+    torch.testing.assert_close(layer.v(rows[[2, 7]]), v[[2, 7]])
+
+
+def test_rope_scores_depend_on_the_distance_only():
+    from dllm_engine.kernels.rotary import rotate_
+    from dllm_engine.model_executor.models.decoder import RotaryPhases
+
+    q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0))
+
+    def score(query_at: int, key_at: int) -> torch.Tensor:
+        def turned(x: torch.Tensor, at: int) -> torch.Tensor:
+            turned = x.clone()
+            rotate_(turned, RotaryPhases.at(torch.tensor([at]), 16, 10_000.0).cos_sin)
+            return turned
+
+        return (turned(q, query_at) * turned(k, key_at)).sum(-1)
+
+    torch.testing.assert_close(score(3, 10), score(103, 110), rtol=1e-4, atol=1e-4)
+    assert (score(3, 10) - score(10, 3)).abs().max() > 0.1

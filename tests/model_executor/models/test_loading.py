@@ -1,0 +1,239 @@
+"""What a checkpoint's folder may hold, and how what it must not hold is refused."""
+
+import json
+
+import pytest
+import torch
+
+from tests.support import tiny_checkpoints
+from tests.support.engines import start_engine, tokens_of
+
+PROMPT = [11, 12, 13, 14]
+BLOCK_0 = "model.transformer.blocks.0."
+
+
+def refuse(folder, *fragments: str, **settings) -> None:
+    """Starting an engine fails with a message that holds all ``fragments``."""
+    with pytest.raises(Exception) as error:
+        start_engine(folder, **settings)
+    for fragment in fragments:
+        assert fragment in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_remote_code_beside_the_weights_is_never_executed(engines, tmp_path, family, trust_remote_code):
+    write, config_class, model_class = {
+        "llada": (tiny_checkpoints.write_llada, "LLaDAConfig", "LLaDAModelLM"),
+        "dream": (tiny_checkpoints.write_dream, "DreamConfig", "DreamModel"),
+    }[family]
+    clean, folder = write(tmp_path / "clean"), tmp_path / "poisoned"
+    write(
+        folder,
+        auto_map={
+            "AutoConfig": f"configuration_{family}.{config_class}",
+            "AutoModel": f"modeling_{family}.{model_class}",
+            "AutoModelForCausalLM": f"modeling_{family}.{model_class}",
+            "AutoTokenizer": [f"tokenization_{family}.Tokenizer", None],
+        },
+    )
+    executed = tmp_path / "executed"
+    for module in ("configuration", "modeling", "tokenization", "generation_utils"):
+        (folder / f"{module}_{family}.py").write_text(
+            f"open({str(executed)!r}, 'w').close()\nraise RuntimeError('remote code was executed')\n"
+        )
+    expected = tokens_of(engines(clean), PROMPT, gen_length=16, block_length=8, ignore_eos=True)
+    llm = engines(folder, trust_remote_code=trust_remote_code)
+    assert tokens_of(llm, PROMPT, gen_length=16, block_length=8, ignore_eos=True) == expected
+    assert not executed.exists()
+
+
+def test_sharded_checkpoint_answers_as_the_single_file(engines, tiny_llada, tmp_path):
+    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path / "model"))
+    settings = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+    assert tokens_of(engines(folder), PROMPT, **settings) == tokens_of(engines(tiny_llada), PROMPT, **settings)
+
+
+def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
+    def add_head(tensors):
+        tensors["model.transformer.ff_out.weight"] = torch.zeros(tiny_checkpoints.VOCAB_SIZE, 64)
+
+    plain = tiny_checkpoints.write_llada(tmp_path / "plain", weight_tying=True)
+    redundant = tiny_checkpoints.write_llada(tmp_path / "redundant", weight_tying=True, edit=add_head)
+    settings = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+    assert tokens_of(engines(redundant), PROMPT, **settings) == tokens_of(engines(plain), PROMPT, **settings)
+
+
+# Tensors
+
+
+def test_unknown_tensor_is_named(tmp_path):
+    name = BLOCK_0 + "gate_of_the_future.weight"
+
+    def edit(tensors):
+        tensors[name] = torch.zeros(3)
+
+    refuse(tiny_checkpoints.write_llada(tmp_path, edit=edit), name)
+
+
+@pytest.mark.parametrize(
+    ("missing", "fragment"),
+    [
+        (BLOCK_0 + "attn_out.weight", "layers.0.out_proj"),
+        (BLOCK_0 + "k_proj.weight", "layers.0.qkv_proj.weight[k]"),
+        (BLOCK_0 + "up_proj.weight", "layers.0.gate_up_proj.weight[1]"),
+        ("model.transformer.ff_out.weight", "lm_head"),
+        ("model.transformer.wte.weight", "embedding"),
+        ("model.transformer.ln_f.weight", "final_norm"),
+    ],
+)
+def test_missing_tensor_is_named(tmp_path, missing, fragment):
+    refuse(
+        tiny_checkpoints.write_llada(tmp_path, edit=lambda tensors: tensors.pop(missing)), fragment, "lacks 1 tensor"
+    )
+
+
+def test_missing_bias_is_named(tmp_path):
+    folder = tiny_checkpoints.write_dream(
+        tmp_path, edit=lambda tensors: tensors.pop("model.layers.1.self_attn.v_proj.bias")
+    )
+    refuse(folder, "layers.1.qkv_proj.bias[v]")
+
+
+@pytest.mark.parametrize(
+    "name", [BLOCK_0 + part for part in ("q_proj", "v_proj", "attn_out", "ff_proj", "ff_out", "attn_norm")]
+)
+def test_misshapen_tensor_is_named(tmp_path, name):
+    def edit(tensors):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"][:-2]
+
+    refuse(tiny_checkpoints.write_llada(tmp_path, edit=edit), f"{name}.weight")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [BLOCK_0 + "up_proj.weight", "model.transformer.wte.weight"])
+def test_tensor_that_is_not_finite_is_named(tmp_path, name, value):
+    def edit(tensors):
+        tensors[name][3, 5] = value
+
+    refuse(tiny_checkpoints.write_llada(tmp_path, edit=edit), name, "NaN")
+
+
+# Files
+
+
+def test_truncated_file_is_named(tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    refuse(folder, str(file))
+
+
+def test_file_that_is_no_safetensors_is_named(tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path)
+    (folder / "model.safetensors").write_text("<html>not found</html>")
+    refuse(folder, str(folder / "model.safetensors"))
+
+
+def test_folder_without_weights_is_named(tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path)
+    (folder / "model.safetensors").unlink()
+    refuse(folder, str(folder), "safetensors")
+
+
+def test_shard_that_the_index_lists_but_the_folder_lacks_is_named(tmp_path):
+    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path))
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    refuse(folder, "model-00002-of-00003.safetensors")
+
+
+def test_truncated_shard_is_named(tmp_path):
+    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path))
+    file = folder / "model-00003-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refuse(folder, str(file))
+
+
+# Configuration
+
+
+@pytest.mark.parametrize("write", [tiny_checkpoints.write_llada, tiny_checkpoints.write_dream])
+def test_missing_mask_token_names_file_and_key(tmp_path, write):
+    folder = write(tmp_path, mask_token_id=None)
+    refuse(folder, str(folder / "config.json"), "mask_token_id")
+
+
+def test_mask_token_outside_the_vocabulary_is_named(tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path, mask_token_id=150)
+    refuse(folder, str(folder / "config.json"), "mask_token_id=150", "150")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_type", "sequential"),
+        ("activation_type", "gelu"),
+        ("layer_norm_type", "low_precision"),
+        ("rope", False),
+        ("alibi", True),
+        ("include_bias", True),
+        ("attention_layer_norm", True),
+        ("input_emb_norm", True),
+        ("scale_logits", True),
+        ("clip_qkv", 8.0),
+    ],
+)
+def test_llada_variant_that_is_not_implemented_is_named(tmp_path, key, value):
+    refuse(tiny_checkpoints.write_llada(tmp_path, **{key: value}), f"{key}={value!r}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fragment"),
+    [
+        ("hidden_act", "gelu", "hidden_act='gelu'"),
+        ("use_sliding_window", True, "use_sliding_window=True"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "yarn"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "linear"),
+    ],
+)
+def test_dream_variant_that_is_not_implemented_is_named(tmp_path, key, value, fragment):
+    refuse(tiny_checkpoints.write_dream(tmp_path, **{key: value}), fragment)
+
+
+@pytest.mark.parametrize("write", [tiny_checkpoints.write_llada, tiny_checkpoints.write_dream])
+def test_config_reads_as_written(tmp_path, engines, write):
+    """The aliases vLLM asks for agree with the file."""
+    from transformers import AutoConfig
+
+    from dllm_engine.plugin import register
+
+    register()
+    folder = write(tmp_path)
+    config, file = AutoConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())
+    assert config.hidden_size == 64
+    assert config.num_attention_heads == 4
+    assert config.num_hidden_layers == 2
+    assert config.intermediate_size == 112
+    assert config.max_position_embeddings == 256
+    assert config.num_key_value_heads == file.get("n_kv_heads", file.get("num_key_value_heads"))
+    assert config.eos_token_id == tiny_checkpoints.EOS
+    assert config.mask_token_id == tiny_checkpoints.MASK
+    assert not config.tie_word_embeddings
+    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():
+    from dllm_engine.model_executor.models.configs import LLaDAConfig
+
+    config = LLaDAConfig(d_model=64, n_heads=4, mlp_ratio=3)
+    assert config.num_key_value_heads == 4
+    assert config.intermediate_size == 192
+
+
+def test_released_vocabulary_knows_its_end_of_turn():
+    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
+
+    assert LLaDAConfig().end_of_turn_token_id == 126_348
+    assert LLaDAConfig(vocab_size=150).end_of_turn_token_id is None
+    assert DreamConfig().end_of_turn_token_id == 151_645
+    assert DreamConfig(vocab_size=150, end_of_turn_token_id=7).end_of_turn_token_id == 7

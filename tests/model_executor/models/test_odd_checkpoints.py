@@ -1,0 +1,188 @@
+"""Checkpoints that are damaged or of another kind: one sentence, which names the file and what is wrong in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm_engine.model_executor.models.checkpoint import check_checkpoint
+from dllm_engine.model_executor.models.configs import parse_config, read_json_object
+from dllm_engine.released_configs import RELEASED_CONFIGS
+from tests.support import tiny_checkpoints
+from tests.support.engines import start_engine
+
+LLADA, DREAM = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG
+INDEX = "model.safetensors.index.json"
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse_config(config, "folder")
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+SIZES = {
+    "llada": ("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "max_sequence_length"),
+    "Dream": (
+        *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+        *("vocab_size", "max_position_embeddings"),
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [0, -1, "64", 64.0, True, [64], 10**9, 10**12], ids=str)
+@pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in SIZES.items() for key in keys])
+def test_a_size_that_is_none_is_named(family, key, value):
+    config = (LLADA if family == "llada" else DREAM) | {key: value}
+    assert f"folder/config.json: {key}={value!r}" in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLADA | {"n_layers": None}, "n_layers=None"),
+        (LLADA | {"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05"),
+        (LLADA | {"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        (DREAM | {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        (DREAM | {"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
+        (LLADA | {"rope_theta": 0}, "rope_theta=0"),
+        (LLADA | {"rope_theta": float("inf")}, "rope_theta=inf"),
+        (DREAM | {"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        (LLADA | {"weight_tying": "no"}, "weight_tying='no'"),
+        (LLADA | {"mask_token_id": "<mask>"}, "mask_token_id='<mask>'"),
+        (LLADA | {"mask_token_id": -1}, "mask_token_id=-1"),
+        (DREAM | {"mask_token_id": 150}, "mask_token_id=150 is outside the vocabulary of 150"),
+        (LLADA | {"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+        (LLADA | {"end_of_turn_token_id": [1, None]}, "end_of_turn_token_id=[1, None]"),
+        (LLADA | {"torch_dtype": "float33"}, "torch_dtype='float33'"),
+        (DREAM | {"dtype": 16}, "dtype='16'"),
+        (LLADA | {"quantization_config": "awq"}, "quantization_config='awq'"),
+        (LLADA | {"n_heads": 3}, "n_heads=3 does not divide d_model=64"),
+        (LLADA | {"n_heads": 64, "n_kv_heads": 64}, "n_heads=64 does not divide d_model=64 into heads of an even size"),
+        (DREAM | {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        (LLADA | {"architectures": "LLaDAModelLM"}, "architectures='LLaDAModelLM'"),
+        (LLADA | {"architectures": ["DreamModel"]}, "model_type='llada' goes with the architecture 'LLaDAModelLM'"),
+        (LLADA | {"model_type": "Dream"}, "model_type='Dream' goes with the architecture 'DreamModel'"),
+        (LLADA | {"model_type": "llama"}, "model_type='llama' is not a supported"),
+        (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
+        ({}, "supported: LLaDAModelLM (LLaDA), DreamModel (Dream)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_key_that_makes_no_sense_is_named(config, message):
+    assert message in refusal(config)
+
+
+def test_released_configs_and_what_they_state_besides_are_accepted(reference_checkpoints):
+    from dllm_engine.demo import demo_model_path
+
+    stated = [
+        *RELEASED_CONFIGS.values(),
+        {**LLADA, "of_the_future": {"a": 1}},
+        {**DREAM, "auto_map": {"AutoModel": "x"}},
+    ]
+    folders = [Path(demo_model_path()), *reference_checkpoints.iterdir()]
+    for config in [*stated, *(read_json_object(folder / "config.json") for folder in folders)]:
+        read = parse_config(config, "folder")
+        assert read.num_hidden_layers == config.get("n_layers", config.get("num_hidden_layers"))
+        assert type(read).from_dict(read.to_dict()).to_dict() == read.to_dict()
+    for folder in folders:
+        check_checkpoint(str(folder), parse_config(read_json_object(folder / "config.json"), str(folder)))
+
+
+def test_the_architecture_may_be_left_out():
+    config = {key: value for key, value in DREAM.items() if key != "architectures"}
+    assert parse_config(config, "folder").architectures == ["DreamModel"]
+
+
+# Weights that are not those of the config
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"n_layers": 9999}, "the weights hold 2 layers, not the 9999 of"),
+        ({"n_layers": 1}, "the weights hold 2 layers, not the 1 of"),
+        ({"mlp_hidden_size": 10_000_000}, "has the shape [64, 112], not the [64, 10000000] of"),
+        ({"embedding_size": 1 << 24}, "has the shape [150, 64], not the [16777216, 64] of"),
+        ({"d_model": 8_000_000}, "not the [8000000] of"),
+        ({"n_kv_heads": 2}, "has the shape [64, 64], not the [32, 64] of"),
+    ],
+    ids=str,
+)
+def test_a_config_that_states_other_sizes_than_the_weights_is_named(tmp_path, stated, message):
+    folder = restated(tiny_checkpoints.write_llada(tmp_path), **stated)
+    with pytest.raises(ValueError) as caught:
+        check_checkpoint(str(folder), parse_config(read_json_object(folder / "config.json"), str(folder)))
+    (key, value) = next(iter(stated.items()))
+    assert message in str(caught.value)
+    assert f"{folder / 'config.json'} (" in str(caught.value)
+    assert f"{'vocab_size' if key == 'embedding_size' else key}={value}" in str(caught.value)
+
+
+def restated(folder: Path, **stated: Any) -> Path:
+    """The checkpoint with other values in its config."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | stated))
+    return folder
+
+
+# Through the engine
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: write(folder, INDEX, "{}"), f"{INDEX}: 'weight_map' must be a table"),
+        (lambda folder: write(folder, INDEX, '{"weight_map": 7}'), f"{INDEX}: 'weight_map' must be a table"),
+        (lambda folder: write(folder, INDEX, '{"weight_map": {"a": [1]}}'), f"{INDEX}: 'weight_map' names '[1]'"),
+        (lambda folder: write(folder, INDEX, '{"weight_map": {"a": "../b.safetensors"}}'), "names '../b.safetensors'"),
+        (lambda folder: write(folder, INDEX, '{"weight_map": {"a": "b.safetensors"}}'), "b.safetensors is listed but"),
+        (lambda folder: write(folder, INDEX, "weights"), f"{INDEX} is not valid JSON"),
+        (lambda folder: write(folder, "config.json", "{"), "config.json is not valid JSON"),
+        (lambda folder: write(folder, "config.json", "[" * 100_000), "config.json is not valid JSON"),
+        (lambda folder: write(folder, "config.json", "[]"), "config.json must hold a JSON object, not a list"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+        (lambda folder: restated(folder, mlp_hidden_size=0), "config.json: mlp_hidden_size=0"),
+        (lambda folder: restated(folder, n_layers=9999), "the weights hold 2 layers, not the 9999 of"),
+        (lambda folder: restated(folder, block_type="x"), "config.json: block_type='x' is not supported"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, damage, message):
+    folder = tiny_checkpoints.write_llada(tmp_path)
+    damage(folder)
+    with pytest.raises(ValueError) as caught:
+        start_engine(folder)
+    assert message in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    "override", [{"n_layers": 0}, lambda config: config.update({"n_layers": 0}) or config], ids=["table", "function"]
+)
+def test_what_a_caller_overrides_is_checked_as_well(tiny_llada, override):
+    with pytest.raises(ValueError, match="n_layers=0"):
+        start_engine(tiny_llada, hf_overrides=override)
+
+
+@pytest.mark.parametrize("write_model", [tiny_checkpoints.write_llada, tiny_checkpoints.write_dream])
+def test_a_missing_tokenizer_is_named(tmp_path, write_model):
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no tokenizer"):
+        start_engine(write_model(tmp_path), skip_tokenizer_init=False)
+
+
+@pytest.mark.parametrize("text", ['{"a', "{}", "[]"])
+def test_a_damaged_tokenizer_is_named(tmp_path, text):
+    write(tiny_checkpoints.write_dream(tmp_path), "tokenizer.json", text)
+    with pytest.raises(ValueError, match=f"the tokenizer of {tmp_path} cannot be loaded") as caught:
+        start_engine(tmp_path, skip_tokenizer_init=False)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,75 @@
+"""``batch_invariant``: not a bit of a response depends on what else is running."""
+
+import pytest
+import torch
+
+from tests.support.engines import generate, runner_of
+
+# Methods of each kind of layer pass.
+CASES = [("llada", "none"), ("llada", "sparse"), ("llada", "dllm_cache"), ("llada", "es_dllm"), ("dream", "dkv")]
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Some of equal length, some not."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 140, (20 + 3 * (i % 5),), generator=generator).tolist() for i in range(count)]
+
+
+def answers(llm, batch_size: int, count: int, **params):
+    """(tokens, their log-probabilities to the last bit) of ``count`` requests, ``batch_size`` at a time."""
+    from dllm_engine import DiffusionParams
+
+    settings = {"gen_length": 8, "block_length": 4, "steps": 4, "logprobs": 0, "ignore_eos": True} | params
+    found = []
+    for start in range(0, count, batch_size):
+        batch = prompts(64)[start : start + batch_size]
+        wanted = [DiffusionParams(**settings, seed=start + i) for i in range(len(batch))]
+        for output in generate(llm, batch, wanted):
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)]
+            found.append((tokens, logprobs))
+    return found
+
+
+@pytest.fixture
+def rows_matter(request):
+    """``rows_matter(llm)``: like a library that sums otherwise for other shapes, only more so, on any machine."""
+
+    def hooked(llm):
+        handle = runner_of(llm).model.embedding.register_forward_hook(
+            lambda module, ids, embedded: embedded + 1e-3 * embedded.shape[0]
+        )
+        request.addfinalizer(handle.remove)
+        return llm
+
+    return hooked
+
+
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, rows_matter, family, method):
+    checkpoint = tiny_llada if family == "llada" else tiny_dream
+    llm = rows_matter(engines(checkpoint, cache_method=method, batch_invariant=True, trace=False))
+    together = answers(llm, 64, 64)
+    assert answers(llm, 8, 16) == together[:16]
+    assert answers(llm, 1, 4) == together[:4]
+
+
+def test_sampling_and_parallel_unmasking_too(engines, tiny_llada, rows_matter):
+    llm = rows_matter(engines(tiny_llada, cache_method="sparse", batch_invariant=True, trace=False))
+    for params in ({"temperature": 1.0}, {"threshold": 0.02}, {"entropy_bound": 5.0, "top_p": 0.9}):
+        assert answers(llm, 1, 4, **params) == answers(llm, 8, 8, **params)[:4]
+
+
+def test_without_it_a_batch_may_show(engines, tiny_llada, rows_matter):
+    llm = rows_matter(engines(tiny_llada, trace=False))
+    assert answers(llm, 1, 4) != answers(llm, 8, 8)[:4]
+
+
+def test_it_is_an_option_of_the_command_line():
+    from dllm_engine.cli.main import build_parser
+    from dllm_engine.cli.serve import merged_config
+
+    args, _ = build_parser().parse_known_args(["serve", "demo", "--batch-invariant"])
+    assert merged_config(args, {}) == {"dllm": {"batch_invariant": True}}
+    assert build_parser().parse_args(["generate", "Hello!", "--batch-invariant"]).batch_invariant

@@ -1,0 +1,161 @@
+"""Several denoising steps per dispatch: the same steps, with the scheduler out of the way."""
+
+import pytest
+
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.stepped_engines import run_in_steps
+
+PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
+
+
+def asked(**settings):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
+
+
+@pytest.fixture
+def pair(engines, tiny_llada, tiny_dream):
+    """Engines that differ in their steps per dispatch."""
+
+    def make(method, family="LLaDA", steps_per_dispatch=5):
+        model = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
+        alike = {"cache_method": method, "page_size": 8}
+        return engines(model, **alike), engines(model, steps_per_dispatch=steps_per_dispatch, **alike)
+
+    return make
+
+
+def count_dispatches(llm, monkeypatch):
+    """A list that grows by the number of steps of each dispatch."""
+    scheduler, ran = scheduler_of(llm), []
+    update = scheduler.update_from_output
+
+    def counting(scheduled, output):
+        ran.append(len(getattr(output, "reports", ())))
+        return update(scheduled, output)
+
+    monkeypatch.setattr(scheduler, "update_from_output", counting)
+    return ran
+
+
+@pytest.mark.parametrize("family", ["LLaDA", "Dream"])
+@pytest.mark.parametrize("method", CACHE_METHODS)
+def test_answers_and_records_are_those_of_single_steps(pair, method, family):
+    one, several = pair(method, family)
+    params = [asked(), asked(steps=9), asked(threshold=0.3), asked(temperature=0.7, seed=3, gen_length=16)]
+    expected = generate(one, PROMPTS, params)
+    found = generate(several, PROMPTS, params)
+    for a, b in zip(expected, found, strict=True):
+        assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
+        assert a.outputs[0].diffusion == b.outputs[0].diffusion
+    assert_nothing_left(several)
+
+
+def test_a_dispatch_ends_with_its_steps_or_with_a_block(pair, monkeypatch):
+    _, several = pair("sparse")
+    ran = count_dispatches(several, monkeypatch)
+    generate(several, PROMPTS[:1], asked())
+    assert ran == [5, 3] * 3
+    ran.clear()
+    generate(several, PROMPTS[:1], asked(threshold=1e-6))
+    assert ran == [1] * 3
+
+
+def count_runs(runner, monkeypatch):
+    """A list that grows by the number of steps of each run of steps without a look at the device."""
+    run, lengths = runner.denoiser.run, []
+
+    def counted(candidates, layer_pass, steps):
+        lengths.append(len(steps))
+        return run(candidates, layer_pass, steps)
+
+    monkeypatch.setattr(runner.denoiser, "run", counted)
+    return lengths
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("method", ["none", "sparse", "dual", "freecache"])
+def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, recorded):
+    from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
+
+    one, several = pair(method, steps_per_dispatch=8)
+    params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
+    expected = [list(output.outputs[0].token_ids) for output in generate(one, PROMPTS, params)]
+    runner = runner_of(several)
+    monkeypatch.setattr(runner, "looks_ahead", True)
+    if recorded and method != "none":
+        monkeypatch.setattr(runner.denoiser, "graphs", None)
+        record_steps(runner)
+    step, lengths = runner.denoiser._step, count_runs(runner, monkeypatch)
+
+    def watched(*args):
+        with ForbidDeviceSync():
+            return step(*args)
+
+    monkeypatch.setattr(runner.denoiser, "_step", watched)
+    assert [list(output.outputs[0].token_ids) for output in generate(several, PROMPTS, params)] == expected
+    assert max(lengths) >= 3
+    # Alone, a request runs the steps of a block that reuse its cache in one go.
+    lengths.clear()
+    generate(several, PROMPTS[:1], asked())
+    assert lengths == {"none": [8], "sparse": [1, 1, 6], "dual": [1, 7], "freecache": [1, 7]}[method] * 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"threshold": 0.1}, {"unmasking": "origin", "seed": 1}, {"delay_eos": True}, {"logprobs": 1}],
+)
+def test_steps_that_are_not_known_ahead_run_one_by_one(pair, monkeypatch, settings):
+    one, several = pair("dual")
+    expected = generate(one, PROMPTS, asked(**settings))
+    runner = runner_of(several)
+    monkeypatch.setattr(runner, "looks_ahead", True)
+    lengths = count_runs(runner, monkeypatch)
+    found = generate(several, PROMPTS, asked(**settings))
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert set(lengths) == {1}
+
+
+def test_requests_that_wait_are_looked_at_after_every_step(pair, monkeypatch):
+    _, several = pair("dual")
+    scheduler = scheduler_of(several)
+    monkeypatch.setattr(scheduler, "max_num_running", 2)
+    ran = count_dispatches(several, monkeypatch)
+    generate(several, PROMPTS[:3], asked(gen_length=8))
+    # Two run while the third waits, then the third alone.
+    assert ran == [1] * 8 + [5, 3]
+
+
+def test_requests_of_unlike_size_are_scheduled_step_by_step(pair, monkeypatch):
+    _, several = pair("dual")
+    ran = count_dispatches(several, monkeypatch)
+    generate(several, [PROMPTS[0], PROMPTS[0] * 7], asked(gen_length=8))
+    assert set(ran) == {1}
+
+
+def test_a_request_that_streams_by_step_is_reported_by_step(pair, monkeypatch):
+    from vllm.sampling_params import RequestOutputKind
+
+    _, several = pair("dual")
+    ran = count_dispatches(several, monkeypatch)
+    params = asked(gen_length=8, stream_granularity="step")
+    params.output_kind = RequestOutputKind.DELTA
+    run = run_in_steps(several, PROMPTS[:1], [params])
+    assert run.figures[0].forward_passes == 8
+    assert [n for n in ran if n] == [1] * 8
+
+
+def test_requests_may_join_and_leave_between_dispatches(pair):
+    one, several = pair("dllm_cache")
+    params = [asked(gen_length=8 * (1 + i)) for i in range(3)]
+    expected = [generate(one, [prompt], p)[0].outputs[0] for prompt, p in zip(PROMPTS, params, strict=False)]
+    run = run_in_steps(several, PROMPTS[:3], params, joins=[0, 1, 2])
+    assert run.tokens == [list(output.token_ids) for output in expected]
+    several.llm_engine.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, params[2])
+    several.llm_engine.step()
+    several.llm_engine.abort_request(["gone"])
+    while several.llm_engine.has_unfinished_requests():
+        several.llm_engine.step()
+    assert_nothing_left(several)

@@ -1,0 +1,215 @@
+"""ES-dLLM as slow, plain PyTorch.
+
+Step t of the response computes the rows of the running block, and drops at the end of some layers those that matter
+least; the keys and values of what is dropped stay as they were. Rows are positions for LLaDA; for Dream the row before
+a position predicts it, so a block's rows are one to the left.
+
+Readings where the paper leaves room:
+
+* Time t counts tokens where it crosses blocks: block b begins at the time b times the block length, however many steps
+  the blocks before it took (the authors' code).
+* Only rows of the running block have a confidence; those of later blocks have none yet (the authors' code).
+* A block begins with the rows from the leftmost one decoded in the step before, which belongs to the block before.
+* In one pass of several blocks' rows (a refresh of the prompt, a block's beginning) scores are normalised over all rows
+  of the pass that are still there.
+* A step that unmasks a fixed count unmasks fewer where fewer masked rows reached the last layer; a block goes on until
+  it holds no mask.
+* Queries and keys are compared after RoPE.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from tests.oracles.buffer import Buffer
+from tests.oracles.models import PlainModel
+from tests.oracles.sparse import select
+from tests.oracles.unmasking import Decoding, Scored, gap
+
+SCHEDULE = [[1.0, 0.0], [0.5, 0.125], [0.25, 0.25]]
+
+
+class PlainESDLLM:
+    """One request."""
+
+    def __init__(
+        self,
+        model: PlainModel,
+        prompt: list[int],
+        *,
+        indicator: str = "hidden_state",
+        alpha: float = 0.5,
+        keep_schedule: list[list[float]] | None = None,
+        block_refresh_interval: int = 8,
+        prompt_refresh_interval: int = 64,
+        retention_ratio: float = 1.0,
+        update_delay: int = 1,
+        **asked: Any,
+    ) -> None:
+        """``asked`` are fields of ``Decoding``."""
+        self.model, self.run = model, Decoding(model, prompt, **asked)
+        self.indicator, self.alpha = indicator, alpha
+        self.block_refresh_interval, self.prompt_refresh_interval = block_refresh_interval, prompt_refresh_interval
+        self.retention_ratio, self.update_delay = retention_ratio, update_delay
+        num_layers = len(model.layers)
+        self.fractions = {int(depth * num_layers): fraction for fraction, depth in keep_schedule or SCHEDULE}
+        if indicator == "none":
+            self.fractions = {}
+        self.fractions = {number: fraction for number, fraction in self.fractions.items() if fraction < 1}
+        self.buffer = Buffer(model, self.run.length)
+        self.confidence = torch.zeros(self.run.length)
+        """Of each row, when it last reached the last layer."""
+        self.old = {number: [math.nan] * self.run.length for number in self.fractions}
+        """By layer with a cut and row: what the row was like when it last was computed."""
+        self.retained: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
+        """By layer: what is left to attend to outside the block, with its keys and values."""
+        self.retained_by_block: list[list[list[int]]] = []
+        self.selected: list[list[list[int]]] = []
+        """By pass that skips: the rows that each cut kept."""
+        self.run.traces = {"selected_positions": self.selected}
+        if retention_ratio < 1:
+            self.run.traces["retained_positions"] = self.retained_by_block
+        self.decoded_last: list[int] = []
+        """Positions that the step before decoded."""
+        self.shift = 1 if model.is_dream else 0
+
+    def decode(self) -> Decoding:
+        run = self.run
+        for number, (first, end) in enumerate(run.blocks):
+            step = 0
+            self.retained = []
+            while run.masked(first, end):
+                self.step(number, first - len(run.prompt) + step, step)
+                step += 1
+        return run
+
+    def step(self, number: int, t: int, step: int) -> None:
+        self.block = list(range(*(position - self.shift for position in self.run.blocks[number])))
+        self.leftmost_mask = self.run.masked(*self.run.blocks[number])[0] - self.shift
+        due = t % self.block_refresh_interval == 0 or t % self.prompt_refresh_interval == 0
+        records = self.retention_ratio < 1 and step == self.update_delay
+        rows = self.rows_of_step(t, step)
+        self.run.computed.append(rows)
+        rows, logits = self.forward(rows, bool(self.fractions) and not due and not records, records)
+        self.unmask(number, step, rows, logits)
+
+    def rows_of_step(self, t: int, step: int) -> list[int]:
+        start = self.block[0]
+        if t == 0 or (step == 0 and self.indicator == "none"):
+            return list(range(self.run.length))
+        if t % self.prompt_refresh_interval == 0:
+            start = 0
+        elif step == 0:
+            start = min([start, *(position - self.shift for position in self.decoded_last)])
+        return list(range(start, self.block[-1] + 1))
+
+    def forward(self, rows: list[int], skips: bool, records: bool) -> tuple[list[int], torch.Tensor]:
+        """The rows that reach the last layer, and the logits."""
+        x, range_length = self.buffer.embed(self.run.canvas, rows), len(rows)
+        cuts: list[list[int]] = []
+        recorded = []
+
+        def cut(layer: int, values: torch.Tensor) -> list[int]:
+            """Indices of the rows that go on."""
+            kept = list(range(len(rows)))
+            if skips:
+                kept = self.cut(layer, rows, values, range_length)
+                cuts.append([rows[i] for i in kept])
+            for i in kept:
+                self.old[layer][rows[i]] = values[i].clone()
+            return kept
+
+        for layer in range(len(self.model.layers)):
+            q, k, v = self.buffer.qkv(layer, x, rows)
+            tensors = {"query": q.flatten(1), "key": k.flatten(1), "value": v.flatten(1)}
+            if layer in self.fractions and self.indicator in tensors:
+                kept = cut(layer, tensors[self.indicator])
+                rows, x, q, k, v = [rows[i] for i in kept], x[kept], q[kept], k[kept], v[kept]
+            self.buffer.write(layer, rows, k, v)
+            keys, values = self.buffer.k[layer], self.buffer.v[layer]
+            if records:
+                outside = [row for row in range(self.run.length) if row not in self.block]
+                retained = select(self.run, q, keys, outside, self.retention_ratio, 3)
+                recorded.append((retained, keys[retained].clone(), values[retained].clone()))
+            if self.retained:
+                _, old_keys, old_values = self.retained[layer]
+                keys, values = torch.cat([old_keys, keys[self.block]]), torch.cat([old_values, values[self.block]])
+            x = self.buffer.attend(layer, x, q, keys, values)
+            if layer in self.fractions and self.indicator == "hidden_state":
+                kept = cut(layer, x)
+                rows, x = [rows[i] for i in kept], x[kept]
+        if skips:
+            self.selected.append(cuts)
+        if records:
+            self.retained = recorded
+            self.retained_by_block.append([retained for retained, _, _ in recorded])
+        return rows, self.buffer.logits(x, rows)
+
+    def cut(self, layer: int, rows: list[int], values: torch.Tensor, range_length: int) -> list[int]:
+        """Indices in ``rows`` of those that go on, ascending."""
+        run = self.run
+        count = max(int(self.fractions[layer] * range_length), min(len(self.decoded_last) + 2, len(self.block)))
+        change = []
+        for row, value in zip(rows, values, strict=True):
+            old = self.old[layer][row]
+            size = float(old.norm()) / math.sqrt(len(old)) + 1e-6
+            change.append(float((value - old).abs().mean()) / size)
+        largest = max([1.0, *change])
+        confidence = self.confidence[rows].tolist()
+        scores = [self.alpha * c + (1 - self.alpha) * d / largest for c, d in zip(confidence, change, strict=True)]
+        if self.alpha > 0:
+            by_confidence = sorted(range(len(rows)), key=lambda i: -confidence[i])
+            if len(rows) > 2:
+                second, third = (confidence[i] for i in by_confidence[1:3])
+                run.decided(gap(second, third))  # 0 where fewer than two rows are masked: any may be the second
+            for i in by_confidence[:2]:
+                scores[i] += 2
+        bonus = [0.0] * len(rows)
+        for i, row in enumerate(rows):
+            if row == self.leftmost_mask:
+                bonus[i] = 5
+            if self.alpha < 1 and row + self.shift in self.decoded_last:
+                bonus[i] = 3
+        scores = [score + extra for score, extra in zip(scores, bonus, strict=True)]
+        by_score = sorted(range(len(rows)), key=lambda i: -scores[i])
+        if count < len(rows):
+            run.decided(gap(scores[by_score[count - 1]], scores[by_score[count]]))
+        return sorted(by_score[:count])
+
+    def unmask(self, number: int, step: int, rows: list[int], logits: torch.Tensor) -> None:
+        run = self.run
+        first, end = run.blocks[number]
+        for row in set(rows) & set(self.block):
+            position = row + self.shift
+            p = logits[row].softmax(-1)
+            held = not self.shift and run.held_back(position, int(p.argmax()))
+            masked = run.canvas[position] == self.model.mask
+            self.confidence[row] = float(p.max()) if masked and not held else 0.0
+        scored = [run.score(logits, position) for position in run.masked(first, end) if position - self.shift in rows]
+        scored = [entry for entry in scored if entry.confidence > -math.inf]
+        scored.sort(key=lambda entry: (-entry.confidence, entry.position))
+        if run.parallel:
+            count = self.count_by_rule(scored)
+        else:
+            count = self.count_by_schedule(end - first, run.steps_of(number), step)
+        chosen: list[Scored] = scored[:count]
+        if 0 < count < len(scored):
+            run.decided(gap(scored[count - 1].confidence, scored[count].confidence))
+        run.commit(chosen)
+        self.decoded_last = [entry.position for entry in chosen]
+        for entry in chosen:
+            self.confidence[entry.position - self.shift] = 0.0
+
+    def count_by_rule(self, scored: list[Scored]) -> int:
+        if self.run.threshold is None:
+            return self.run.count_by_rule(scored)
+        for entry in scored:
+            self.run.decided(gap(entry.confidence, self.run.threshold))
+        passing = sum(entry.confidence > self.run.threshold for entry in scored)
+        return max(passing, min(1, len(scored)))
+
+    def count_by_schedule(self, block_size: int, in_block: int, step: int) -> int:
+        if step >= in_block - 1:
+            return block_size
+        return block_size // in_block + (1 if step < block_size % in_block else 0)

