@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from dllm_engine.cli.main import build_parser
 from dllm_engine.families import FAMILIES
 from dllm_engine.llm import LLM
-from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
@@ -27,6 +26,7 @@ from dllm_engine.scheduler.request_options import (
     PARALLEL_OPTIONS,
     RequestOptions,
 )
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference.md"
