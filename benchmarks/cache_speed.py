@@ -35,12 +35,12 @@ from dllm_engine.bench.machine import seconds_of
 from dllm_engine.bench.passes import ObservedPass, observed_step, runner_of
 from dllm_engine.bench.plain import KeysValues, PlainCanvas, PlainDecoder
 from dllm_engine.bench.random_model import config_folder
+from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods.sparse import SparseOptions
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.resolve import resolve_decoding
 from dllm_engine.scheduler.step_plan import unmask_quota
-from dllm_engine.checkpoints import load_config
 
 FLOOR_REPEATS = 3
 
