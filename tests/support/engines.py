@@ -29,6 +29,15 @@ class EngineFactory:
             self._engines[key] = start_engine(model, **settings)
         return self._engines[key]
 
+    def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> "LLM":
+        """The one engine of a model and settings, whatever its cache options: they are those of the last call.
+
+        Requests carry the options from their admission on, so that an engine of its own would differ in nothing.
+        """
+        llm = self(model, **settings)
+        set_cache_options(llm, cache_options or {})
+        return llm
+
     def keep(self, llm: Any) -> None:
         """Take charge of an engine that a test has started itself."""
         self._engines[("kept", str(id(llm)))] = llm
@@ -56,6 +65,18 @@ def start_engine(model: Path | str, **settings: Any) -> "LLM":
         "trace": True,
     }
     return LLM(str(model), **(defaults | settings))
+
+
+def set_cache_options(llm: "LLM", cache_options: dict[str, Any]) -> None:
+    """Validate and settle other cache options for the requests that a running engine admits from now on."""
+    from dllm_engine.options import EngineOptions
+    from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
+
+    config = llm.llm_engine.vllm_config
+    options = config.additional_config["dllm"] | {"cache_options": cache_options}
+    config.additional_config = {**config.additional_config, "dllm": options}
+    _settle_engine_options(config)
+    scheduler_of(llm).options = EngineOptions.from_vllm_config(config)
 
 
 def freeze_imports() -> None:
