@@ -24,6 +24,10 @@ def refusal(config: dict[str, Any]) -> str:
     return message
 
 
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
+
+
 SIZES = {
     "llada": ("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "max_sequence_length"),
     "Dream": (
@@ -69,6 +73,23 @@ def test_a_size_that_is_none_is_named(family, key, value):
         (LLADA | {"model_type": "llama"}, "model_type='llama' is not a supported"),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
         ({}, "supported: LLaDAModelLM (LLaDA), DreamModel (Dream)"),
+        (without(LLADA, "mask_token_id"), "folder/config.json: mask_token_id"),
+        (without(DREAM, "mask_token_id"), "folder/config.json: mask_token_id"),
+        # Variants that are not implemented.
+        (LLADA | {"block_type": "sequential"}, "block_type='sequential'"),
+        (LLADA | {"activation_type": "gelu"}, "activation_type='gelu'"),
+        (LLADA | {"layer_norm_type": "low_precision"}, "layer_norm_type='low_precision'"),
+        (LLADA | {"rope": False}, "rope=False"),
+        (LLADA | {"alibi": True}, "alibi=True"),
+        (LLADA | {"include_bias": True}, "include_bias=True"),
+        (LLADA | {"attention_layer_norm": True}, "attention_layer_norm=True"),
+        (LLADA | {"input_emb_norm": True}, "input_emb_norm=True"),
+        (LLADA | {"scale_logits": True}, "scale_logits=True"),
+        (LLADA | {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        (DREAM | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (DREAM | {"use_sliding_window": True}, "use_sliding_window=True"),
+        (DREAM | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        (DREAM | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -94,8 +115,7 @@ def test_released_configs_and_what_they_state_besides_are_accepted(reference_che
 
 
 def test_the_architecture_may_be_left_out():
-    config = {key: value for key, value in DREAM.items() if key != "architectures"}
-    assert parse_config(config, "folder").architectures == ["DreamModel"]
+    assert parse_config(without(DREAM, "architectures"), "folder").architectures == ["DreamModel"]
 
 
 # Weights that are not those of the config
