@@ -21,25 +21,8 @@ EQUAL: dict[str, tuple[Setting, Setting]] = {
     "sparse retains everything at once": (("sparse", {"retention_ratio": 1.0, "update_delay": 0}), ("dual", {})),
     "dkv refreshes in every step": (("dkv", {"refresh_interval": 1}), ("none", {})),
     "dllm_cache refreshes in every pass": (("dllm_cache", refreshes(1, 1, 0.25)), ("none", {})),
-    "dllm_cache refreshes in every pass, first layer too": (
-        ("dllm_cache", refreshes(1, 1, 0.25, refresh_first_layer=False)),
-        ("none", {}),
-    ),
     "dllm_cache updates every row": (("dllm_cache", refreshes(3, 7, 1.0)), ("dllm_cache", refreshes(3, 1, 0.0))),
-    "dllm_cache updates every row by key": (
-        ("dllm_cache", refreshes(3, 7, 1.0, similarity="key")),
-        ("dllm_cache", refreshes(3, 1, 0.0)),
-    ),
-    "maskkv with a budget of the prompt": (("maskkv", refreshes(1, 1, 0.25, kv_budget=60)), ("none", {})),
     "maskkv without a budget": (("maskkv", refreshes(1, 1, 0.25, kv_budget=None)), ("none", {})),
-    "dllm_cache keeps prompt states": (
-        ("dllm_cache", refreshes(4, 3, 0.25)),
-        ("dllm_cache", refreshes(4, 3, 0.25, exclude_prompt_states=False)),
-    ),
-    "maskkv keeps prompt states": (
-        ("maskkv", refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE)),
-        ("maskkv", refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, exclude_prompt_states=False)),
-    ),
     "es_dllm keeps every row": (
         ("es_dllm", SKIPS | {"keep_schedule": [[1, 0]]}),
         ("es_dllm", SKIPS | {"block_refresh_interval": 1}),

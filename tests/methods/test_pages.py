@@ -49,8 +49,8 @@ CANVAS_65 = 4 * 9
 @pytest.mark.parametrize(
     ("method", "model", "options", "lengths", "expected"),
     [
-        # int(120 · 0.25) = 30 tokens outside the block, from the second step on.
-        ("sparse", LLADA, {"retention_ratio": 0.25}, (88, 32, 32), [((0, 16), 1), ((16, 16), 30)]),
+        # int(88 · 0.25) = 22 tokens outside the block, from the second step on.
+        ("sparse", LLADA, {"retention_ratio": 0.25}, (88, 32, 32), [((0, 12), 1), ((12, 12), 30)]),
         # The prompt and the blocks before the running one: 16, 24 and 32 tokens.
         ("prefix", LLADA, {}, (16, 24, 8), [((8, 16), 8), ((12, 16), 8), ((16, 16), 7)]),
         # A finished block comes in the next one's first step: 17, 33 and 49 tokens.
