@@ -69,7 +69,7 @@ def peak_of_first_step(llm: LLM, canvas: int, gen_length: int) -> int:
 def project_all_rows(llm: LLM) -> None:
     """Make an engine compute logits of every row of its batches before it looks at those of the masked ones."""
     runner = runner_of(llm)
-    predict, compute_logits = runner._predict, runner.model.compute_logits
+    predict, compute_logits = runner.denoiser._predict, runner.model.compute_logits
 
     def predict_all(hidden: torch.Tensor, *args: Any) -> Any:
         everything = compute_logits(hidden)
@@ -77,7 +77,7 @@ def project_all_rows(llm: LLM) -> None:
         del everything
         return statistics
 
-    runner._predict = predict_all  # type: ignore[method-assign]
+    runner.denoiser._predict = predict_all  # type: ignore[method-assign]
 
 
 def main() -> None:

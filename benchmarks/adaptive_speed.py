@@ -26,9 +26,9 @@ from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import machine
 from dllm_engine.bench.passes import runner_of
 from dllm_engine.model_executor.models.decoder import DecoderShape
-from dllm_engine.options import DLLMCacheOptions, MaskKVOptions
+from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions
+from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, prompt_budgets
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.refresh_plan import prompt_budgets
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RowRule, Scope, StepPlan
 

@@ -37,10 +37,10 @@ from dllm_engine.bench.passes import ForwardPass, PassWatch, runner_of
 from dllm_engine.bench.plain import KeysValues, PlainCanvas, PlainDecoder
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
-from dllm_engine.options import SparseOptions
-from dllm_engine.params import resolve_decoding
-from dllm_engine.scheduler.refresh_plan import plan_sparse
+from dllm_engine.scheduler.methods.sparse import SparseOptions
+from dllm_engine.scheduler.methods.sparse import plan as plan_sparse
 from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.resolve import resolve_decoding
 from dllm_engine.scheduler.step_plan import RefreshState
 from dllm_engine.sizing import load_config
 

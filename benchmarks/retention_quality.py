@@ -36,7 +36,7 @@ from dllm_engine.cli.table import format_table
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import LIST_TASKS, RECALL_TASKS, Example, item_matches, make_examples
 from dllm_engine.model_executor.passes import maskkv
-from dllm_engine.scheduler import refresh_plan
+from dllm_engine.scheduler.methods import maskkv as maskkv_plan
 
 LENGTHS = {"gen_length": 32, "block_length": 8}
 BUDGETS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
@@ -309,7 +309,7 @@ def spared_part(engines: DemoEngines, count: int, seed: int, ratio: float = 0.5)
     prompts = {t: make_examples(t, count, seed, filler=FILLER, max_pairs=PAIRS[t]) for t in RECALL_TASKS}
     llm = engines()
     config = llm.model_config.hf_config
-    vote, head_budgets, layer_budgets = maskkv.MaskKVPass._vote, maskkv.head_budgets, refresh_plan.layer_budgets
+    vote, head_budgets, layer_budgets = maskkv.MaskKVPass._vote, maskkv.head_budgets, maskkv_plan.layer_budgets
     voting, spared = 0, (-1, -1)
 
     def noting(self: maskkv.MaskKVPass, layer: int, *args: Any) -> None:
@@ -325,9 +325,9 @@ def spared_part(engines: DemoEngines, count: int, seed: int, ratio: float = 0.5)
 
     table, cells = [("KEPT WHOLE", "all", *RECALL_TASKS)], []
     # Pages for any head to keep the whole prompt; the heads' own budgets are in `sparing`.
-    refresh_plan.layer_budgets = lambda *args, **kwargs: [args[4]] * args[3]
+    maskkv_plan.layer_budgets = lambda *args, **kwargs: [args[4]] * args[3]
     maskkv.MaskKVPass._vote, maskkv.head_budgets = noting, sparing
-    refresh_plan.prompt_budgets.cache_clear()
+    maskkv_plan.prompt_budgets.cache_clear()
     layers, heads = range(config.num_hidden_layers), range(config.num_attention_heads)
     try:
         for spared in [(-1, -1), *((layer, -1) for layer in layers), *product(layers, heads)]:
@@ -337,9 +337,9 @@ def spared_part(engines: DemoEngines, count: int, seed: int, ratio: float = 0.5)
             name = "none" if layer < 0 else f"layer {layer}" if head < 0 else f"layer {layer}, head {head}"
             table.append((name, *map(percent, (figures["items"], *figures["by_task"].values()))))
     finally:
-        refresh_plan.layer_budgets = layer_budgets
+        maskkv_plan.layer_budgets = layer_budgets
         maskkv.MaskKVPass._vote, maskkv.head_budgets = vote, head_budgets
-        refresh_plan.prompt_budgets.cache_clear()
+        maskkv_plan.prompt_budgets.cache_clear()
     show(f"Items right (%) at {ratio:.0%}, layers and heads alike, but one layer or head that evicts nothing", table)
     return {"ratio": ratio, "cells": cells}
 

@@ -1,8 +1,7 @@
 """The steps of a request that unmasks one token per step, as a cache method plans them."""
 
-from dllm_engine.options import CacheOptions
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -24,7 +23,7 @@ def request_spec(canvas: int, gen_length: int, block_length: int, cache: CacheOp
 
 def plans_of(method: str, spec: DecodingSpec) -> list[StepPlan]:
     """All steps of the request under a cache method."""
-    plan, progress = REFRESH_PLANS[method].plan, Progress(num_masked=spec.block_span(0).size)
+    plan, progress = CACHE_METHODS[method].plan, Progress(num_masked=spec.block_span(0).size)
     plans: list[StepPlan] = []
     while len(plans) < spec.gen_length:
         plans.append(plan(spec, progress))

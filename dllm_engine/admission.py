@@ -6,13 +6,10 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import (
-    InvalidRequestError,
-    RequestOptions,
-    check_place,
-    resolve_decoding,
-)
+from dllm_engine.params import check_place
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions
+from dllm_engine.scheduler.resolve import resolve_decoding
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {

@@ -66,3 +66,18 @@ def family_of(hf_config: object) -> ModelFamily:
         raise ValueError(
             f"model_type={model_type!r} is not a supported diffusion language model; supported: {', '.join(FAMILIES)}"
         ) from None
+
+
+def model_end_tokens(hf_config: object) -> list[int]:
+    """The end tokens that a checkpoint's config names."""
+    return _config_tokens(hf_config, "eos_token_id")
+
+
+def every_end_token(hf_config: object) -> list[int]:
+    """Those, and what ends a turn of a chat."""
+    return [*model_end_tokens(hf_config), *_config_tokens(hf_config, "end_of_turn_token_id")]
+
+
+def _config_tokens(hf_config: object, key: str) -> list[int]:
+    value = getattr(hf_config, key, None)
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dllm_engine.scheduler.request import Progress
-
-MESSAGE_KEY = "diffusion"
+    pass
 
 
 @dataclass(frozen=True)
@@ -83,18 +81,3 @@ def error_reason(explanation: str) -> ErrorReason:
     reason = ErrorReason("error")
     reason.explanation = explanation
     return reason
-
-
-def figures_message(progress: "Progress", *, with_trace: bool = True, error: str | None = None) -> dict[str, Any]:
-    """The figures as a message, for ``EngineCoreOutput.kv_transfer_params``."""
-    figures = DiffusionFigures(
-        denoising_steps=progress.num_forwards,
-        forward_passes=progress.num_forwards,
-        tokens_unmasked=progress.num_unmasked,
-        tokens_computed=progress.num_rows_computed,
-        pages_held=progress.pages_held,
-        tokens_retained=progress.tokens_retained,
-        trace=progress.trace if with_trace else {},
-        error=error,
-    )
-    return {MESSAGE_KEY: asdict(figures)}

@@ -15,9 +15,10 @@ from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain
-from dllm_engine.params import DiffusionParams, resolve_decoding
+from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
+from dllm_engine.scheduler.resolve import resolve_decoding
 from dllm_engine.start_checks import check_argument_names, check_start
 
 

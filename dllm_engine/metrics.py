@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dllm_engine.scheduler.request_failure import FAILURE_CAUSES
+from dllm_engine.scheduler.messages import FAILURE_CAUSES
 
 if TYPE_CHECKING:
-    from vllm.v1.metrics.stats import SchedulerStats
+    pass
 
-    from dllm_engine.scheduler.engine_stats import EngineStats
-
-STATS_KEY = "diffusion"
 PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
 """By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with ``vllm:``."""
 
@@ -109,21 +106,6 @@ METRICS = (
         buckets=(0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0),
     ),
 )
-
-
-def attach_stats(scheduler_stats: "SchedulerStats", stats: "EngineStats") -> None:
-    """Put ours into vLLM's message."""
-    scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
-
-
-def take_stats(scheduler_stats: "SchedulerStats | None") -> dict[str, Any] | None:
-    """Take ours out of vLLM's message; None where there is none."""
-    if scheduler_stats is None or STATS_KEY not in (scheduler_stats.kv_connector_stats or {}):
-        return None
-    assert scheduler_stats.kv_connector_stats is not None
-    message: dict[str, Any] = scheduler_stats.kv_connector_stats[STATS_KEY]
-    scheduler_stats.kv_connector_stats = None
-    return message
 
 
 class DiffusionMetrics:

@@ -1,17 +1,18 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
 import difflib
-import json
-import math
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
+from dllm_engine.families import ModelFamily
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry
+from dllm_engine.scheduler.request import CacheOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,225 +62,8 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
-ScorerName = Literal["mask_voting", "mean_query", "snapkv", "random"]
-LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
-HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]
-
-
-def read_profile(path: str) -> list[float]:
-    """The layer importances in a file that ``dllm profile`` wrote; raises ``ValueError`` where it is none."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))["layer_importance"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a layer profile ({type(error).__name__}: {error}); make one with `dllm profile`"
-        ) from None
-
-
-def _odd(value: int) -> int:
-    if value % 2 == 0:
-        raise ValueError("must be odd, so that the window has a middle")
-    return value
-
-
-WindowWidth = Annotated[int, Field(ge=1), AfterValidator(_odd)]
-
-
-class CacheOptions(BaseModel):
-    """Options of a cache method; the methods without any use this class itself."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SparseOptions(CacheOptions):
-    """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the paper's."""
-
-    retention_ratio: float = Field(default=0.5, ge=0, le=1)
-    """Share of the candidates (positions outside the block) that a layer retains."""
-    pool_kernel_size: WindowWidth = 3
-    """Width of the max-pooling over importance scores; odd, 1 is none."""
-    update_delay: int = Field(default=1, ge=0)
-    """FULL steps of a block before the one that selects what is retained."""
-    scorer: ScorerName = "mean_query"
-    """What tells how much a token matters; other scorers' scores are averaged over the heads, as this one's are."""
-    observation_window: int = Field(default=32, ge=1)
-    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
-    scope: Literal["bidirectional", "prefix"] = "bidirectional"
-    """Candidates on both sides of the block (Algorithm 4), or before it only, with the suffix kept whole (5)."""
-
-
-class DKVOptions(CacheOptions):
-    """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
-
-    refresh_interval: int = Field(default=8, ge=1)
-    """Steps of a block from one recomputation of the whole canvas to the next."""
-
-
-class FreeCacheOptions(CacheOptions):
-    """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
-
-    include_suffix: bool = True
-    """Feed the masked tokens behind the block along with it; off, the block alone."""
-
-
-class DLLMCacheOptions(CacheOptions):
-    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response; where
-    the number of tokens that a pass unmasks is open (parallel unmasking, a guide), they count tokens unmasked."""
-
-    prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes (tokens) from one recomputation of the prompt to the next (Kp)."""
-    response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes (tokens) from one recomputation of the response to the next (Kr)."""
-    update_ratio: float = Field(default=0.25, ge=0, le=1)
-    """Share of the response rows that the passes between recompute, per layer (ρ)."""
-    similarity: Literal["value", "key"] = "value"
-    """Rows whose fresh value (or key) differs most from the cached one are recomputed."""
-    exclude_prompt_states: bool = True
-    """Keep no features of prompt rows, which nothing reads (MaskKV's prompt-state exclusion). Off, they take the
-    memory that dLLM-Cache's own code gives them; no token changes."""
-    refresh_first_layer: bool = True
-    """Recompute the response in the first layer in every pass, as dLLM-Cache's code does (its paper does not say).
-    Without it the value of a row in the first layer depends on its token alone, so only rows just unmasked differ."""
-
-
-class MaskKVOptions(DLLMCacheOptions):
-    """Options of ``maskkv`` (MaskKV, arXiv 2510.09309). The defaults are the paper's."""
-
-    response_refresh_interval: int = Field(default=5, ge=1)
-    refresh_first_layer: bool = False
-    kv_budget: int | None = Field(default=256, ge=0)
-    """Prompt tokens that a KV head of a layer retains, on average (B̄); None: ``retention_ratio`` alone decides. A
-    prompt that is no longer keeps all."""
-    retention_ratio: float = Field(default=1.0, ge=0, le=1)
-    """No more than this share of the prompt, on average."""
-    scorer: ScorerName = "mask_voting"
-    """What tells how much a prompt token matters to a head."""
-    observation_window: int = Field(default=32, ge=1)
-    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
-    pool_kernel_size: WindowWidth = 1
-    """Width of the max-pooling over a head's scores before its tokens are ranked, so that what stands beside an
-    important token is kept with it (as in SnapKV, not in the paper); odd, 1 is none. Budgets go by the unpooled scores.
-    """
-    layer_budget: LayerBudgetName = "boundary"
-    """How the budget is shared between layers: by the groups of MaskKV (``boundary``), PyramidKV's slope
-    (``pyramid``), SqueezeAttention's clusters (``squeeze``), or not at all. ``boundary`` and ``squeeze`` go by
-    ``profile``."""
-    beta: float = Field(default=0.4, ge=0, le=1)
-    """Share of the average budget that every layer gets (``boundary``)."""
-    head_budget: HeadBudgetName = "prompt_preference"
-    """How a layer's budget is shared between heads: by their attention to the prompt, by Ada-KV (``adaptive``), or
-    evenly."""
-    alpha: float = Field(default=0.1, ge=0, le=1)
-    """Share of a layer's budget that every head gets (``prompt_preference``)."""
-    redistribute: bool = False
-    """Hand on what rounding down and the prompt's length leave of the budgets (not in the paper)."""
-    profile: tuple[float, ...] | None = None
-    """Importance of each layer, or a file that ``dllm profile`` wrote; None: all layers are alike."""
-
-    @field_validator("profile", mode="before")
-    @classmethod
-    def _read_profile(cls, value: Any) -> Any:
-        return read_profile(value) if isinstance(value, str) else value
-
-    @field_validator("profile")
-    @classmethod
-    def _sensible_profile(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and (not value or not all(0 <= score <= 2 for score in value)):
-            raise ValueError("needs one number from 0 to 2 per layer: 1 minus a mean cosine")
-        return value
-
-
-class ESDLLMOptions(CacheOptions):
-    """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over the response, as if every block
-    took a step per token."""
-
-    indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
-    """What a row is remembered by, to tell how much it has changed; ``none``: no row is ever skipped, and each block
-    begins with the whole canvas (the paper's DualCache baseline)."""
-    alpha: float = Field(default=0.5, ge=0, le=1)
-    """Weight of a row's last confidence in its importance; the rest is the weight of its change."""
-    keep_schedule: tuple[tuple[float, float], ...] = ((1.0, 0.0), (0.5, 0.125), (0.25, 0.25))
-    """(fraction of the rows kept, relative depth from which on), by depth."""
-    block_refresh_interval: int = Field(default=8, ge=1)
-    """Steps from one that skips no row of the block to the next."""
-    prompt_refresh_interval: int = Field(default=64, ge=1)
-    """Steps from one recomputation of the prompt and all that was decoded to the next."""
-    retention_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of the positions outside the block that a layer attends to, chosen as ``sparse`` does; 1: all of them."""
-    update_delay: int = Field(default=1, ge=0)
-    """Steps of a block before the one that selects what is retained."""
-
-    @field_validator("keep_schedule")
-    @classmethod
-    def _falling(cls, value: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
-        fractions, depths = [fraction for fraction, _ in value], [depth for _, depth in value]
-        if not value or depths[0] != 0:
-            raise ValueError("must begin with depth 0")
-        if any(not 0 <= depth < 1 for depth in depths) or any(a >= b for a, b in pairwise(depths)):
-            raise ValueError("depths must rise within [0, 1)")
-        if any(not 0 < fraction <= 1 for fraction in fractions) or any(a < b for a, b in pairwise(fractions)):
-            raise ValueError("fractions must fall, or stay, within (0, 1]")
-        return value
-
-    @property
-    def skips(self) -> bool:
-        return self.indicator != "none"
-
-    @property
-    def keeps_features(self) -> bool:
-        """Whether rows are remembered in pages of their own; keys and values are in pages already."""
-        return self.indicator in ("hidden_state", "query") and self.alpha < 1
-
-    @property
-    def evicts(self) -> bool:
-        return self.retention_ratio < 1
-
-    def cuts(self, num_layers: int) -> dict[int, float]:
-        """Layers that drop rows, ascending, and the fraction of a step's rows that is left after each."""
-        if not self.skips:
-            return {}
-        fractions = {int(depth * num_layers): fraction for fraction, depth in self.keep_schedule}
-        return {layer: fraction for layer, fraction in fractions.items() if fraction < 1}
-
-
-CACHE_OPTIONS: dict[str, type[CacheOptions]] = {
-    "none": CacheOptions,
-    "prefix": CacheOptions,
-    "dual": CacheOptions,
-    "sparse": SparseOptions,
-    "dkv": DKVOptions,
-    "dllm_cache": DLLMCacheOptions,
-    "es_dllm": ESDLLMOptions,
-    "maskkv": MaskKVOptions,
-    "freecache": FreeCacheOptions,
-}
-"""Cache methods and the model their ``cache_options`` are validated with."""
-RECORDABLE = ("prefix", "dual", "sparse", "freecache")
-"""Cache methods whose REUSE steps do the same work on different numbers, so that ``cuda_graphs`` can record them."""
 PAPER = "paper"
 """As ``cache_options``: the settings of the method's paper, which are the defaults."""
-
-
-class GuideShape(BaseModel):
-    """Sizes of a guide model that its pages depend on; settled at start-up from its config."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    same_tokens: bool = True
-    """Whether it has the diffusion model's own tokenizer."""
-    tokens_per_token: float = 1.0
-    """Its tokens that pages are reserved for, per token of the diffusion model."""
-
-    def num_tokens(self, num_tokens: int) -> int:
-        """Its tokens that pages are reserved for, of a text of so many tokens of the diffusion model."""
-        return math.ceil(num_tokens * self.tokens_per_token)
-
-    def of_rank(self, tensor_parallel_size: int) -> "GuideShape":
-        """The part of one tensor-parallel rank; with more ranks than KV heads each head is on several of them."""
-        return self.model_copy(update={"num_kv_heads": max(1, self.num_kv_heads // tensor_parallel_size)})
 
 
 class EngineOptions(BaseModel):
@@ -305,7 +89,7 @@ class EngineOptions(BaseModel):
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
     cuda_graphs: bool = False
-    """Record REUSE steps as CUDA graphs and replay them; for the methods in ``RECORDABLE``, on CUDA."""
+    """Record REUSE steps as CUDA graphs and replay them; for the methods that can, on CUDA."""
     batch_invariant: bool = False
     """Compute every request on its own, so that not a bit of its response depends on what else is running."""
     trace: bool = False
@@ -315,9 +99,13 @@ class EngineOptions(BaseModel):
     request_defaults: dict[str, Any] = {}
     """Request options for requests that name none; see ``params.DEFAULTABLE_OPTIONS``."""
 
-    def with_paper_settings(self, settings: dict[str, Any]) -> "EngineOptions":
-        """The cache options that were left open filled with ``settings``; raises ``ValueError`` as ``parse``."""
+    def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
+        """The cache options that were left open filled with what the method's paper has for a model.
+
+        Raises ``ValueError`` as ``parse``.
+        """
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
+        settings = self.method.paper_settings(model, family)
         return self.parse(self.model_dump() | {"cache_options": settings | chosen})
 
     @field_validator("guide_model")
@@ -328,8 +116,8 @@ class EngineOptions(BaseModel):
     @field_validator("cache_method")
     @classmethod
     def _known_method(cls, value: str) -> str:
-        if value not in CACHE_OPTIONS:
-            raise ValueError(f"unknown cache method; choose one of {', '.join(CACHE_OPTIONS)}")
+        if value not in CACHE_METHODS:
+            raise ValueError(f"unknown cache method; choose one of {', '.join(CACHE_METHODS)}")
         return value
 
     @classmethod
@@ -341,31 +129,35 @@ class EngineOptions(BaseModel):
             known = [name for name in cls.model_fields if name != "guide_shape"]
             raise ValueError(f"{explain(error, 'engine option', known)} (engine options: {', '.join(known)})") from None
         _ = options.cache
-        if options.cuda_graphs and options.cache_method not in RECORDABLE:
+        if options.cuda_graphs and not options.method.recordable:
+            recordable = ", ".join(name for name, method in CACHE_METHODS.items() if method.recordable)
             raise ValueError(
-                f"cuda_graphs=True records steps of the cache methods {', '.join(RECORDABLE)}, not of "
+                f"cuda_graphs=True records steps of the cache methods {recordable}, not of "
                 f"cache_method={options.cache_method!r}; leave it out"
             )
-        if options.request_defaults:
-            # What a request may ask for is defined on top of this module, and needs vLLM.
-            from dllm_engine.params import check_request_defaults
-
-            check_request_defaults(options)
         return options
 
     @property
+    def method(self) -> CacheMethod:
+        return CACHE_METHODS[self.cache_method]
+
+    @property
     def uses_pages(self) -> bool:
-        return self.cache_method != "none" or self.guide_model is not None
+        return self.method.uses_pages or self.guide_model is not None
 
     @cached_property
     def cache(self) -> CacheOptions:
         """The options of the cache method, validated."""
-        schema = CACHE_OPTIONS[self.cache_method]
+        schema = self.method.options
         try:
             return schema.model_validate({} if self.cache_options == PAPER else self.cache_options)
         except ValidationError as error:
             known = schema.model_fields or ["none"]
             raise ValueError(f"cache_method={self.cache_method!r}: {explain(error, 'cache option', known)}") from None
+
+    def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
+        """Sizes of the model and the pool's pages on one rank."""
+        return PoolGeometry.of_model(hf_config, self.page_size, tensor_parallel_size, self.guide_shape)
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "EngineOptions":

@@ -5,16 +5,14 @@ scheduler sends it with an output that has no new tokens, and ``vllm_hooks`` put
 whole as ``RequestOutput.outputs[i].provisional``, to HTTP clients what changed.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.inspection.record import pieces_of
 
 if TYPE_CHECKING:
-    from dllm_engine.scheduler.messages import BlockChange
-    from dllm_engine.scheduler.request import DecodingSpec, Progress
+    pass
 
-PROVISIONAL_KEY = "provisional"
 MASK_MARK = "░"
 """Stands for a masked position in the text of a block."""
 
@@ -56,24 +54,6 @@ class ProvisionalBlock:
             MASK_MARK if piece is None else "" if special else piece
             for piece, special in zip(self.pieces, self.special, strict=True)
         )
-
-
-def provisional_message(spec: "DecodingSpec", progress: "Progress", change: "BlockChange") -> dict[str, Any]:
-    """What a step changed in its block, for ``EngineCoreOutput.kv_transfer_params``. ``progress`` is that before the
-    step."""
-    start = progress.block * spec.block_length
-    return {
-        PROVISIONAL_KEY: {
-            "block": progress.block,
-            "num_blocks": spec.num_blocks,
-            "gen_length": spec.gen_length,
-            "start": start,
-            "length": min(spec.block_length, spec.gen_length - start),
-            "step": progress.step + 1,
-            "forward_pass": progress.num_forwards + 1,
-            **asdict(change),
-        }
-    }
 
 
 class BlockReader:

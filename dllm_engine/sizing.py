@@ -10,11 +10,10 @@ from typing import Any
 
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions, checkpoint_section
-from dllm_engine.paper_settings import paper_settings
+from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.released_configs import RELEASED_CONFIGS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.units import readable_size
 
@@ -120,14 +119,14 @@ def plan(deployment: Deployment) -> Sizing:
         raise SizingError(
             "--guide-model is not counted by a plan; leave it unset, and set its weights and pages aside by --overhead"
         )
-    geometry = PoolGeometry.of_model(config, d.options, d.tensor_parallel_size)
+    geometry = d.options.geometry(config, d.tensor_parallel_size)
     page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
     num_pages = pages_of_pool(pool, page_bytes)
 
     def demand(options: EngineOptions) -> RequestDemand:
-        options = options.with_paper_settings(paper_settings(options.cache_method, d.model, family_of(config)))
+        options = options.with_paper_settings(d.model, family_of(config))
         spec = request_spec(d, config, options)
-        pages = page_demand(spec, options, geometry)
+        pages = options.method.page_demand(spec, geometry)
         retained, rows_per_step = walk(spec, options, geometry)
         requests, limit = _requests(d, options, geometry, pages, num_pages, max_model_len)
         return RequestDemand(
@@ -145,7 +144,7 @@ def plan(deployment: Deployment) -> Sizing:
     if not chosen.requests:
         raise SizingError(f"cache_method={chosen.cache_method!r}: {chosen.limit}")
     others = []
-    for method in CACHE_OPTIONS:
+    for method in CACHE_METHODS:
         if method != d.options.cache_method:
             options = EngineOptions(cache_method=method, page_size=d.options.page_size)
             try:
@@ -232,7 +231,7 @@ def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> 
     A token is unmasked per step. Where layers or heads have budgets of their own, the tokens are those that a layer's
     pages hold on average.
     """
-    method = REFRESH_PLANS[options.cache_method]
+    method = CACHE_METHODS[options.cache_method]
     retained = rows = 0
     for number in range(spec.gen_length):
         block, step = divmod(number, spec.block_length)
@@ -292,7 +291,7 @@ def _requests(
     d: Deployment, options: EngineOptions, geometry: PoolGeometry, pages: int, num_pages: int, max_model_len: int
 ) -> tuple[int, str]:
     """How many requests run at once, and what limits them."""
-    longest = longest_demand(options, geometry, max_model_len)
+    longest = options.method.longest_demand(options.cache, geometry, max_model_len)
     if longest > num_pages:
         return 0, (
             f"the pool's {num_pages} pages cannot hold one request of max_model_len={max_model_len}, which may need "

@@ -13,10 +13,11 @@ import torch
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics
-from dllm_engine.model_executor.unmasking.selection import Rule, drawn_below, first_of_all, select
-from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota
+from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
+from dllm_engine.model_executor.unmasking.selection import select
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota, may_fill
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class BatchCandidates:
     def of(cls, batch: StepBatch, store: CanvasStore) -> "BatchCandidates":
         """What is masked of the plans' candidates, where a row of the batch predicts it."""
         device = batch.positions.device
-        members = [i for i in range(len(batch.plans)) if _fills_any(batch.plans[i], batch.canvases[i])]
+        members = [i for i in range(len(batch.plans)) if may_fill(batch.plans[i], batch.canvases[i].spec)]
         spans = [batch.plans[i].quota.candidates for i in members]
         owners, positions = ranges([span.start for span in spans], [span.size for span in spans])
         requests = np.array(members, dtype=np.int64)[owners]
@@ -144,7 +145,7 @@ class BatchCandidates:
         width = max(plans[i].quota.candidates.size for i in self.members)
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
         for (policy, rule), of_requests in values.items():
-            confidence = UNMASKING_POLICIES[policy].confidence(statistics).masked_fill(barred, -torch.inf)
+            confidence = statistics.confidence(UNMASKING_POLICIES[policy].measures).masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
                 others = [i not in of_requests for i in range(len(plans))]
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
@@ -167,29 +168,13 @@ class BatchCandidates:
                 yield found, of_request
 
 
-def _fills_any(plan: StepPlan, canvas: Canvas) -> bool:
-    by_count = plan.quota.parallel is None and not UNMASKING_POLICIES[canvas.spec.unmasking].draws_each_position
-    return plan.quota.count > 0 or not by_count
-
-
 def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
     """The rule by which a request's positions are chosen, and its value."""
     if quota.parallel is not None:
-        return PARALLEL_RULES[quota.parallel.kind].passes, quota.parallel.value
+        return PARALLEL_RULES[quota.parallel.kind], quota.parallel.value
     if UNMASKING_POLICIES[policy].draws_each_position:
         return drawn_below, quota.ratio
     return first_of_all, quota.count
-
-
-def must_fill(plan: StepPlan, canvas: Canvas) -> bool:
-    """Whether a step fills a position whatever the model predicts."""
-    if plan.skips:
-        # The row of the only position that may be filled may have been dropped; the next step keeps it.
-        return False
-    if plan.quota.parallel is not None or canvas.spec.guidance is not None:
-        return True
-    by_chance = UNMASKING_POLICIES[canvas.spec.unmasking].draws_each_position
-    return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ NO_TOKEN = -1
 """Token id of draws that belong to a position rather than to a token."""
 
 
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >= 1 << 63 else constant
+def signed_seed(seed: int) -> int:
+    """A seed of up to 64 bits as the int64 of the same bits."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -23,8 +25,8 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    x = (x ^ _shift_right(x, 30)) * signed_seed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed_seed(_MIX_2)
     return x ^ _shift_right(x, 31)
 
 
@@ -34,7 +36,7 @@ def uniform(
     """Uniform numbers in the open interval (0, 1), float64, of the broadcast shape of the four int64 counters."""
     key = seeds
     for counter in (forwards, positions, token_ids):
-        key = _mix(key + (counter + 2) * _signed(_GOLDEN_GAMMA))
+        key = _mix(key + (counter + 2) * signed_seed(_GOLDEN_GAMMA))
     # 52 bits: with 53, the half would round the largest one up to 1.
     return (_shift_right(key, 12).to(torch.float64) + 0.5) * 2.0**-52
 

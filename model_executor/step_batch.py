@@ -9,7 +9,7 @@ import torch
 
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.policy import TokenLogprobs
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import StepPlan

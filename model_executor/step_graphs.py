@@ -15,7 +15,8 @@ from vllm.distributed.parallel_state import graph_capture
 from dllm_engine.model_executor.batch_tables import PagedTokens
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
-from dllm_engine.model_executor.passes.base import LayerPass, PagedPass, RetentionPass
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.paged import PagedPass, RetentionPass
 from dllm_engine.model_executor.step_batch import StepBatch
 
 MAX_ROWS = 1024

@@ -14,7 +14,9 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from dllm_engine.kernels.unmask import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
-from dllm_engine.model_executor.unmasking.policy import TokenLogprobs, TokenStatistics, required
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics, required
+from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32)."""
@@ -29,6 +31,16 @@ class SamplingSettings:
     top_k: int
     tempered: bool
     """Whether the statistics are of the distribution after temperature, top-p and top-k."""
+
+    @classmethod
+    def of(cls, spec: DecodingSpec) -> "SamplingSettings":
+        """Those of a request. Settings that make no difference are equal, so that such requests share the head."""
+        greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
+        tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
+        if spec.temperature == 0 and not tempered:
+            # The most likely token survives every filter.
+            return cls(0.0, 1.0, 0, False)
+        return cls(spec.temperature, spec.top_p, spec.top_k, tempered)
 
     @property
     def filters(self) -> bool:

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm.v1.metrics.stats import SchedulerStats
+
 from dllm_engine.scheduler.messages import StepReport
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -42,8 +44,9 @@ class EngineStats:
     tokens_retained: int = 0
     """Tokens per layer in pages now, summed over requests."""
 
-    def add_step(self, plan: StepPlan, spec: DecodingSpec, report: StepReport) -> None:
+    def add_step(self, spec: DecodingSpec, report: StepReport) -> None:
         """Count one denoising step of one request."""
+        plan = report.plan
         self.denoising_steps[plan.state.value] += 1
         steps_of_vllm = 1 if report.block_tokens is None else 2
         self.num_denoising_steps += steps_of_vllm
@@ -69,3 +72,21 @@ def eviction_candidates(plan: StepPlan, spec: DecodingSpec) -> int:
     """Tokens per layer that an UPDATE step could retain: all outside the block, or all, where the method keeps it."""
     outside = spec.canvas_length - plan.block.size
     return outside if plan.retained <= outside else spec.canvas_length
+
+
+STATS_KEY = "diffusion"
+
+
+def attach_stats(scheduler_stats: SchedulerStats, stats: EngineStats) -> None:
+    """Put ours into vLLM's message, whose only free dictionaries are those of key-value connectors."""
+    scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
+
+
+def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:
+    """Take ours out of vLLM's message; None where there is none."""
+    if scheduler_stats is None or STATS_KEY not in (scheduler_stats.kv_connector_stats or {}):
+        return None
+    assert scheduler_stats.kv_connector_stats is not None
+    message: dict[str, Any] = scheduler_stats.kv_connector_stats[STATS_KEY]
+    scheduler_stats.kv_connector_stats = None
+    return message

@@ -1,15 +1,24 @@
-"""The one message each way between scheduler and model runner."""
+"""The one message each way between scheduler and model runner, and what the scheduler tells the front ends."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
 
-from vllm.v1.core.sched.output import SchedulerOutput
+import torch
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Progress
-from dllm_engine.scheduler.request_failure import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
+
+logger = init_logger(f"vllm.{__name__}")
+
+FIGURES_KEY = "diffusion"
+PROVISIONAL_KEY = "provisional"
+"""Keys of ``EngineCoreOutput.kv_transfer_params``, the one field of vLLM's output that takes a free dictionary."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,28 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     progress: dict[str, Progress] = field(default_factory=dict)
     """Where each request stands, for the runner to plan the steps after the first."""
 
+    def drop(self, request_id: str) -> None:
+        """Take a request out of the step again."""
+        self.plans.pop(request_id, None)
+        self.new_requests.pop(request_id, None)
+        self.page_tables.pop(request_id, None)
+        self.num_scheduled_tokens.pop(request_id, None)
+
+    def describe_to_vllm(self, requests: Mapping[str, Request]) -> None:
+        """Fill the fields that vLLM's logging and iteration details read."""
+        self.total_num_scheduled_tokens = sum(self.num_scheduled_tokens.values())
+        cached = CachedRequestData.make_empty()
+        for request_id in self.plans:
+            request = requests[request_id]
+            if request_id in self.new_requests:
+                self.scheduled_new_reqs.append(NewRequestData.from_request(request, block_ids=()))
+            else:
+                cached.req_ids.append(request_id)
+                cached.new_block_ids.append(None)
+                cached.num_computed_tokens.append(request.num_tokens)
+                cached.num_output_tokens.append(request.num_output_tokens)
+        self.scheduled_cached_reqs = cached
+
 
 @dataclass(frozen=True)
 class BlockChange:
@@ -55,6 +86,7 @@ class BlockChange:
 class StepReport:
     """What a step did to one request."""
 
+    plan: StepPlan
     rows_computed: int
     num_unmasked: int
     block_tokens: list[int] | None
@@ -67,16 +99,78 @@ class StepReport:
     """Of ``block_tokens``, if the request asks."""
     block_change: BlockChange | None = None
     """If the request streams by step."""
-    failure: RequestFailure | None = None
-    """Ends the request; nothing else in the report counts then."""
 
-    @classmethod
-    def failed(cls, failure: RequestFailure) -> "StepReport":
-        return cls(rows_computed=0, num_unmasked=0, block_tokens=None, trace=None, failure=failure)
+
+FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]
+FAILURE_CAUSES: tuple[str, ...] = get_args(FailureCause)
+
+_OF_THE_PROCESS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+"""Errors of memory, a device or another rank. They say nothing about the request whose work met them, and one rank may
+meet them alone, so the process ends."""
+
+
+class RequestFailure(NamedTuple):
+    """Why a request ends with an error."""
+
+    cause: FailureCause
+    message: str
+    """For the client."""
+
+
+def failure_of(request_id: str, error: Exception) -> RequestFailure:
+    """The failure of the request whose work raised ``error``; raises the error again where it is not the request's.
+
+    Tensor-parallel ranks do such work on the same data, so they all meet the error.
+    """
+    if isinstance(error, _OF_THE_PROCESS):
+        raise error
+    logger.error("request %s ends with an error, the others go on", request_id, exc_info=error)
+    return RequestFailure(
+        "exception",
+        f"an exception in the engine ended this request: {type(error).__name__}: {error}; the server's log has its "
+        "traceback",
+    )
+
+
+StepResult = StepReport | RequestFailure
+"""A failure ends the request."""
 
 
 @dataclass
 class DiffusionRunnerOutput(ModelRunnerOutput):
     """vLLM's message with a report per scheduled request of each step that was run."""
 
-    reports: list[dict[str, StepReport]] = field(default_factory=list)
+    reports: list[dict[str, StepResult]] = field(default_factory=list)
+
+
+def figures_message(progress: Progress, *, with_trace: bool = True, error: str | None = None) -> dict[str, Any]:
+    """A request's figures, the fields of ``DiffusionFigures``, for ``EngineCoreOutput.kv_transfer_params``."""
+    figures = {
+        "denoising_steps": progress.num_forwards,
+        "forward_passes": progress.num_forwards,
+        "tokens_unmasked": progress.num_unmasked,
+        "tokens_computed": progress.num_rows_computed,
+        "pages_held": progress.pages_held,
+        "tokens_retained": progress.tokens_retained,
+        "trace": progress.trace if with_trace else {},
+        "error": error,
+    }
+    return {FIGURES_KEY: figures}
+
+
+def provisional_message(spec: DecodingSpec, progress: Progress, change: BlockChange) -> dict[str, Any]:
+    """What a step changed in its block, for ``EngineCoreOutput.kv_transfer_params``. ``progress`` is that before the
+    step."""
+    start = progress.block * spec.block_length
+    return {
+        PROVISIONAL_KEY: {
+            "block": progress.block,
+            "num_blocks": spec.num_blocks,
+            "gen_length": spec.gen_length,
+            "start": start,
+            "length": min(spec.block_length, spec.gen_length - start),
+            "step": progress.step + 1,
+            "forward_pass": progress.num_forwards + 1,
+            **asdict(change),
+        }
+    }

@@ -1,10 +1,11 @@
 """How many pages a request's tables take: a page is fixed bytes, and what it holds depends on the kind of table."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from dllm_engine.options import EngineOptions, GuideShape
+from pydantic import BaseModel, ConfigDict
 
 
 class PageKind(Enum):
@@ -22,6 +23,28 @@ class PageKind(Enum):
 
 PageCounts = dict[PageKind, list[int]]
 """Pages per table: for each kind, one number per layer."""
+
+
+class GuideShape(BaseModel):
+    """Sizes of a guide model that its pages depend on; settled at start-up from its config."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    same_tokens: bool = True
+    """Whether it has the diffusion model's own tokenizer."""
+    tokens_per_token: float = 1.0
+    """Its tokens that pages are reserved for, per token of the diffusion model."""
+
+    def num_tokens(self, num_tokens: int) -> int:
+        """Its tokens that pages are reserved for, of a text of so many tokens of the diffusion model."""
+        return math.ceil(num_tokens * self.tokens_per_token)
+
+    def of_rank(self, tensor_parallel_size: int) -> "GuideShape":
+        """The part of one tensor-parallel rank; with more ranks than KV heads each head is on several of them."""
+        return self.model_copy(update={"num_kv_heads": max(1, self.num_kv_heads // tensor_parallel_size)})
 
 
 @dataclass(frozen=True)
@@ -43,16 +66,18 @@ class PoolGeometry:
     guide: GuideShape | None = None
 
     @classmethod
-    def of_model(cls, hf_config: Any, options: EngineOptions, tensor_parallel_size: int) -> "PoolGeometry":
+    def of_model(
+        cls, hf_config: Any, page_size: int, tensor_parallel_size: int, guide: GuideShape | None = None
+    ) -> "PoolGeometry":
         return cls(
-            page_size=options.page_size,
+            page_size=page_size,
             num_layers=hf_config.num_hidden_layers,
             # With more ranks than KV heads each head is on several of them.
             num_kv_heads=max(1, hf_config.num_key_value_heads // tensor_parallel_size),
             head_dim=hf_config.hidden_size // hf_config.num_attention_heads,
             hidden_size=hf_config.hidden_size,
             total_kv_heads=hf_config.num_key_value_heads,
-            guide=options.guide_shape and options.guide_shape.of_rank(tensor_parallel_size),
+            guide=guide and guide.of_rank(tensor_parallel_size),
         )
 
     @property

@@ -1,12 +1,13 @@
-"""The two nouns every refresh plan speaks of: what a request asked for, and how far it has come."""
+"""A request as every plan sees it: its settings, and how far it has come."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
 from dllm_engine.families import ScheduleKind
-from dllm_engine.options import CacheOptions
-from dllm_engine.scheduler.unmask_schedule import split_steps
+from dllm_engine.scheduler.unmasking import split_steps
 
 
 class Span(NamedTuple):
@@ -26,6 +27,12 @@ class ParallelRule(NamedTuple):
     kind: str
     """A name in ``PARALLEL_RULES``."""
     value: float
+
+
+class CacheOptions(BaseModel):
+    """Options of a cache method; the methods without any use this class itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,11 @@ class DecodingSpec:
     """How many of the likeliest tokens get log-probabilities beside the committed one; None: not even that."""
     streams_steps: bool = False
     """Whether every step reports the running block."""
+
+    @property
+    def needs_per_step_output(self) -> bool:
+        """Whether more is wanted of the predictions of a step than to unmask the best of them."""
+        return self.streams_steps or self.num_logprobs is not None or self.guidance is not None
 
     @property
     def canvas_length(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Progress, Span
-from dllm_engine.scheduler.unmask_schedule import timestep_count, timestep_ratio, uniform_count
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, timestep_count, timestep_ratio, uniform_count
 
 
 class RefreshState(Enum):
@@ -94,6 +94,27 @@ class StepPlan:
     retained_copy: RetainedCopy = RetainedCopy.NONE
     num_copied: int = 0
     """Tokens outside the block that the copy holds per layer; the block follows them."""
+
+
+def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
+    """Whether a step fills a number of positions that is known before it runs."""
+    return plan.quota.parallel is None and not UNMASKING_POLICIES[spec.unmasking].draws_each_position
+
+
+def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
+    """Whether a step can fill a position at all."""
+    return plan.quota.count > 0 or not fills_fixed_count(plan, spec)
+
+
+def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
+    """Whether a step fills a position whatever the model predicts."""
+    if plan.skips:
+        # The row of the only position that may be filled may have been dropped; the next step keeps it.
+        return False
+    if plan.quota.parallel is not None or spec.guidance is not None:
+        return True
+    by_chance = UNMASKING_POLICIES[spec.unmasking].draws_each_position
+    return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
 
 
 def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> UnmaskQuota:

@@ -12,11 +12,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support import tiny_checkpoints
 from tests.support.engines import EngineFactory, freeze_imports
 from tests.support.skips import pytest_sessionfinish, pytest_terminal_summary
+
+# A machine that is busy is no reason to fail.
+hypothesis.settings.register_profile("dllm", deadline=None)
+hypothesis.settings.load_profile("dllm")
 
 __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 

@@ -59,17 +59,18 @@ class PassWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        forward = self._runner.forward
+        denoiser = self._runner.denoiser
+        forward = denoiser.forward
 
         def recording(batch: Any, layer_pass: Any) -> Any:
             self._seen.append((batch, layer_pass))
             return forward(batch, layer_pass)
 
-        setattr(self._runner, "forward", recording)  # noqa: B010 - mypy lets nobody assign to a method
+        setattr(denoiser, "forward", recording)  # noqa: B010 - mypy lets nobody assign to a method
         try:
             yield
         finally:
-            setattr(self._runner, "forward", forward)  # noqa: B010
+            setattr(denoiser, "forward", forward)  # noqa: B010
 
     def before_dispatch(self) -> None:
         """To be called before each ``LLMEngine.step``: notes how many tokens each block has masked."""
@@ -117,7 +118,7 @@ class InnerTime:
         runner = runner_of(llm)
         # The head's product rather than `compute_logits`, which the predictor keeps a reference to.
         self._parts: list[tuple[str, Any, str]] = [
-            ("layers", runner, "forward"),
+            ("layers", runner.denoiser, "forward"),
             ("head", runner.model.final_norm, "forward"),
             ("head", runner.model.lm_head.quant_method, "apply"),
             ("prediction", runner.predictor, "predict"),

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics
+from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import UnmaskQuota, unmask_quota
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 _CLASSES: dict[str, type[DiffusionDecoder]] = {"llada": LLaDAModelLM, "Dream": DreamModel}
 _ENTROPY_EPS = 1e-10
@@ -182,26 +183,26 @@ class PlainCanvas:
         positions = self.masked(quota.candidates)
         predicting = (positions - 1).clamp(min=first_row) if self.spec.shifts_logits else positions
         statistics = self._statistics(self.model.logits(hidden[predicting - first_row]))
-        confidence = UNMASKING_POLICIES[self.spec.unmasking].confidence(statistics)
+        confidence = statistics.confidence(UNMASKING_POLICIES[self.spec.unmasking].measures)
         ordered, order = confidence.sort(descending=True, stable=True)
         if quota.parallel is not None:
-            chosen = order[PARALLEL_RULES[quota.parallel.kind].passes(ordered, quota.parallel.value)]
+            chosen = order[PARALLEL_RULES[quota.parallel.kind](ordered, quota.parallel.value)]
         else:
             chosen = order[: quota.count]
         self.tokens[positions[chosen]] = statistics.token[chosen]
         return chosen.numel()
 
     def _statistics(self, logits: torch.Tensor) -> TokenStatistics:
-        policy = UNMASKING_POLICIES[self.spec.unmasking]
+        measures = UNMASKING_POLICIES[self.spec.unmasking].measures
         p = logits.float().softmax(dim=-1)
         allowed = logits.clone()
         allowed[:, self.model.mask_token_id] = -torch.inf  # a position filled with the mask would not count as filled
         token = allowed.argmax(dim=-1)
-        best, second = p.topk(2, dim=-1).values.unbind(dim=-1) if policy.needs_margin else (None, None)
+        best, second = p.topk(2, dim=-1).values.unbind(dim=-1) if measures == "margin" else (None, None)
         return TokenStatistics(
             token=token,
             probability=p.gather(-1, token[:, None])[:, 0],
-            negative_entropy=(p * (p + _ENTROPY_EPS).log()).sum(dim=-1) if policy.needs_entropy else None,
+            negative_entropy=(p * (p + _ENTROPY_EPS).log()).sum(dim=-1) if measures == "entropy" else None,
             margin=None if best is None or second is None else best - second,
             noise=None,
         )
@@ -211,7 +212,7 @@ def check_baseline(spec: DecodingSpec) -> None:
     """Raise ``ValueError`` for requests that the baseline does not decode: those that draw random numbers, and
     guided ones."""
     policy = UNMASKING_POLICIES[spec.unmasking]
-    if policy.needs_noise or policy.draws_each_position or spec.temperature > 0:
+    if policy.measures == "noise" or spec.temperature > 0:
         raise ValueError(
             f"unmasking={spec.unmasking!r} at temperature {spec.temperature} draws random numbers, which the plain "
             f"baseline does not; choose a greedy policy, or leave the baseline out"

@@ -14,11 +14,10 @@ from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.paper_settings import paper_settings
-from dllm_engine.params import DiffusionParams, checkpoint_defaults, end_token_ids, resolve_decoding
-from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.refresh_plan import longest_demand, page_demand
+from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.request_state import end_token_ids
+from dllm_engine.scheduler.resolve import checkpoint_defaults, resolve_decoding
 from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, load_config, weight_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class Subject:
     def options(self, method: str) -> EngineOptions:
         """As the engine fills them in."""
         options = EngineOptions(cache_method=method, request_defaults=checkpoint_defaults(self.config))
-        return options.with_paper_settings(paper_settings(method, self.model, self.family))
+        return options.with_paper_settings(self.model, self.family)
 
     def spec(self, method: str, unmasking: Unmasking, prompt: int) -> DecodingSpec:
         return resolve_decoding(self.params(unmasking), prompt, self.family, self.options(method))
@@ -128,13 +127,15 @@ class Subject:
     def pool_bytes(self, method: str, unmaskings: Iterable[Unmasking]) -> int:
         """Of a pool in which the largest batch runs at once."""
         options = self.options(method)
-        geometry = PoolGeometry.of_model(self.config, options, 1)
+        geometry = options.geometry(self.config, 1)
         demands = [
-            page_demand(self.spec(method, unmasking, prompt), options, geometry)
+            options.method.page_demand(self.spec(method, unmasking, prompt), geometry)
             for unmasking in unmaskings
             for prompt in self.lengths.prompts
         ]
-        pages = max(self.max_batch * max(demands), longest_demand(options, geometry, self.max_model_len))
+        pages = max(
+            self.max_batch * max(demands), options.method.longest_demand(options.cache, geometry, self.max_model_len)
+        )
         # vLLM keeps a page for itself.
         return (pages + 1) * bytes_of_page(geometry, DTYPE_BYTES[self.dtype])
 

@@ -13,8 +13,9 @@ from dllm_engine.cli.errors import CommandError
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.evaluation.comparison import ONE, RULES, parse_rule
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.options import EngineOptions
 from dllm_engine.quiet import be_quiet
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     from dllm_engine.bench.benchmark import BenchSettings
     from dllm_engine.bench.subject import Lengths
 
-    methods = tuple(CACHE_OPTIONS) if args.methods == "all" else tuple(args.methods.split(","))
+    methods = tuple(CACHE_METHODS) if args.methods == "all" else tuple(args.methods.split(","))
     for method in methods:
         EngineOptions.parse({"cache_method": method})
     if (block := args.block_length) is not None and block > args.response:
@@ -213,7 +214,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
 
 def _unmasking(text: str) -> Any:
     from dllm_engine.bench.subject import Unmasking
-    from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
+    from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
     options = {"unmasking": text} if text in UNMASKING_POLICIES else parse_rule(text)
     return Unmasking(text, options)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from dllm_engine.cli.arguments import key_value, positive_int, whole_number
 from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.options import EngineOptions
 from dllm_engine.quiet import be_quiet
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.start_checks import check_folder
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server_start import end_now
@@ -29,7 +30,7 @@ BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     group.add_argument(
-        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_OPTIONS)} (default: none)"
+        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_METHODS)} (default: none)"
     )
     group.add_argument(
         "--cache-option",
@@ -214,7 +215,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
-    from dllm_engine.params import PARALLEL_OPTIONS, DiffusionParams
+    from dllm_engine.params import DiffusionParams
+    from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 
     denoising = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
     sampling = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
@@ -234,7 +236,7 @@ def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
     """Raise ``ValueError`` for parameters that would fail every request alike."""
     from dllm_engine.admission import default_gen_length
     from dllm_engine.families import family_of
-    from dllm_engine.params import resolve_decoding
+    from dllm_engine.scheduler.resolve import resolve_decoding
 
     if params.max_tokens is None:
         params = params.clone()

@@ -7,7 +7,7 @@ from typing import Any
 
 from dllm_engine.cli.table import format_table
 from dllm_engine.families import FAMILIES
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -26,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
 
 def describe() -> dict[str, Any]:
     """Everything an engine can be asked for, from the registries that check it."""
-    from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-    from dllm_engine.params import PARALLEL_OPTIONS, RequestOptions
+    from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS, RequestOptions
+    from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 
     rules = RequestOptions.model_json_schema()["properties"]
     return {
         "families": [asdict(family) for family in FAMILIES.values()],
         "cache_methods": {
-            name: schema.model_json_schema().get("properties", {}) for name, schema in CACHE_OPTIONS.items()
+            name: method.options.model_json_schema().get("properties", {}) for name, method in CACHE_METHODS.items()
         },
         "unmasking": list(UNMASKING_POLICIES),
         "parallel_unmasking": {

@@ -15,7 +15,8 @@ from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.table import format_table
 from dllm_engine.demo.tasks import Example
 from dllm_engine.evaluation.score import TaskScore, score_task
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -99,7 +100,7 @@ def combinations(args: argparse.Namespace) -> list[Combination]:
     if args.methods is not None:
         if args.cache_method != "none" or args.cache_option:
             raise CommandError("--methods takes the papers' settings; leave out --cache-method and --cache-option")
-        methods = list(CACHE_OPTIONS) if args.methods == "all" else args.methods.split(",")
+        methods = list(CACHE_METHODS) if args.methods == "all" else args.methods.split(",")
     made = []
     for method in methods:
         EngineOptions.parse({"cache_method": method})

@@ -14,8 +14,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from dllm_engine.admission import check_integer, check_request, default_gen_length
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import DiffusionParams, InvalidRequestError, check_page_demand
-from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.resolve import check_page_demand
 
 
 class CheckedPrompt(dict[str, Any]):
@@ -66,7 +67,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
         )
     # The null block is not handed out; before the engine has told its size there is nothing to compare.
     if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
-        geometry = PoolGeometry.of_model(config, engine, vllm_config.parallel_config.tensor_parallel_size)
+        geometry = engine.geometry(config, vllm_config.parallel_config.tensor_parallel_size)
         check_page_demand(spec, engine, geometry, num_blocks - 1)
     return params
 

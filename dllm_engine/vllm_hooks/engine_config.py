@@ -15,12 +15,11 @@ from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
 from dllm_engine.model_executor.models.configs import unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, ESDLLMOptions, GuideShape, MaskKVOptions
-from dllm_engine.paper_settings import paper_settings
-from dllm_engine.params import DEFAULT_GEN_LENGTH, checkpoint_defaults, with_defaults
+from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
-from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.refresh_plan import longest_demand
+from dllm_engine.scheduler.page_layout import GuideShape
+from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH, with_defaults
+from dllm_engine.scheduler.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
@@ -128,21 +127,15 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     """
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
-    family = family_of(model_config.hf_config)
+    check_request_defaults(options)
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     options = options.model_copy(update={"request_defaults": defaults})
-    options = options.with_paper_settings(paper_settings(options.cache_method, model_config.model, family))
+    options = options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
     if options.guide_model is not None:
-        if isinstance(options.cache, ESDLLMOptions) and options.cache.skips:
-            raise ValueError(
-                "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a "
-                "draft of every position; set cache option indicator='none' or choose another cache method"
-            )
         options = options.model_copy(update={"guide_shape": guide_shape(options, model_config)})
-    geometry = PoolGeometry.of_model(model_config.hf_config, options, vllm_config.parallel_config.tensor_parallel_size)
-    if isinstance(options.cache, MaskKVOptions):
-        _check_profile(options.cache, geometry.num_layers)
-    longest_demand(options, geometry, model_config.max_model_len)
+    geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
+    options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
+    options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
     # The validated cache options: what they name on this disk (a profile) other nodes need not have.
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
@@ -178,21 +171,6 @@ def _has_same_tokens(guide: str, model_config: "ModelConfig") -> bool:
     theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
     agrees = all(own.get(token, number) == number for token, number in theirs.items())
     return agrees and len(own.keys() & theirs.keys()) >= 0.9 * len(own)
-
-
-def _check_profile(cache: MaskKVOptions, num_layers: int) -> None:
-    if cache.profile is None:
-        if cache.layer_budget in ("boundary", "squeeze"):
-            logger.warning(
-                "maskkv has no layer profile, so layer_budget=%r gives every layer the same; make one with `dllm "
-                "profile` and pass it as cache_options={'profile': FILE}",
-                cache.layer_budget,
-            )
-    elif len(cache.profile) != num_layers:
-        raise ValueError(
-            f"cache option profile has {len(cache.profile)} layers, the model has {num_layers}; make one for this "
-            f"model with `dllm profile`"
-        )
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

@@ -21,8 +21,9 @@ from vllm.exceptions import GenerationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import ErrorReason
-from dllm_engine.params import DEFAULT_GEN_LENGTH, RequestOptions
-from dllm_engine.provisional import PROVISIONAL_KEY, BlockChanges
+from dllm_engine.provisional import BlockChanges
+from dllm_engine.scheduler.messages import PROVISIONAL_KEY
+from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH, RequestOptions
 
 DIFFUSION = "diffusion"
 _EVENT, _DONE = "data: ", "[DONE]"

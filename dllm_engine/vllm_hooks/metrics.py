@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from dllm_engine.metrics import DiffusionMetrics, take_stats
+from dllm_engine.metrics import DiffusionMetrics
+from dllm_engine.scheduler.engine_stats import take_stats
 
 
 def registering_metrics(init: Callable[..., None]) -> Callable[..., None]:

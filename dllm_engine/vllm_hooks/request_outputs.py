@@ -5,20 +5,21 @@ streams by step, its running block. Requests of other models are untouched.
 from collections.abc import Callable
 from typing import Any
 
-from dllm_engine.figures import MESSAGE_KEY, DiffusionFigures, error_reason
-from dllm_engine.provisional import PROVISIONAL_KEY, BlockReader
+from dllm_engine.figures import DiffusionFigures, error_reason
+from dllm_engine.provisional import BlockReader
+from dllm_engine.scheduler.messages import FIGURES_KEY, PROVISIONAL_KEY
 
 
 def take_message(state: Any, message: dict[str, Any] | None) -> dict[str, Any] | None:
     """Keep what is ours of a message for the completion that vLLM's ``RequestState`` makes next; returns the rest."""
     state.provisional = None
-    if message is None or MESSAGE_KEY not in message:
+    if message is None or FIGURES_KEY not in message:
         return message
     if PROVISIONAL_KEY in message:
         if not hasattr(state, "block_reader"):
             state.block_reader = BlockReader(state.logprobs_processor.tokenizer)
         state.provisional = state.block_reader.read(message[PROVISIONAL_KEY])
-    state.diffusion = DiffusionFigures(**message[MESSAGE_KEY])
+    state.diffusion = DiffusionFigures(**message[FIGURES_KEY])
     return None
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from dllm_engine.provisional import PROVISIONAL_KEY
+from dllm_engine.scheduler.messages import PROVISIONAL_KEY
 from dllm_engine.vllm_hooks.request_outputs import take_message
 
 

@@ -4,22 +4,17 @@ It runs through the diffusion models' own layers, and its keys and values live i
 many bytes as one of the diffusion model's and holds as many of the guide's tokens as fit.
 """
 
-from collections.abc import Iterable
+import copy
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
-from vllm.model_executor.model_loader.weight_utils import (
-    download_weights_from_hf,
-    initialize_single_dummy_weight,
-    safetensors_weights_iterator,
-)
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm_engine.kernels.paged_attention import write_slots
@@ -27,15 +22,15 @@ from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.guide.text import GuideReader, Reading
 from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
-from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases, VocabularyShard
+from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import gather_from_ranks
 from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.messages import RequestFailure, failure_of
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.request_failure import RequestFailure, failure_of
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -76,7 +71,7 @@ class _Question:
 
 
 class CausalPass(LayerPass):
-    """Every row through every layer; K/V go to pages by position, and a row attends to all tokens up to itself."""
+    """K/V go to pages by position, and a row attends to all tokens up to itself."""
 
     def __init__(self, batch: StepBatch, pages: PageView, head_len: list[int]) -> None:
         self.pages = pages
@@ -84,18 +79,11 @@ class CausalPass(LayerPass):
         self.cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.positions.device)
         self.max_seqlen = max(batch.num_rows(i) for i in range(len(head_len)))
 
-    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-            slots = self.tables.row_slots(index)
-            write_slots(k, self.pages.keys, slots)
-            write_slots(v, self.pages.values, slots)
-            attended = self.tables.attend(
-                index, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=False, causal=True
-            )
-            hidden += layer.o_proj(attended)
-            hidden += layer.mlp(layer.mlp_norm(hidden))
-        return hidden
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        slots = self.tables.row_slots(layer)
+        write_slots(k, self.pages.keys, slots)
+        write_slots(v, self.pages.values, slots)
+        return self.tables.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=False, causal=True)
 
 
 class Guide:
@@ -109,11 +97,12 @@ class Guide:
         dtype = vllm_config.model_config.dtype
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), device:
             model = CausalModel(vllm_config=vllm_config, hf_config=hf_config)
-        if vllm_config.load_config.load_format == "dummy":
-            for parameter in model.parameters():
-                initialize_single_dummy_weight(parameter)
-        else:
-            model.load_weights(_weights(options.guide_model, vllm_config))
+        # vLLM's loader asks the model's config where the weights are.
+        source = copy.copy(vllm_config.model_config)
+        source.model, source.revision, source.hf_config = options.guide_model, None, hf_config
+        if vllm_config.load_config.load_format != "dummy":
+            check_safetensors(options.guide_model)
+        get_model_loader(vllm_config.load_config).load_weights(model, source)
         process_weights_after_loading(model, vllm_config.model_config, device)
         self.model = model.eval()
         self.reader = reader
@@ -242,12 +231,3 @@ class Guide:
             ranks = torch.stack(gather_from_ranks(ranks, get_tp_group())).sum(dim=0)
         # A token that the guide does not have comes after all that it has.
         return ranks.masked_fill(~known, self.model.shape.vocab_size).masked_fill(~finite, -1), tokens
-
-
-def _weights(name: str, vllm_config: VllmConfig) -> Iterable[tuple[str, torch.Tensor]]:
-    check_safetensors(name)
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = Path(download_weights_from_hf(name, vllm_config.load_config.download_dir, ["*.safetensors"]))
-    files = sorted(str(path) for path in folder.glob("*.safetensors"))
-    return safetensors_weights_iterator(files, use_tqdm_on_load=False)

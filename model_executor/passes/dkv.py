@@ -1,22 +1,13 @@
 """dKV-Cache-Decode (arXiv 2505.15781): K/V of decoded tokens are kept, one step after they were decoded."""
 
-from collections.abc import Iterable
-
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.model_executor.batch_tables import TokenTables
-from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
-
-
-def layer_pass(batch: StepBatch, pages: PageMemory | None) -> "OverwritePass":
-    """What is fed in a step is the plan's row rule; the rest comes from pages."""
-    assert pages is not None
-    return OverwritePass(batch, pages)
 
 
 class OverwritePass(LayerPass):
@@ -32,14 +23,7 @@ class OverwritePass(LayerPass):
         self.dense = all(size == c.spec.canvas_length for size, c in zip(sizes, batch.canvases, strict=True))
         self.cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.input_ids.device)
 
-    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-            hidden += layer.o_proj(self._attend(index, q, k, v))
-            hidden += layer.mlp(layer.mlp_norm(hidden))
-        return hidden
-
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         slots = self.tables.row_slots(layer)
         write_slots(k, self.tables.pages.keys, slots)
         write_slots(v, self.tables.pages.values, slots)

@@ -10,13 +10,11 @@ from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.adaptive import AdaptivePass
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.options import DLLMCacheOptions
-from dllm_engine.scheduler.refresh_plan import live_start
+from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
 
 
-def layer_pass(batch: StepBatch, pages: PageMemory | None) -> AdaptivePass:
+def layer_pass(batch: StepBatch, pages: PageMemory) -> AdaptivePass:
     """K/V of the whole canvas by position, features of the rows from the last that the response needs."""
-    assert pages is not None
     options = batch.canvases[0].spec.cache
     assert isinstance(options, DLLMCacheOptions)
     return AdaptivePass(

@@ -23,8 +23,8 @@ from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics
-from dllm_engine.options import ESDLLMOptions
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import RetainedCopy
 
@@ -37,14 +37,6 @@ LEFTMOST_BONUS = 5.0
 UNMASKED_BONUS = 3.0
 """Of the rows that predicted what the last step unmasked."""
 SMALLEST_NORM = 1e-6
-
-
-def layer_pass(batch: StepBatch, pages: PageMemory | None) -> "EarlySkipPass":
-    """Requests in steps that skip and in steps that do not share the pass."""
-    assert pages is not None
-    options = batch.canvases[0].spec.cache
-    assert isinstance(options, ESDLLMOptions)
-    return EarlySkipPass(batch, pages, options)
 
 
 class Stage:
@@ -87,7 +79,10 @@ class EarlySkipPass(LayerPass):
 
     observes = True
 
-    def __init__(self, batch: StepBatch, pages: PageMemory, options: ESDLLMOptions) -> None:
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        """Requests in steps that skip and in steps that do not share the pass."""
+        options = batch.canvases[0].spec.cache
+        assert isinstance(options, ESDLLMOptions)
         self.batch, self.pages, self.options = batch, pages, options
         device = batch.positions.device
         plans = batch.plans

@@ -20,9 +20,9 @@ from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRow
 from dllm_engine.model_executor.retention.head_budgets import head_budgets
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.options import MaskKVOptions
+from dllm_engine.scheduler.methods.dllm_cache import live_start
+from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, average_budget, prompt_budgets
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.refresh_plan import average_budget, live_start, prompt_budgets
 from dllm_engine.scheduler.step_plan import Scope
 
 
@@ -126,14 +126,12 @@ class HeadTables(BatchTables):
         )
 
 
-def layer_pass(batch: StepBatch, pages: PageMemory | None) -> "MaskKVPass":
-    """K/V of the retained prompt and the response, features of the rows from the last that the response needs."""
-    assert pages is not None
-    return MaskKVPass(batch, pages)
-
-
 class MaskKVPass(AdaptivePass):
-    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does."""
+    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does.
+
+    Pages hold K/V of the retained prompt and the response, and features of the rows from the last that the response
+    needs.
+    """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         options = batch.canvases[0].spec.cache

@@ -5,18 +5,16 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import RetentionPass
-from dllm_engine.model_executor.passes.fast_dllm import outside_block
+from dllm_engine.model_executor.passes.paged import RetentionPass, outside_block
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.options import SparseOptions
+from dllm_engine.scheduler.methods.sparse import SparseOptions
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
-def layer_pass(batch: StepBatch, pages: PageMemory | None) -> RetentionPass:
+def layer_pass(batch: StepBatch, pages: PageMemory) -> RetentionPass:
     """Bidirectional sparse caching; each layer retains its own set, shared by its heads."""
-    assert pages is not None
     options = batch.canvases[0].spec.cache
     assert isinstance(options, SparseOptions)
     return RetentionPass(

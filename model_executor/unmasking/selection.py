@@ -1,24 +1,9 @@
 """Choosing what a step fills, of the candidates of many requests at once."""
 
-from collections.abc import Callable
-
 import torch
 
 from dllm_engine.model_executor.transfer import on_device
-
-Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
-"""(confidences ``[..., n]`` in descending order, the request's value, a number or ``[..., 1]``) -> bool ``[..., n]``:
-which of them a step fills."""
-
-
-def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """The rule of a fixed count: the ``value`` most confident ones."""
-    return (torch.arange(ordered.shape[-1], device=ordered.device) < value).expand(ordered.shape)
-
-
-def drawn_below(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """The rule of policies that draw each position: those whose number, uniform in (0, 1), is below ``value``."""
-    return ordered < value
+from dllm_engine.model_executor.unmasking.rules import Rule
 
 
 def select(

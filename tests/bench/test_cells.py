@@ -112,7 +112,7 @@ def test_the_baseline_answers_one_request_after_the_other(tiny_llada):
     from dllm_engine.bench.plain import PlainDecoder
     from dllm_engine.families import LLADA
     from dllm_engine.options import EngineOptions
-    from dllm_engine.params import resolve_decoding
+    from dllm_engine.scheduler.resolve import resolve_decoding
     from dllm_engine.sizing import load_config
 
     model = PlainDecoder.from_checkpoint(tiny_llada, load_config(str(tiny_llada)), torch.float32)

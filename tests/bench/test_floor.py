@@ -6,9 +6,10 @@ import pytest
 
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import DiffusionParams, resolve_decoding
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request import Progress
+from dllm_engine.scheduler.resolve import resolve_decoding
 from tests.support.engines import runner_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
@@ -19,7 +20,7 @@ LINEAR = ("qkv_proj", "out_proj", "gate_up_proj", "down_proj")
 def plan_of(method: str, step: int, **cache_options):
     engine = EngineOptions(cache_method=method, cache_options=cache_options)
     spec = resolve_decoding(DiffusionParams(gen_length=RESPONSE, block_length=BLOCK), PROMPT, LLADA, engine)
-    return REFRESH_PLANS[method].plan(spec, Progress(0, step, BLOCK - step, step))
+    return CACHE_METHODS[method].plan(spec, Progress(0, step, BLOCK - step, step))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import torch
 from dllm_engine import DiffusionParams
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import end_token_ids, resolve_decoding
+from dllm_engine.scheduler.request_state import end_token_ids
+from dllm_engine.scheduler.resolve import resolve_decoding
 from dllm_engine.sizing import load_config
 from tests.support.engines import generate
 

@@ -103,9 +103,9 @@ def test_vllms_names_of_its_lengths_are_taken():
 
 
 def test_all_methods_are_measured_where_none_is_named():
-    from dllm_engine.options import CACHE_OPTIONS
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    assert bench.settings(bench.filled(parsed(), {})).methods == tuple(CACHE_OPTIONS)
+    assert bench.settings(bench.filled(parsed(), {})).methods == tuple(CACHE_METHODS)
 
 
 def test_policies_and_rules_say_how_to_unmask():

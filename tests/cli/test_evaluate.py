@@ -101,10 +101,10 @@ def test_what_is_left_out_of_a_comparison_is_the_commands_own(demo, monkeypatch,
 
 def test_all_stands_for_every_cache_method():
     from dllm_engine.cli.main import build_parser
-    from dllm_engine.options import CACHE_OPTIONS
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
     asked = comparison.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
-    assert [combination.cache_method for combination in asked] == list(CACHE_OPTIONS)
+    assert [combination.cache_method for combination in asked] == list(CACHE_METHODS)
 
 
 def test_a_comparison_that_fails_late_shows_what_it_found(demo, monkeypatch, capsys):

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from dllm_engine.cli.main import main
 from dllm_engine.cli.models import as_tables, describe
 from dllm_engine.families import FAMILIES
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 
 class Options(BaseModel):
@@ -16,14 +16,14 @@ class Options(BaseModel):
 
 
 def test_tables_name_everything(capsys):
-    from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
-    from dllm_engine.params import PARALLEL_OPTIONS
+    from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
+    from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
     assert main(["models"]) == 0
     words = capsys.readouterr().out.split()
     checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]
-    options = [option for schema in CACHE_OPTIONS.values() for option in schema.model_fields]
-    assert {*checkpoints, *CACHE_OPTIONS, *options, *UNMASKING_POLICIES, *PARALLEL_OPTIONS} <= set(words)
+    options = [option for method in CACHE_METHODS.values() for option in method.options.model_fields]
+    assert {*checkpoints, *CACHE_METHODS, *options, *UNMASKING_POLICIES, *PARALLEL_OPTIONS} <= set(words)
 
 
 def test_json_holds_the_same(capsys):

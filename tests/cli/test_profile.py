@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dllm_engine.cli.main import main
-from dllm_engine.model_executor.passes.base import DensePass
+from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.options import EngineOptions
 from tests.oracles.maskkv import layer_importance
 from tests.support.engines import runner_of

@@ -42,7 +42,7 @@ def prompt(length: int) -> list[int]:
 
 def test_every_cache_method(engines, reference_checkpoints):
     from dllm_engine import DiffusionParams
-    from dllm_engine.options import RECORDABLE
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
     requests = [
         {"prompt": prompt(13), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
@@ -58,7 +58,7 @@ def test_every_cache_method(engines, reference_checkpoints):
             "requests": requests,
         }
         for method, (model, options) in TASKS.items()
-        for recorded in ([False, True] if method in RECORDABLE else [False])
+        for recorded in ([False, True] if CACHE_METHODS[method].recordable else [False])
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cuda_path_answers"],

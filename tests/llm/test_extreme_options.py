@@ -6,8 +6,8 @@ import math
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from dllm_engine.options import CACHE_OPTIONS
-from dllm_engine.params import RequestOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request_options import RequestOptions
 from tests.support.engines import assert_nothing_left, tokens_of
 from tests.support.http_app import served
 
@@ -62,7 +62,7 @@ def walk(llm, names):
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("cache_method", CACHE_OPTIONS)
+@pytest.mark.parametrize("cache_method", CACHE_METHODS)
 def test_our_options(engines, request, family, cache_method):
     walk(engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method), RequestOptions.model_fields)
 
@@ -96,7 +96,7 @@ def ask_over_http(client, name, value, stream):
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("cache_method", CACHE_OPTIONS)
+@pytest.mark.parametrize("cache_method", CACHE_METHODS)
 def test_over_http(engines, request, family, cache_method):
     """The numbers as a client sends them; an answer, or a refusal with a sentence, streamed or not."""
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.params import InvalidRequestError
+from dllm_engine.scheduler.request_options import InvalidRequestError
 
 SETTINGS = [
     {},

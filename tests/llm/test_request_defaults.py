@@ -14,7 +14,9 @@ from dllm_engine.cli.engine import add_decoding_arguments, decoding_options
 from dllm_engine.demo import demo_model_path
 from dllm_engine.families import FAMILIES
 from dllm_engine.options import EngineOptions
-from dllm_engine.params import DiffusionParams, InvalidRequestError, resolve_decoding, with_defaults
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.request_options import InvalidRequestError, with_defaults
+from dllm_engine.scheduler.resolve import check_request_defaults, resolve_decoding
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate, start_engine
 
@@ -86,7 +88,7 @@ def test_a_lower_retention_ratio():
 )
 def test_those_that_could_serve_no_request_are_refused_at_start(defaults, fragments):
     with pytest.raises(ValueError) as error:
-        EngineOptions.parse({"request_defaults": defaults})
+        check_request_defaults(EngineOptions.parse({"request_defaults": defaults}))
     for fragment in fragments:
         assert fragment in str(error.value)
 

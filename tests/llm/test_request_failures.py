@@ -1,10 +1,12 @@
 """A request ends alone with an error where its logits are not finite or its own work raises an exception."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dllm_engine.model_executor.candidates import BatchCandidates
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 BROKEN, EARLIER = 120, 119
@@ -85,7 +87,7 @@ def dispatch(llm, num_steps: int, monkeypatch) -> None:
 
 def accepted(llm, ways):
     """Those that the engine does not refuse at admission."""
-    from dllm_engine.params import InvalidRequestError
+    from dllm_engine.scheduler.request_options import InvalidRequestError
 
     found = []
     for way in ways:
@@ -99,7 +101,7 @@ def accepted(llm, ways):
     return found
 
 
-@pytest.mark.parametrize("method", CACHE_OPTIONS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, method, family):
     llm = engine(method, family)
     ways = accepted(llm, WAYS)
@@ -115,7 +117,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, metho
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-@pytest.mark.parametrize("method", CACHE_OPTIONS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, family, looks_ahead, monkeypatch):
     """The first token that the request commits becomes the broken one. With ``looks_ahead`` the steps after it are on
     the device already."""
@@ -125,7 +127,8 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
         dispatch(llm, 4, monkeypatch)
         monkeypatch.setattr(runner, "looks_ahead", True)
     alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
-    fill, seed = type(runner)._fill, 77
+    denoiser = type(runner.denoiser)
+    fill, seed = denoiser._fill, 77
 
     def fill_broken(self, group, statistics):
         bad = [i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed]
@@ -133,7 +136,7 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
         statistics.token = statistics.token.masked_fill(of_bad, BROKEN)
         return fill(self, group, statistics)
 
-    monkeypatch.setattr(type(runner), "_fill", fill_broken)
+    monkeypatch.setattr(denoiser, "_fill", fill_broken)
     outputs = generate(llm, [*NEIGHBOURS, [2, 7, 1]], [*(params() for _ in alone), params(seed=seed)])
     assert [tokens(output) for output in outputs[:-1]] == alone
     # Where few rows are recomputed, or a pass fills none, the broken one is read later.
@@ -176,11 +179,11 @@ def test_a_pass_that_unmasks_nothing_ends_its_request(engine, family, monkeypatc
 def test_passes_that_may_unmask_nothing_are_bounded(engine, monkeypatch):
     """By chance a pass fills nothing until the schedule's last step; here none ever does, and no pass is said to
     have to."""
-    from dllm_engine.model_executor import model_runner
+    from dllm_engine.model_executor import step_report
 
     llm = engine("none", "Dream")
     monkeypatch.setattr(BatchCandidates, "choose", lambda self, *_: torch.zeros_like(self.requests, dtype=torch.bool))
-    monkeypatch.setattr(model_runner, "must_fill", lambda plan, canvas: False)
+    monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
     (output,) = generate(llm, NEIGHBOURS[:1], params(unmasking="origin", seed=1))
     assert "still has 8 masked tokens after 24 forward passes" in output.outputs[0].diffusion.error
 
@@ -190,6 +193,9 @@ def test_passes_that_may_unmask_nothing_are_bounded(engine, monkeypatch):
     "where", ["canvas", "page table", "report", "plan", "pages", "account", "plan of a later step", "finished block"]
 )
 def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where, steps_per_dispatch, monkeypatch):
+    from dllm_engine.model_executor import model_runner, step_report
+    from dllm_engine.scheduler.request_state import RequestState
+
     llm = engine("sparse")
     scheduler, runner = scheduler_of(llm), runner_of(llm)
     dispatch(llm, steps_per_dispatch, monkeypatch)
@@ -200,34 +206,37 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
         """Make a method raise where its arguments concern the bad request."""
         original = getattr(owner, name)
 
-        def method(*args, **kwargs):
+        def broken(*args, **kwargs):
             nonlocal calls
             if is_bad(*args, **kwargs):
                 calls += 1
                 raise error(f"broken {where}")
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, method)
+        if owner is scheduler.method:
+            monkeypatch.setattr(scheduler, "method", replace(owner, **{name: broken}))
+        else:
+            monkeypatch.setattr(owner, name, broken)
 
     bad_length = 5
     is_bad_spec = lambda spec, *_: spec.prompt_length == bad_length  # noqa: E731
     if where == "canvas":
-        raising(runner, "_new_canvas", lambda request: request.seed == seed, KeyError)
+        raising(runner.store, "open", lambda _, request: request.seed == seed, KeyError)
     elif where == "page table":
-        raising(runner, "_page_table", lambda ids: True, IndexError)
+        raising(model_runner, "page_table", lambda *_: True, IndexError)
     elif where == "report":
-        raising(runner, "_reports_of_request", lambda batch, index, *_: batch.canvases[index].seed == seed)
+        raising(step_report, "_results", lambda batch, index, *_: batch.canvases[index].seed == seed)
     elif where == "plan":
-        raising(scheduler, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
+        raising(scheduler.method, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
     elif where == "plan of a later step":
         raising(runner, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
-        raising(scheduler, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
+        raising(scheduler.method, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
     elif where == "pages":
-        raising(scheduler, "page_counts", lambda spec, *_: is_bad_spec(spec), ValueError)
+        raising(scheduler.method, "pages", is_bad_spec, ValueError)
     elif where == "account":
-        raising(scheduler, "_account", lambda state, *_: state.seed == seed, TypeError)
+        raising(RequestState, "advance", lambda state, _: state.seed == seed, TypeError)
     else:
-        raising(scheduler, "_engine_output", lambda state, *_: state.seed == seed)
+        raising(RequestState, "_block_output", lambda state, *_: state.seed == seed)
 
     if where == "page table":
         # Only the bad request is there to have one.
@@ -243,7 +252,7 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
 
 
 def test_errors_of_memory_and_devices_are_nobodys(engine, monkeypatch):
-    from dllm_engine.scheduler.request_failure import failure_of
+    from dllm_engine.scheduler.messages import failure_of
 
     for error in (MemoryError("no"), torch.OutOfMemoryError("no"), torch.AcceleratorError("no")):
         with pytest.raises(type(error)):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dllm_engine.options import CACHE_OPTIONS, EngineOptions
+from dllm_engine.options import EngineOptions
 from dllm_engine.released_configs import RELEASED_CONFIGS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.sizing import (
     GIB,
     Deployment,
@@ -58,7 +59,7 @@ def run_one(llm, response):
     return reserved, retained, rows
 
 
-@pytest.mark.parametrize("method", CACHE_OPTIONS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_request_takes_what_a_running_engine_reserves(engines, request, family, method):
     model = request.getfixturevalue(f"tiny_{family}")
@@ -73,7 +74,7 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, request, family
         assert pages_of_pool(MEMORY, page_bytes) == scheduler_of(llm).pages.num_pages
 
 
-@pytest.mark.parametrize("method", CACHE_OPTIONS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_llada, method):
     """Whole blocks, so that each step unmasks one token."""
     llm = engines(tiny_llada, cache_method=method, page_size=PAGE_SIZE, kv_cache_memory_bytes=MEMORY)
@@ -168,7 +169,7 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
 
 def test_other_methods_have_their_papers_options():
     sizing = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", gpu_memory=80 * GIB))
-    assert {d.cache_method for d in sizing.others} == set(CACHE_OPTIONS) - {"none"}
+    assert {d.cache_method for d in sizing.others} == set(CACHE_METHODS) - {"none"}
     (dkv,) = (d for d in sizing.others if d.cache_method == "dkv")
     assert dkv.cache_options == {"refresh_interval": 4}
 

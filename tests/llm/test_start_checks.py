@@ -41,7 +41,7 @@ def test_unknown_options_of_stock_vllm_are_suggested_too(tiny_llada):
 def test_an_unknown_request_option_is_suggested():
     from vllm import SamplingParams
 
-    from dllm_engine.params import request_options
+    from dllm_engine.scheduler.request_options import request_options
 
     with pytest.raises(ValueError, match="unknown request option 'block_lenght'=8; did you mean 'block_length'"):
         request_options(SamplingParams(extra_args={"block_lenght": 8}))

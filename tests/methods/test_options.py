@@ -6,7 +6,6 @@ import pytest
 
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.paper_settings import paper_settings
 from tests.support.engines import generate, scheduler_of, start_engine
 
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -77,15 +76,15 @@ def test_the_papers_settings_have_a_name():
     ],
 )
 def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
-    settings = paper_settings("dllm_cache", name, DREAM if "Dream" in name else LLADA)
+    family = DREAM if "Dream" in name else LLADA
     for chosen in ({}, "paper"):
-        cache = EngineOptions(cache_method="dllm_cache", cache_options=chosen).with_paper_settings(settings).cache
+        cache = EngineOptions(cache_method="dllm_cache", cache_options=chosen).with_paper_settings(name, family).cache
         assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
         assert (cache.update_ratio, cache.similarity) == (0.25, "value")
         assert cache.exclude_prompt_states
         assert cache.refresh_first_layer
     own = EngineOptions(cache_method="dllm_cache", cache_options={"response_refresh_interval": 9})
-    cache = own.with_paper_settings(settings).cache
+    cache = own.with_paper_settings(name, family).cache
     assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == (expected[0], 9)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
@@ -104,7 +104,7 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
             steps_per_dispatch=steps_per_dispatch,
         )
         model.end_tokens = ENDS
-        monkeypatch.setattr(runner_of(llm), "end_tokens", torch.tensor(ENDS))
+        monkeypatch.setattr(runner_of(llm).denoiser, "end_tokens", torch.tensor(ENDS))
         requests = requests_of(method, number, options, is_dream=model.is_dream)
 
         def plain(prompt, asked, options=options):
@@ -112,9 +112,8 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
 
         compared += assert_answers_as(llm, requests, plain)
         asked += len(requests)
-    print(method, name, compared, asked)
     assert compared >= asked / 4, "most of these requests are decided by rounding; choose others"
 
 
 def test_every_method_is_among_them():
-    assert set(ENGINES) == set(METHODS) == set(CACHE_OPTIONS)
+    assert set(ENGINES) == set(METHODS) == set(CACHE_METHODS)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from dllm_engine.model_executor.passes import CACHE_METHODS
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.options import CACHE_OPTIONS
-from dllm_engine.params import PARALLEL_OPTIONS
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+from dllm_engine.model_executor.passes import PASSES
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from tests.support.engines import assert_nothing_left, generate
 from tests.support.tiny_checkpoints import MASK
 
@@ -136,7 +135,7 @@ def test_a_rule_that_cannot_be_followed_is_refused_by_name(engine, settings, fra
 
 
 def test_what_is_combined_below_is_all_there_is():
-    assert set(CACHE_METHODS) == set(CACHE_OPTIONS) == set(REFRESH_PLANS)
+    assert set(PASSES) == set(CACHE_METHODS)
     assert set(SOME) == set(PARALLEL_OPTIONS) <= set(PARALLEL_RULES)
 
 

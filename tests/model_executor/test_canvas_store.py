@@ -3,35 +3,47 @@
 import torch
 
 from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.step_batch import Canvas
-from dllm_engine.model_executor.token_prediction import SamplingSettings
+from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.request import DecodingSpec
 
 
-def add(store: CanvasStore, number: int, length: int, others: list[Canvas]) -> Canvas:
+def make_store() -> CanvasStore:
+    return CanvasStore(torch.device("cpu"), mask_token_id=99)
+
+
+def add(store: CanvasStore, number: int, length: int) -> None:
     """A canvas full of its own number."""
     spec = DecodingSpec(1, length - 1, 4, length - 1, "uniform", "low_confidence", 0.0, 1.0, 0)
-    canvas = Canvas(spec, 0, SamplingSettings(0.0, 1.0, 0, False))
-    store.add(canvas, others)
+    store.open(str(number), NewRequest([5], spec, seed=7))
+    canvas = store.canvases[str(number)]
     canvas.tokens[:], canvas.masked[:] = number, number % 2 == 0
-    return canvas
+
+
+def test_a_canvas_is_the_prompt_and_then_masks():
+    store = make_store()
+    spec = DecodingSpec(3, 9, 4, 9, "uniform", "low_confidence", 0.0, 1.0, 0)
+    store.open("a", NewRequest([5, 6, 7], spec, seed=7))
+    canvas = store.canvases["a"]
+    assert canvas.tokens.tolist() == [5, 6, 7] + [99] * 9
+    assert canvas.masked.tolist() == [False] * 3 + [True] * 9
+    assert canvas.seed == 7
 
 
 def test_canvases_stay_what_they_are_while_others_come_and_go():
-    store = CanvasStore(torch.device("cpu"))
-    live: dict[int, Canvas] = {}
+    store = make_store()
     for number in range(60):
-        live[number] = add(store, number, 5 + number % 7, list(live.values()))
+        add(store, number, 5 + number % 7)
         if number % 3 == 2:
-            live.pop(number - number % 5, None)
-        for other, canvas in live.items():
-            part = slice(canvas.start, canvas.start + canvas.spec.canvas_length)
+            store.close(str(number - number % 5))
+        for name, canvas in store.canvases.items():
+            other, part = int(name), slice(canvas.start, canvas.start + canvas.spec.canvas_length)
             assert canvas.tokens.tolist() == store.tokens[part].tolist() == [other] * (5 + other % 7)
             assert canvas.masked.tolist() == store.masked[part].tolist() == [other % 2 == 0] * (5 + other % 7)
 
 
 def test_what_finished_requests_held_is_used_again():
-    store = CanvasStore(torch.device("cpu"))
+    store = make_store()
     for number in range(50):
-        add(store, number, 10, [])
+        add(store, number, 10)
+        store.close(str(number))
     assert store.tokens.numel() == 20

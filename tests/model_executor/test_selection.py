@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES
-from dllm_engine.model_executor.unmasking.selection import drawn_below, first_of_all, select
+from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, drawn_below, first_of_all
+from dllm_engine.model_executor.unmasking.selection import select
 
-RULES = {name: rule.passes for name, rule in PARALLEL_RULES.items()} | {"count": first_of_all, "draws": drawn_below}
+RULES = PARALLEL_RULES | {"count": first_of_all, "draws": drawn_below}
 
 
 def pick(rule: str, confidences: list[list[float]], values: list[float], offsets: list[list[int]], width: int):

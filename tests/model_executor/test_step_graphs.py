@@ -40,13 +40,13 @@ def recording(engines):
 
     yield start
     for runner in changed:
-        runner.graphs = None
+        runner.denoiser.graphs = None
 
 
 def recordable() -> list[str]:
-    from dllm_engine.options import RECORDABLE
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    return list(RECORDABLE)
+    return [name for name, method in CACHE_METHODS.items() if method.recordable]
 
 
 @pytest.mark.parametrize("method", recordable())
@@ -153,10 +153,11 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
 
 
 def test_methods_that_cannot_be_recorded_are_refused():
-    from dllm_engine.options import CACHE_OPTIONS, RECORDABLE, EngineOptions
+    from dllm_engine.options import EngineOptions
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    for method in CACHE_OPTIONS:
-        if method in RECORDABLE:
+    for method in CACHE_METHODS:
+        if CACHE_METHODS[method].recordable:
             assert EngineOptions.parse({"cache_method": method, "cuda_graphs": True}).cuda_graphs
         else:
             with pytest.raises(ValueError, match=f"cuda_graphs=True .*prefix, dual, sparse, freecache.*'{method}'"):

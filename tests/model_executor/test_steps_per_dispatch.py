@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
 
@@ -41,7 +41,7 @@ def count_dispatches(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["LLaDA", "Dream"])
-@pytest.mark.parametrize("method", CACHE_OPTIONS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_answers_and_records_are_those_of_single_steps(pair, method, family):
     one, several = pair(method, family)
     params = [asked(), asked(steps=9), asked(threshold=0.3), asked(temperature=0.7, seed=3, gen_length=16)]
@@ -65,20 +65,20 @@ def test_a_dispatch_ends_with_its_steps_or_with_a_block(pair, monkeypatch):
 
 def count_runs(runner, monkeypatch):
     """A list that grows by the number of steps of each run of steps without a look at the device."""
-    denoise, lengths = runner._denoise, []
+    run, lengths = runner.denoiser.run, []
 
-    def counted(batch, candidates, layer_pass, run):
-        lengths.append(len(run))
-        return denoise(batch, candidates, layer_pass, run)
+    def counted(candidates, layer_pass, steps):
+        lengths.append(len(steps))
+        return run(candidates, layer_pass, steps)
 
-    monkeypatch.setattr(runner, "_denoise", counted)
+    monkeypatch.setattr(runner.denoiser, "run", counted)
     return lengths
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", ["none", "sparse", "dual", "freecache"])
 def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, recorded):
-    from tests.support.stand_in_recorder import AsksNothing, record_steps
+    from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
 
     one, several = pair(method, steps_per_dispatch=8)
     params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
@@ -86,15 +86,15 @@ def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, re
     runner = runner_of(several)
     monkeypatch.setattr(runner, "looks_ahead", True)
     if recorded and method != "none":
-        monkeypatch.setattr(runner, "graphs", None)
+        monkeypatch.setattr(runner.denoiser, "graphs", None)
         record_steps(runner)
-    step, lengths = runner._step, count_runs(runner, monkeypatch)
+    step, lengths = runner.denoiser._step, count_runs(runner, monkeypatch)
 
     def watched(*args):
-        with AsksNothing():
+        with ForbidDeviceSync():
             return step(*args)
 
-    monkeypatch.setattr(runner, "_step", watched)
+    monkeypatch.setattr(runner.denoiser, "_step", watched)
     assert [list(output.outputs[0].token_ids) for output in generate(several, PROMPTS, params)] == expected
     assert max(lengths) >= 3
     # Alone, a request runs the steps of a block that reuse its cache in one go.
@@ -107,7 +107,7 @@ def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, re
     "settings",
     [{"threshold": 0.1}, {"unmasking": "origin", "seed": 1}, {"delay_eos": True}, {"logprobs": 1}],
 )
-def test_steps_that_cannot_be_foreseen_run_one_by_one(pair, monkeypatch, settings):
+def test_steps_that_are_not_known_ahead_run_one_by_one(pair, monkeypatch, settings):
     one, several = pair("dual")
     expected = generate(one, PROMPTS, asked(**settings))
     runner = runner_of(several)

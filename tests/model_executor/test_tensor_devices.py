@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import generate, runner_of
 
 FACTORIES = {torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
@@ -67,7 +67,7 @@ PROMPTS = [[7 * i % 100 for i in range(1, 14)], [3, 4, 5, 6, 7, 8, 9, 10, 11], [
 
 
 @pytest.mark.parametrize("family", ["LLaDA", "Dream"])
-@pytest.mark.parametrize("method", CACHE_OPTIONS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_of_every_cache_method(engines, tiny_llada, tiny_dream, strict, method, family):
     model = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
     llm = engines(model, cache_method=method, cache_options=OPTIONS.get(method, {}), page_size=4, steps_per_dispatch=4)
@@ -75,7 +75,7 @@ def test_of_every_cache_method(engines, tiny_llada, tiny_dream, strict, method, 
 
 
 def test_of_every_way_of_unmasking(engines, tiny_llada, strict):
-    from dllm_engine.model_executor.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+    from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 
     llm = strict(engines(tiny_llada, page_size=4))
     params = [asked(unmasking=name) for name in UNMASKING_POLICIES if name not in PARALLEL_RULES]

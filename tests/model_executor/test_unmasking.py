@@ -5,13 +5,14 @@ import torch
 
 from dllm_engine.model_executor.candidates import BatchCandidates, outcomes_of
 from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.model_runner import DiffusionModelRunner, _sampling_settings
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.denoiser import Denoiser
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings
-from dllm_engine.model_executor.unmasking import UNMASKING_POLICIES
-from dllm_engine.model_executor.unmasking.policy import TokenStatistics
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, UnmaskQuota
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 MASK = 99
 BLOCK = Span(4, 9)
@@ -38,16 +39,13 @@ def spec_of(unmasking: str, temperature: float = 0.0, top_p: float = 1.0, top_k:
 
 def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | None = None) -> list:
     """(canvas, positions filled) of each (policy, quota), all in one batch; every request has the same statistics."""
-    runner = object.__new__(DiffusionModelRunner)
-    runner.mask_token_id, runner.store = MASK, CanvasStore(torch.device("cpu"))
+    store = CanvasStore(torch.device("cpu"), MASK)
+    denoiser = Denoiser(None, None, None, store, [])
     canvases, plans = [], []
-    for unmasking, quota in requests:
-        spec = spec_of(unmasking)
-        canvas = Canvas(spec, seed=0, settings=_sampling_settings(spec))
-        runner.store.add(canvas, canvases)
-        canvas.tokens[:] = MASK
-        canvas.tokens[:4], canvas.tokens[6] = 1, 60
-        canvas.masked[:] = canvas.tokens == MASK
+    for number, (unmasking, quota) in enumerate(requests):
+        store.open(str(number), NewRequest([1] * 4, spec_of(unmasking), seed=0))
+        canvas = store.canvases[str(number)]
+        canvas.tokens[6], canvas.masked[6] = 60, False
         canvases.append(canvas)
         plans.append(StepPlan(RefreshState.FULL, Scope.ALL, RowRule.ALL, Span(0, 14), 14, BLOCK, quota, 0))
     batch = StepBatch(
@@ -55,14 +53,14 @@ def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | No
         plans,
         canvases,
         [14 * i for i in range(len(plans) + 1)],
-        runner.store.tokens,
+        store.tokens[: 14 * len(plans)],
         torch.arange(14).repeat(len(plans)),
     )
-    candidates = BatchCandidates.of(batch, runner.store)
+    candidates = BatchCandidates.of(batch, store)
     repeated = {name: torch.cat([x] * len(plans)) for name, x in vars(STATISTICS).items() if x is not None}
     if held_back is not None:
         repeated["held_back"] = torch.tensor(held_back * len(plans))
-    (outcome,) = outcomes_of([[runner._fill(candidates, TokenStatistics(**repeated))]], len(plans))
+    (outcome,) = outcomes_of([[denoiser._fill(candidates, TokenStatistics(**repeated))]], len(plans))
     return list(zip(canvases, outcome.positions, strict=True))
 
 
@@ -163,4 +161,4 @@ def test_every_policy_is_found_by_its_name_and_says_what_it_needs():
     ],
 )
 def test_settings_that_make_no_difference_are_shared(spec, expected):
-    assert _sampling_settings(spec) == expected
+    assert SamplingSettings.of(spec) == expected

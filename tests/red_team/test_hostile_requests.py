@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.params import RequestOptions
+from dllm_engine.scheduler.request_options import RequestOptions
 from tests.support.server import running, scrape
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dllm_engine.options import CACHE_OPTIONS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.random_requests import random_requests
 from tests.support.sharded import answer_sharded
@@ -67,7 +67,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
 
 
 def test_every_cache_method_has_choices():
-    assert CHOICES.keys() == CACHE_OPTIONS.keys()
+    assert CHOICES.keys() == CACHE_METHODS.keys()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, StepReport
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 EOS = 141
 
@@ -38,6 +38,7 @@ class StandInRunner:
             self.masked[request_id] = left - plan.quota.count
             done = self.masked[request_id] == 0
             reports[request_id] = StepReport(
+                plan=plan,
                 rows_computed=plan.max_rows,
                 num_unmasked=plan.quota.count,
                 block_tokens=[self.token_at(p) for p in range(*plan.block)] if done else None,
@@ -201,13 +202,13 @@ def test_arrival_breaks_ties_of_priority():
 
 def cheap_between_refreshes(spec, progress):
     """Plans as of a method with a cache: many requests fit together until their refreshes coincide."""
-    plan = REFRESH_PLANS["none"].plan(spec, progress)
+    plan = CACHE_METHODS["none"].plan(spec, progress)
     return plan if progress.step % 2 == 0 else dataclasses.replace(plan, max_rows=plan.block.size)
 
 
 def test_rows_never_exceed_the_budget_and_nobody_starves():
     scheduler, runner = make_scheduler(max_num_seqs=8, max_rows=100), StandInRunner()
-    scheduler.plan = cheap_between_refreshes
+    scheduler.method = dataclasses.replace(scheduler.method, plan=cheap_between_refreshes)
     rng = random.Random(0)
     lengths = {f"r{i}": rng.choice([1, 5, 20, 40, 92]) for i in range(30)}
     for name, length in lengths.items():

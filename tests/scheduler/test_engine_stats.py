@@ -5,8 +5,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dllm_engine.metrics import METRICS, attach_stats, take_stats
-from dllm_engine.scheduler.engine_stats import EngineStats
+from dllm_engine.metrics import METRICS
+from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats, take_stats
 from tests.scheduler.test_diffusion_scheduler import StandInRunner, make_scheduler, request, step
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dllm_engine.model_executor.unmasking import PARALLEL_RULES
+from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan
@@ -70,7 +70,7 @@ def test_dream_feeds_the_rows_before_those_it_predicts():
 def test_a_threshold_must_be_exceeded():
     request = replace(spec(), parallel=ParallelRule("threshold", 0.9))
     assert {plan.quota.parallel for plan in plans_of(request, (3, 2, 1))} == {ParallelRule("exceeded_threshold", 0.9)}
-    exceeded = PARALLEL_RULES["exceeded_threshold"].passes(torch.tensor([0.875, 0.75, 0.5]), 0.75)
+    exceeded = PARALLEL_RULES["exceeded_threshold"](torch.tensor([0.875, 0.75, 0.5]), 0.75)
     assert exceeded.tolist() == [True, False, False]
 
 

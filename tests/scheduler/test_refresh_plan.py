@@ -4,7 +4,7 @@ import pytest
 
 from dllm_engine.scheduler.request import Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, unmask_quota
-from tests.support.plans import GEOMETRY, cache_of, engine_options, page_demand, plans_of
+from tests.support.plans import cache_of, engine_options, page_demand, plans_of
 from tests.support.plans import spec_of as spec
 
 
@@ -167,4 +167,4 @@ def test_freecache_keeps_a_finished_block_in_the_next_ones_first_step(include_su
 )
 def test_page_demand_is_that_of_the_largest_block(method, pages):
     options = engine_options(method)
-    assert page_demand(spec(cache=options.cache), options, GEOMETRY) == pages
+    assert page_demand(spec(cache=options.cache), options) == pages

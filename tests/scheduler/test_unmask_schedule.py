@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.scheduler.unmask_schedule import split_steps, timestep_count, timestep_ratio, uniform_count
+from dllm_engine.scheduler.unmasking import split_steps, timestep_count, timestep_ratio, uniform_count
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dllm_engine.options import CacheOptions, EngineOptions
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.base import CacheOptions
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.refresh_plan import REFRESH_PLANS, longest_demand, page_demand
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
-
-__all__ = ["GEOMETRY", "engine_options", "longest_demand", "page_demand", "pages_of", "plan_of", "plans_of", "spec_of"]
 
 GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
 """A page holds 4 tokens: 8 slots of one head each, or 4 rows of features."""
@@ -41,7 +40,7 @@ def spec_of(**changes: Any) -> DecodingSpec:
 
 
 def plan_of(spec: DecodingSpec, method: str, progress: Progress) -> StepPlan:
-    return REFRESH_PLANS[method].plan(spec, progress)
+    return CACHE_METHODS[method].plan(spec, progress)
 
 
 def plans_of(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None = None) -> list[StepPlan]:
@@ -63,4 +62,12 @@ def _plans(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None) -> It
 
 
 def pages_of(spec: DecodingSpec, method: str, block: int, geometry: PoolGeometry = GEOMETRY) -> dict[PageKind, list]:
-    return REFRESH_PLANS[method].pages(spec, block, geometry)
+    return CACHE_METHODS[method].pages(spec, block, geometry)
+
+
+def page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry = GEOMETRY) -> int:
+    return engine.method.page_demand(spec, geometry)
+
+
+def longest_demand(engine: EngineOptions, geometry: PoolGeometry, max_model_len: int) -> int:
+    return engine.method.longest_demand(engine.cache, geometry, max_model_len)

@@ -21,7 +21,7 @@ GIVES = ("aten::lift_fresh", "aten::_to_copy")
 """Operators that bring numbers of the host."""
 
 
-class AsksNothing(TorchDispatchMode):
+class ForbidDeviceSync(TorchDispatchMode):
     """Refuses what would wait for a device. Inside a kernel of this package it does not look."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,7 +33,7 @@ class AsksNothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class NothingOfTheHost(AsksNothing):
+class NothingOfTheHost(ForbidDeviceSync):
     """Refuses what a CUDA graph cannot hold, or not as what it was meant to be."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,5 +67,5 @@ def record_steps(runner: DiffusionModelRunner) -> StandInRecorder:
     recorder = StandInRecorder()
     assert runner.pages is not None
     longest_table = -(-runner.model_config.max_model_len // runner.options.page_size)
-    runner.graphs = StepGraphs(runner.model, runner.pages, longest_table, recorder)
+    runner.denoiser.graphs = StepGraphs(runner.model, runner.pages, longest_table, recorder)
     return recorder

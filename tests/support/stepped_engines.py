@@ -34,13 +34,13 @@ def run_in_steps(
 ) -> Run:
     """Answer all requests; request i is added before step ``joins[i]`` (all before the first)."""
     runner, run = runner_of(llm), Run()
-    forward = runner.forward
+    forward = runner.denoiser.forward
 
     def recording(batch, layer_pass):
         run.plans.append(list(batch.plans))
         return forward(batch, layer_pass)
 
-    runner.forward = recording
+    runner.denoiser.forward = recording
     outputs: dict[int, Any] = {}
     try:
         step = 0
@@ -54,7 +54,7 @@ def run_in_steps(
             after_step()
             step += 1
     finally:
-        runner.forward = forward
+        runner.denoiser.forward = forward
     run.tokens = [list(outputs[i].token_ids) for i in range(len(prompts))]
     run.figures = [outputs[i].diffusion for i in range(len(prompts))]
     assert_nothing_left(llm)

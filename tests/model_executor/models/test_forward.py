@@ -14,7 +14,7 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 @torch.inference_mode()
 def dense_logits(llm, *sequences: list[int]) -> list[torch.Tensor]:
     """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass."""
-    from dllm_engine.model_executor.passes.base import DensePass
+    from dllm_engine.model_executor.passes.dense import DensePass
 
     model = runner_of(llm).model
     cu_seqlens = [0]

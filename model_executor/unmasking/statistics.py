@@ -1,13 +1,10 @@
-"""What an unmasking policy is: an order of the masked positions."""
+"""What a step knows of its predictions: the tokens, and how sure the model is of them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-Measure = Literal["probability", "entropy", "margin"]
-"""What a confidence is: the predicted token's probability, the negative entropy, or p1 − p2."""
+from dllm_engine.scheduler.unmasking import Measure
 
 
 @dataclass
@@ -22,6 +19,17 @@ class TokenLogprobs:
     """``[num_rows, num_logprobs]`` int64: the likeliest tokens, the first one first."""
     top: torch.Tensor
     """``[num_rows, num_logprobs]`` float32: theirs."""
+
+    @classmethod
+    def empty(cls, num_rows: int, num_logprobs: int, device: torch.device) -> "TokenLogprobs":
+        """Zeros, to be filled in."""
+        shape = (num_rows, num_logprobs)
+        return cls(
+            token=torch.zeros(num_rows, device=device),
+            rank=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            top_tokens=torch.zeros(shape, dtype=torch.int64, device=device),
+            top=torch.zeros(shape, device=device),
+        )
 
     def split(self, sizes: list[int]) -> list["TokenLogprobs"]:
         """Of so many rows each."""
@@ -47,30 +55,18 @@ class TokenStatistics:
     held_back: torch.Tensor | None = None
     """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where every request allows them."""
 
+    def confidence(self, measure: Measure) -> torch.Tensor:
+        """``[num_rows]``: by which an unmasking policy orders the rows."""
+        by_measure = {"probability": self.probability, "entropy": self.negative_entropy, "margin": self.margin}
+        return required(self.noise if measure == "noise" else by_measure[measure])
+
     def split(self, sizes: list[int]) -> list["TokenStatistics"]:
         """Of so many rows each."""
         columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in vars(self).values()]
         return [TokenStatistics(*parts) for parts in zip(*columns, strict=True)]
 
 
-@dataclass(frozen=True)
-class UnmaskingPolicy:
-    """Gives each masked position a confidence; a step unmasks the most confident ones."""
-
-    name: str
-    confidence: Callable[[TokenStatistics], torch.Tensor]
-    tempered: bool = False
-    """Whether probabilities are those after temperature, top-p and top-k (Dream) or of the plain softmax (LLaDA)."""
-    measures: Measure | None = None
-    """What the confidence is, where a rule of parallel unmasking could use it; None: chance."""
-    needs_entropy: bool = False
-    needs_margin: bool = False
-    needs_noise: bool = False
-    draws_each_position: bool = False
-    """Unmask each position with the step's ratio as probability, not a fixed count of the most confident."""
-
-
 def required(values: torch.Tensor | None) -> torch.Tensor:
-    """A statistic that the policy declared it needs."""
+    """A statistic that a policy of the batch asked for."""
     assert values is not None
     return values

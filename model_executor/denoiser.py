@@ -1,0 +1,216 @@
+"""Denoising steps of one batch: forward pass, predictions of the masked positions, and what is filled of them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from dllm_engine.model_executor.candidates import (
+    CHOSEN,
+    NOT_FINITE,
+    BatchCandidates,
+    Candidates,
+    Filled,
+    StepOutcome,
+    outcomes_of,
+)
+from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.guide.accept import select_guided
+from dllm_engine.model_executor.guide.model import Draft, Guide
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.noise import NO_TOKEN, uniform
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.step_batch import StepBatch, ranges
+from dllm_engine.model_executor.step_graphs import StepGraphs
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.messages import RequestFailure
+from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+
+
+class Denoiser:
+    """Runs steps on the canvases of a store. Knows no request but those of the batch it is given."""
+
+    def __init__(
+        self,
+        model: DiffusionDecoder,
+        predictor: TokenPredictor,
+        guide: Guide | None,
+        store: CanvasStore,
+        end_tokens: Sequence[int],
+    ) -> None:
+        self.model, self.predictor, self.guide, self.store = model, predictor, guide, store
+        self.device = store.tokens.device
+        self.end_tokens = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
+        self.graphs: StepGraphs | None = None
+        self.failures: dict[str, RequestFailure] = {}
+        """Of requests whose own part of the last run failed."""
+
+    def run(
+        self, candidates: BatchCandidates, layer_pass: LayerPass, steps: Sequence[dict[str, StepPlan]]
+    ) -> list[StepOutcome]:
+        """Run steps of one batch, which do the same work on other tokens. Between them the device is not waited for.
+
+        An exception in here is no one request's and ends the engine: pages have been written in part, by some layers
+        and perhaps by some ranks, so that running the requests again, one by one, would not compute the same.
+        """
+        self.failures = {}
+        batch, groups = candidates.batch, self._by_settings(candidates)
+        filled = [self._step(batch, groups, layer_pass)]
+        if len(steps) > 1:
+            starts = on_device([canvas.start for canvas in batch.canvases], self.device)
+            places = starts[batch.request_of_row()] + batch.positions
+            for plans in steps[1:]:
+                in_order = [plans[request_id] for request_id in batch.request_ids]
+                batch = replace(batch, plans=in_order, input_ids=self.store.tokens[places])
+                groups = [replace(group, batch=batch) for group in groups]
+                filled.append(self._step(batch, groups, layer_pass))
+        return outcomes_of(filled, len(batch.plans))
+
+    def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
+        """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read before the next pass."""
+        if self.graphs is not None:
+            return self.graphs(batch, layer_pass)
+        return self.model(batch.input_ids, batch.positions, layer_pass)
+
+    def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
+        """Those that go through the head together."""
+        members: dict[SamplingSettings, list[int]] = defaultdict(list)
+        for index in candidates.members:
+            members[candidates.batch.canvases[index].settings].append(index)
+        return [candidates.of_requests(indices) for indices in members.values()]
+
+    def _step(self, batch: StepBatch, groups: list[BatchCandidates], layer_pass: LayerPass) -> list[Filled]:
+        """One forward pass, and what it fills of the candidates."""
+        hidden = self.forward(batch, layer_pass)
+        if layer_pass.finished is not None:
+            groups = [group.take(layer_pass.finished[group.rows]) for group in groups]
+        drafted: list[tuple[Candidates, TokenStatistics]] = []
+        filled = []
+        for group in groups:
+            if not group.positions.numel():
+                continue
+            specs = [batch.canvases[index].spec for index in group.members]
+            statistics = self._predict(hidden, group)
+            if any(spec.delay_eos for spec in specs):
+                statistics.held_back = self._held_back(group, statistics.token)
+            if layer_pass.observes or any(spec.needs_per_step_output for spec in specs):
+                for candidates, its_statistics in group.split(statistics):
+                    layer_pass.observe(candidates.index, candidates.positions, its_statistics)
+                    _record(candidates, its_statistics)
+                    if candidates.canvas.spec.guidance is not None:
+                        drafted.append((candidates, its_statistics))
+            filled.append(self._fill(group, statistics))
+        return filled + self._fill_guided(drafted)
+
+    def _predict(self, hidden: torch.Tensor, group: BatchCandidates) -> TokenStatistics:
+        """Statistics of candidates of equal settings, in one pass through the head."""
+        specs = [group.batch.canvases[index].spec for index in group.members]
+        settings = group.batch.canvases[group.members[0]].settings
+        measures = {UNMASKING_POLICIES[spec.unmasking].measures for spec in specs}
+        counters = None
+        if "noise" in measures or settings.temperature > 0:
+
+            def per_candidate(values: list[int]) -> torch.Tensor:
+                return on_device(values, self.device)[group.requests]
+
+            counters = Counters(
+                per_candidate([canvas.seed for canvas in group.batch.canvases]),
+                per_candidate([plan.forward for plan in group.batch.plans]),
+                group.positions,
+            )
+        num_logprobs = [spec.num_logprobs for spec in specs if spec.num_logprobs is not None]
+        statistics = self.predictor.predict(
+            hidden[group.rows],
+            settings,
+            counters,
+            with_entropy="entropy" in measures,
+            with_margin="margin" in measures,
+            num_logprobs=max(num_logprobs, default=None),
+        )
+        if "noise" in measures and counters is not None:
+            statistics.noise = uniform(
+                counters.seeds, counters.forwards, counters.positions, torch.full_like(counters.positions, NO_TOKEN)
+            )
+        return statistics
+
+    def _held_back(self, group: BatchCandidates, tokens: torch.Tensor) -> torch.Tensor:
+        """Predicted end tokens after a masked position, while the response has none, where the request delays them;
+        bool ``[num_candidates]``."""
+        canvases = group.batch.canvases
+        delays = [canvas.spec.delay_eos for canvas in canvases]
+        starts = [canvas.start + canvas.spec.prompt_length for canvas in canvases]
+        sizes = [canvas.spec.gen_length * delayed for canvas, delayed in zip(canvases, delays, strict=True)]
+        owners, places = on_device(np.stack(ranges(starts, sizes)), self.device).unbind()
+        ends = torch.isin(self.store.tokens[places], self.end_tokens)
+        num_ends = torch.zeros(len(canvases), dtype=torch.int64, device=self.device).index_add_(0, owners, ends.long())
+        delayed = on_device(delays, self.device, torch.bool) & (num_ends == 0)
+        after_mask = self.store.masked[group.places - 1]
+        return torch.isin(tokens, self.end_tokens) & after_mask & delayed[group.requests]
+
+    def _fill(self, group: BatchCandidates, statistics: TokenStatistics) -> Filled:
+        """Unmask the plans' quotas of the candidates."""
+        masked, tokens = self.store.masked[group.places], self.store.tokens[group.places]
+        chosen = group.choose(statistics, masked)
+        self.store.tokens[group.places] = torch.where(chosen, statistics.token, tokens)
+        self.store.masked[group.places] = masked & ~chosen
+        # A NaN or an infinity among a row's logits makes every probability of the row NaN.
+        outcome = torch.where(statistics.probability < torch.inf, chosen, NOT_FINITE)
+        return Filled(group.requests, group.positions, outcome)
+
+    def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
+        """Unmask what the guide lets pass of each request's draft."""
+        if not drafted:
+            return []
+        assert self.guide is not None
+        drafts, probabilities = [], []
+        for candidates, statistics in drafted:
+            guidance = candidates.canvas.spec.guidance
+            assert guidance is not None
+            window = slice(guidance.speculation_length)
+            request_id = candidates.request_id
+            drafts.append(Draft(request_id, candidates.canvas, candidates.positions[window], statistics.token[window]))
+            probabilities.append(statistics.probability[window].tolist())
+        filled = []
+        for draft, probability, verdict, (candidates, _) in zip(
+            drafts, probabilities, self.guide.check(drafts), drafted, strict=True
+        ):
+            if isinstance(verdict, RequestFailure):
+                self.failures[draft.request_id] = verdict
+                continue
+            canvas, plan = draft.canvas, candidates.plan
+            assert canvas.spec.guidance is not None
+            chosen = select_guided(
+                canvas.spec.guidance,
+                verdict.drafted,
+                probability,
+                verdict.ranks,
+                verdict.tokens,
+                first_needed=plan.quota.first_needed,
+            )
+            positions = draft.positions[list(chosen)]
+            canvas.tokens[positions] = torch.tensor(list(chosen.values()), device=self.device)
+            canvas.masked[positions] = False
+            positions = positions.sort().values
+            requests = torch.full_like(positions, candidates.index)
+            filled.append(Filled(requests, positions, torch.full_like(positions, CHOSEN)))
+        return filled
+
+
+def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
+    """Keep what a request asks to know of its predictions. A position that was filled is predicted no more, so what is
+    kept of it is that of the step that filled it."""
+    if candidates.canvas.confidences is not None:
+        candidates.canvas.confidences[candidates.positions] = statistics.probability
+    kept, made = candidates.canvas.logprobs, statistics.logprobs
+    if kept is None or made is None:
+        return
+    positions, wanted = candidates.positions, kept.top.shape[1]
+    kept.token[positions] = made.token
+    kept.rank[positions] = made.rank
+    kept.top_tokens[positions] = made.top_tokens[:, :wanted]
+    kept.top[positions] = made.top[:, :wanted]

@@ -1,0 +1,125 @@
+"""What the scheduler is told of steps that have run."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsLists
+
+from dllm_engine.model_executor.candidates import StepOutcome
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.scheduler.messages import BlockChange, RequestFailure, StepReport, StepResult, failure_of
+from dllm_engine.scheduler.request import Span
+from dllm_engine.scheduler.step_plan import StepPlan, must_fill
+
+
+def step_reports(
+    batch: StepBatch,
+    steps: Sequence[dict[str, StepPlan]],
+    outcomes: Sequence[StepOutcome],
+    layer_pass: LayerPass,
+    mask_token_id: int,
+    *,
+    with_trace: bool,
+) -> list[dict[str, StepResult]]:
+    """A dictionary per step, by request. No step but the last completes a block; a request ends with its first failure.
+
+    Args:
+        batch: of the first step.
+        steps: the plans of each step.
+        outcomes: what each step filled.
+        layer_pass: which ran them.
+    """
+    reports: list[dict[str, StepResult]] = [{} for _ in outcomes]
+    for index, request_id in enumerate(batch.request_ids):
+        plans = [step[request_id] for step in steps]
+        try:
+            results = _results(batch, index, plans, outcomes, layer_pass, mask_token_id, with_trace)
+        except Exception as error:
+            results = [failure_of(request_id, error)]
+        for reports_of_step, result in zip(reports, results, strict=False):
+            reports_of_step[request_id] = result
+    return reports
+
+
+def _results(
+    batch: StepBatch,
+    index: int,
+    plans: list[StepPlan],
+    outcomes: Sequence[StepOutcome],
+    layer_pass: LayerPass,
+    mask_token_id: int,
+    with_trace: bool,
+) -> list[StepResult]:
+    """What each step did to one request, up to the first that fails."""
+    canvas, block = batch.canvases[index], plans[0].block
+    unmasked = [outcome.positions[index] for outcome in outcomes]
+    left = canvas.num_masked.get(block, block.size) - sum(map(len, unmasked))
+    canvas.num_masked[block] = left
+    canvas.last_unmasked = unmasked[-1]
+    results: list[StepResult] = []
+    for number, (plan, outcome) in enumerate(zip(plans, outcomes, strict=True)):
+        if failure := _failure(plan, canvas, index, outcome):
+            return [*results, failure]
+        done = number == len(outcomes) - 1 and left == 0
+        report = StepReport(
+            plan=plan,
+            rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
+            num_unmasked=len(unmasked[number]),
+            block_tokens=canvas.tokens[slice(*block)].tolist() if done else None,
+            trace=_trace(batch, index, plan, unmasked[number], layer_pass) if with_trace else None,
+            kv_slots=layer_pass.kv_slots(index),
+            logprobs=_block_logprobs(canvas, slice(*block)) if done and canvas.logprobs is not None else None,
+            block_change=_block_change(canvas, block, unmasked[number], mask_token_id)
+            if canvas.confidences is not None
+            else None,
+        )
+        results.append(report)
+    return results
+
+
+def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -> RequestFailure | None:
+    """What is wrong with a request's part of a step."""
+    if index in outcome.not_finite:
+        return RequestFailure(
+            "not_finite", f"the model produced logits that are NaN or infinite in forward pass {plan.forward + 1}"
+        )
+    if not outcome.positions[index] and must_fill(plan, canvas.spec):
+        return RequestFailure("no_progress", f"forward pass {plan.forward + 1} unmasked no token, although it has to")
+    return None
+
+
+def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
+    """What a step did, by the names of ``DiffusionFigures.trace``."""
+    whole = batch.num_rows(index) == batch.canvases[index].spec.canvas_length
+    return {
+        "refresh_states": plan.state.value,
+        "unmasked_per_step": unmasked,
+        "computed_positions": None if whole else batch.positions[batch.rows(index)].tolist(),
+    } | layer_pass.record(index)
+
+
+def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
+    """In vLLM's form: the committed token first, then the likeliest ones."""
+    kept = canvas.logprobs
+    assert kept is not None
+    tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
+    values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
+    return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
+
+
+def _block_change(canvas: Canvas, block: Span, unmasked: list[int], mask_token_id: int) -> BlockChange:
+    """``unmasked``: the canvas positions that the step filled."""
+    assert canvas.confidences is not None
+    here = slice(*block)
+    known = [None if math.isnan(confidence) else confidence for confidence in canvas.confidences[here].tolist()]
+    filled = [position - block.start for position in unmasked]
+    return BlockChange(
+        positions=filled,
+        token_ids=canvas.tokens[unmasked].tolist(),
+        confidences=[known[position] for position in filled],
+        guesses=[known[position] for position in canvas.masked[here].nonzero().flatten().tolist()],
+        mask_token_id=mask_token_id,
+    )

@@ -1,0 +1,67 @@
+"""How many positions a step fills: the rules of parallel unmasking, a fixed count, and a draw per position.
+
+A new rule of parallel unmasking is a function here, its name in ``PARALLEL_RULES``, and its row in
+``scheduler/unmasking.py``.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
+"""(confidences ``[..., n]`` in descending order, the request's value, a number or ``[..., 1]``) -> bool ``[..., n]``:
+which of them a step fills."""
+
+
+def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """A fixed count: the ``value`` most confident ones."""
+    return (torch.arange(ordered.shape[-1], device=ordered.device) < value).expand(ordered.shape)
+
+
+def drawn_below(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """For policies that draw each position: those whose number, uniform in (0, 1), is below ``value``."""
+    return ordered < value
+
+
+def reaching(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """Fast-dLLM (arXiv 2505.22618): all at least as confident as ``value``, and always the most confident one."""
+    passes = ordered >= value
+    passes[..., 0] = True
+    return passes
+
+
+def exceeding(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """ES-dLLM (arXiv 2603.10088): all more confident than ``value``, and always the most confident one."""
+    passes = ordered > value
+    passes[..., 0] = True
+    return passes
+
+
+def within_factor(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """Fast-dLLM: the n most confident ones, n the largest with (n + 1) · (1 − n-th confidence) < ``value``, or one."""
+    numbers = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
+    # Both factors grow with n, so those that pass come first.
+    passes = (numbers + 1) * (1 - ordered) < value
+    passes[..., 0] = True
+    return passes
+
+
+def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """EB-Sampler (arXiv 2505.24857): lowest entropy first while the total, excluding the largest, is at most ``value``.
+
+    ``ordered`` are negative entropies. For one position that total is 0, so one always passes.
+    """
+    entropy = -ordered.clamp(max=0)
+    # In ascending order the largest of the first n is the n-th: what counts is the sum of those before it.
+    before = torch.nn.functional.pad(entropy[..., :-1].cumsum(-1), (1, 0))
+    return before <= value
+
+
+PARALLEL_RULES: dict[str, Rule] = {
+    "threshold": reaching,
+    "factor": within_factor,
+    "entropy_bound": within_bound,
+    "margin": reaching,
+    "exceeded_threshold": exceeding,
+}
+"""By the names in ``scheduler/unmasking.py``. Each passes the most confident position at least."""

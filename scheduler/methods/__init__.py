@@ -1,0 +1,25 @@
+"""Cache methods without their tensors. A new one is a file here, one in ``model_executor/passes/``, and an entry in the
+registry of each folder."""
+
+from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.dkv import DKV
+from dllm_engine.scheduler.methods.dllm_cache import DLLM_CACHE
+from dllm_engine.scheduler.methods.es_dllm import ES_DLLM
+from dllm_engine.scheduler.methods.fast_dllm import DUAL, PREFIX
+from dllm_engine.scheduler.methods.freecache import FREECACHE
+from dllm_engine.scheduler.methods.maskkv import MASKKV
+from dllm_engine.scheduler.methods.none import NONE
+from dllm_engine.scheduler.methods.sparse import SPARSE
+
+CACHE_METHODS: dict[str, CacheMethod] = {
+    "none": NONE,
+    "prefix": PREFIX,
+    "dual": DUAL,
+    "sparse": SPARSE,
+    "dkv": DKV,
+    "dllm_cache": DLLM_CACHE,
+    "es_dllm": ES_DLLM,
+    "maskkv": MASKKV,
+    "freecache": FREECACHE,
+}
+"""By the name that ``cache_method`` takes."""

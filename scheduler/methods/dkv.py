@@ -1,0 +1,48 @@
+"""dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step after it was decoded."""
+
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field
+
+from dllm_engine.families import ModelFamily
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
+
+
+class DKVOptions(CacheOptions):
+    """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
+
+    refresh_interval: int = Field(default=8, ge=1)
+    """Steps of a block from one recomputation of the whole canvas to the next."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows and those just decoded.
+
+    LLaDA recomputes all in a block's first two steps, because the second is the first in which a decoded token's
+    own K/V could be kept; Dream in the first alone.
+    """
+    options = spec.cache
+    assert isinstance(options, DKVOptions)
+    whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
+    state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
+    plan = step_plan(spec, progress, state, scope, spec.canvas_span, block_alone=False)
+    kept = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    if whole:
+        return kept
+    # With shifted logits the last row predicts no token, so nothing says when it is final; it is taken to be after the
+    # second step.
+    rows = RowRule.MASKED_BEFORE_AND_LAST if spec.shifts_logits and progress.step == 1 else RowRule.MASKED_BEFORE
+    # At most all that was masked when the block began, this block's tokens and those of the blocks after it.
+    num_masked = spec.canvas_length - plan.block.start
+    return replace(kept, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
+
+
+def paper_settings(model: str, family: ModelFamily) -> dict[str, Any]:
+    """The authors' interval for Dream is half of LLaDA's."""
+    return {"refresh_interval": 4 if family.name == "Dream" else 8}
+
+
+DKV = CacheMethod(plan, hold_canvas, DKVOptions, paper_settings=paper_settings)

@@ -1,0 +1,106 @@
+"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of their own, and between refreshes the
+response rows that have changed most."""
+
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dllm_engine.families import ModelFamily
+from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+
+
+class DLLMCacheOptions(CacheOptions):
+    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response; where
+    the number of tokens that a pass unmasks is open (parallel unmasking, a guide), they count tokens unmasked."""
+
+    prompt_refresh_interval: int = Field(default=50, ge=1)
+    """Forward passes (tokens) from one recomputation of the prompt to the next (Kp)."""
+    response_refresh_interval: int = Field(default=7, ge=1)
+    """Forward passes (tokens) from one recomputation of the response to the next (Kr)."""
+    update_ratio: float = Field(default=0.25, ge=0, le=1)
+    """Share of the response rows that the passes between recompute, per layer (ρ)."""
+    similarity: Literal["value", "key"] = "value"
+    """Rows whose fresh value (or key) differs most from the cached one are recomputed."""
+    exclude_prompt_states: bool = True
+    """Keep no features of prompt rows, which nothing reads (MaskKV's prompt-state exclusion). Off, they take the
+    memory that dLLM-Cache's own code gives them; no token changes."""
+    refresh_first_layer: bool = True
+    """Recompute the response in the first layer in every pass, as dLLM-Cache's code does (its paper does not say).
+    Without it the value of a row in the first layer depends on its token alone, so only rows just unmasked differ."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Algorithm 1: prompt and response are recomputed at intervals of their own, counted over the whole
+    response (``_due``); between them ``update_ratio`` of the response rows are, chosen per layer. A ratio of 0 reuses
+    the response as it is; one that comes to less than a row recomputes none, but still replaces all values."""
+    options = spec.cache
+    assert isinstance(options, DLLMCacheOptions)
+    prompt_due = _due(options.prompt_refresh_interval, spec, progress)
+    response_due = _due(options.response_refresh_interval, spec, progress)
+    span = spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
+    state, scope = {
+        (True, True): (RefreshState.UPDATE, Scope.ALL),
+        (True, False): (RefreshState.UPDATE, Scope.PROMPT),
+        (False, True): (RefreshState.UPDATE, Scope.RESPONSE),
+        (False, False): (RefreshState.REUSE, Scope.ACTIVE),
+    }[prompt_due, response_due]
+    plan = step_plan(spec, progress, state, scope, span, block_alone=False)
+    plan = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    if response_due or options.update_ratio == 0:
+        return plan
+    return replace(plan, num_updated=int(spec.gen_length * options.update_ratio))
+
+
+def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
+    """Whether an interval of dLLM-Cache, counted over the whole response, begins with this forward pass.
+
+    The methods count passes that each unmask a fixed number of tokens, and what goes stale in between is what those
+    tokens change. Where a pass unmasks as many as it may, intervals count the tokens instead; of one token per pass
+    both make the same.
+    """
+    if spec.parallel is None and spec.guidance is None:
+        return progress.num_forwards % interval == 0
+    before = progress.num_unmasked - progress.last_unmasked
+    return progress.num_forwards == 0 or progress.num_unmasked // interval > before // interval
+
+
+def live_start(spec: DecodingSpec) -> int:
+    """First canvas position whose hidden state every step needs, under dLLM-Cache.
+
+    Hidden states of the prompt are read by nothing but their own later layers, so they need neither features nor
+    computing unless the prompt is due (MaskKV's prompt-state exclusion). With shifted logits the last one predicts
+    the response's first token.
+    """
+    assert isinstance(spec.cache, DLLMCacheOptions)
+    if not spec.cache.exclude_prompt_states:
+        return 0
+    return max(spec.prompt_length - spec.shifts_logits, 0)
+
+
+def hold_canvas_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: feature_pages(spec, geometry)}
+
+
+def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
+    """A layer that recomputes every live row in every step needs no features."""
+    assert isinstance(spec.cache, DLLMCacheOptions)
+    features = [geometry.feature_pages(spec.canvas_length - live_start(spec))] * geometry.num_layers
+    return [0, *features[1:]] if spec.cache.refresh_first_layer else features
+
+
+def paper_settings(model: str, family: ModelFamily) -> dict[str, Any]:
+    """Tables 1 and 2: (prompt, response) refresh intervals."""
+    model = PurePath(model).name
+    if family.name == "Dream":
+        prompt, response = (100, 2) if "base" in model.lower() else (50, 2)
+    else:
+        prompt, response = (100, 6) if "1.5" in model else (50, 7)
+    return {"prompt_refresh_interval": prompt, "response_refresh_interval": response}
+
+
+DLLM_CACHE = CacheMethod(plan, hold_canvas_and_features, DLLMCacheOptions, paper_settings=paper_settings)

@@ -1,0 +1,141 @@
+"""ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked leave the pass early."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
+
+
+class ESDLLMOptions(CacheOptions):
+    """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over the response, as if every block
+    took a step per token."""
+
+    indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
+    """What a row is remembered by, to tell how much it has changed; ``none``: no row is ever skipped, and each block
+    begins with the whole canvas (the paper's DualCache baseline)."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """Weight of a row's last confidence in its importance; the rest is the weight of its change."""
+    keep_schedule: tuple[tuple[float, float], ...] = ((1.0, 0.0), (0.5, 0.125), (0.25, 0.25))
+    """(fraction of the rows kept, relative depth from which on), by depth."""
+    block_refresh_interval: int = Field(default=8, ge=1)
+    """Steps from one that skips no row of the block to the next."""
+    prompt_refresh_interval: int = Field(default=64, ge=1)
+    """Steps from one recomputation of the prompt and all that was decoded to the next."""
+    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the positions outside the block that a layer attends to, chosen as ``sparse`` does; 1: all of them."""
+    update_delay: int = Field(default=1, ge=0)
+    """Steps of a block before the one that selects what is retained."""
+
+    @field_validator("keep_schedule")
+    @classmethod
+    def _falling(cls, value: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        fractions, depths = [fraction for fraction, _ in value], [depth for _, depth in value]
+        if not value or depths[0] != 0:
+            raise ValueError("must begin with depth 0")
+        if any(not 0 <= depth < 1 for depth in depths) or any(a >= b for a, b in pairwise(depths)):
+            raise ValueError("depths must rise within [0, 1)")
+        if any(not 0 < fraction <= 1 for fraction in fractions) or any(a < b for a, b in pairwise(fractions)):
+            raise ValueError("fractions must fall, or stay, within (0, 1]")
+        return value
+
+    @property
+    def skips(self) -> bool:
+        return self.indicator != "none"
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether rows are remembered in pages of their own; keys and values are in pages already."""
+        return self.indicator in ("hidden_state", "query") and self.alpha < 1
+
+    @property
+    def evicts(self) -> bool:
+        return self.retention_ratio < 1
+
+    def cuts(self, num_layers: int) -> dict[int, float]:
+        """Layers that drop rows, ascending, and the fraction of a step's rows that is left after each."""
+        if not self.skips:
+            return {}
+        fractions = {int(depth * num_layers): fraction for fraction, depth in self.keep_schedule}
+        return {layer: fraction for layer, fraction in fractions.items() if fraction < 1}
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Plan by a clock that begins a block at the number of response tokens before it, as if every block took a step
+    per token (the authors' code).
+
+    UPDATE of ALL is the whole canvas, the only steps that compute what comes after the block; UPDATE of PROMPT is
+    everything up to the block's end; UPDATE of ACTIVE is the block with no row skipped. The others REUSE, and skip. A
+    block's first step also feeds what the step before it decoded.
+    """
+    options = spec.cache
+    assert isinstance(options, ESDLLMOptions)
+    clock = progress.block * spec.block_length + progress.step
+    block_due = clock % options.block_refresh_interval == 0
+    copying = RetainedCopy.NONE
+    if options.evicts and progress.step >= options.update_delay:
+        copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
+    rows = spec.predicting_span(progress.block)
+    if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, block_alone=False)
+    elif clock % options.prompt_refresh_interval == 0:
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop), block_alone=False)
+    else:
+        whole = block_due or copying is RetainedCopy.WRITE
+        state = RefreshState.UPDATE if whole else RefreshState.REUSE
+        plan = step_plan(spec, progress, state, Scope.ACTIVE, rows, block_alone=False)
+        plan = replace(plan, skips=options.skips and not whole)
+        if progress.step == 0:
+            longest = rows.stop - spec.predicting_span(progress.block - 1).start
+            plan = replace(plan, rows=RowRule.FROM_LAST_UNMASKED, max_rows=longest)
+    quota = plan.quota
+    if quota.parallel is not None and quota.parallel.kind == "threshold":
+        quota = replace(quota, parallel=quota.parallel._replace(kind="exceeded_threshold"))
+    num_copied = copied_tokens(spec, progress.block) if copying is not RetainedCopy.NONE else 0
+    return replace(
+        plan,
+        quota=quota,
+        read=num_copied + rows.size if copying is RetainedCopy.READ else spec.canvas_length,
+        retained=spec.canvas_length,
+        retained_copy=copying,
+        num_copied=num_copied,
+    )
+
+
+def copied_tokens(spec: DecodingSpec, block: int) -> int:
+    """Tokens outside the block that its retained copy holds."""
+    assert isinstance(spec.cache, ESDLLMOptions)
+    return int((spec.canvas_length - spec.block_span(block).size) * spec.cache.retention_ratio)
+
+
+def hold_canvas_and_copy(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+    """The whole canvas, the copy of what is retained with the block, and where rows are dropped the features of those
+    that predict the response: no other row is ever in a step that skips."""
+    options = spec.cache
+    assert isinstance(options, ESDLLMOptions)
+    counts = geometry.uniform(spec.canvas_length)
+    cuts = options.cuts(geometry.num_layers)
+    if options.keeps_features and cuts:
+        pages = geometry.feature_pages(spec.gen_length)
+        counts[PageKind.FEATURES] = [pages if layer in cuts else 0 for layer in range(geometry.num_layers)]
+    if options.evicts:
+        copied = copied_tokens(spec, block) + spec.block_span(block).size
+        counts[PageKind.RETAINED] = [geometry.kv_pages(copied)] * geometry.num_layers
+    return counts
+
+
+def check(options: ESDLLMOptions, num_layers: int, guided: bool) -> None:
+    """A guide needs a draft of every position."""
+    if guided and options.skips:
+        raise ValueError(
+            "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a "
+            "draft of every position; set cache option indicator='none' or choose another cache method"
+        )
+
+
+ES_DLLM = CacheMethod(plan, hold_canvas_and_copy, ESDLLMOptions, uniform_sampler="always", check=check)

@@ -1,0 +1,29 @@
+"""Fast-dLLM (arXiv 2505.22618): ``prefix`` keeps what lies before the block, ``dual`` everything outside it."""
+
+from dllm_engine.scheduler.methods.base import (
+    CacheMethod,
+    evict_then_reuse,
+    hold_tokens,
+    tokens_before,
+    tokens_outside,
+)
+from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+
+
+def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """A block's first step keeps what lies before the block; the others compute the block and all behind it."""
+    retained = tokens_before(spec, progress.block)
+    if progress.step == 0:
+        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=retained)
+    span = Span(spec.block_span(progress.block).start, spec.canvas_length)
+    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=retained, retained=retained)
+
+
+def plan_dual(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """A block's first step keeps all but the block; the others compute the block alone."""
+    return evict_then_reuse(spec, progress, update_step=0, retained=tokens_outside(spec, progress.block))
+
+
+PREFIX = CacheMethod(plan_prefix, hold_tokens(tokens_before), recordable=True)
+DUAL = CacheMethod(plan_dual, hold_tokens(tokens_outside), recordable=True)

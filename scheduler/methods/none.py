@@ -1,0 +1,14 @@
+"""No cache: every step computes the whole canvas."""
+
+from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Every step is FULL."""
+    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span, block_alone=False)
+
+
+# ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos` asks for that.
+NONE = CacheMethod(plan, uniform_sampler="with_delay_eos")

@@ -1,0 +1,46 @@
+"""Sparse-dLLM (arXiv 2508.02558): each layer retains the tokens outside the block that matter most to it."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth, evict_then_reuse, hold_tokens
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import StepPlan
+
+
+class SparseOptions(CacheOptions):
+    """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the paper's."""
+
+    retention_ratio: float = Field(default=0.5, ge=0, le=1)
+    """Share of the candidates (positions outside the block) that a layer retains."""
+    pool_kernel_size: WindowWidth = 3
+    """Width of the max-pooling over importance scores; odd, 1 is none."""
+    update_delay: int = Field(default=1, ge=0)
+    """FULL steps of a block before the one that selects what is retained."""
+    scorer: ScorerName = "mean_query"
+    """What tells how much a token matters; other scorers' scores are averaged over the heads, as this one's are."""
+    observation_window: int = Field(default=32, ge=1)
+    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
+    scope: Literal["bidirectional", "prefix"] = "bidirectional"
+    """Candidates on both sides of the block (Algorithm 4), or before it only, with the suffix kept whole (5)."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the block alone."""
+    assert isinstance(spec.cache, SparseOptions)
+    return evict_then_reuse(spec, progress, spec.cache.update_delay, retained(spec, progress.block))
+
+
+def retained(spec: DecodingSpec, block: int) -> int:
+    """The retention ratio of the candidates, rounded down; with ``scope="prefix"`` the suffix is kept whole."""
+    options = spec.cache
+    assert isinstance(options, SparseOptions)
+    start, stop = spec.block_span(block)
+    suffix = spec.canvas_length - stop
+    if options.scope == "prefix":
+        return int(start * options.retention_ratio) + suffix
+    return int((start + suffix) * options.retention_ratio)
+
+
+SPARSE = CacheMethod(plan, hold_tokens(retained), SparseOptions, recordable=True)

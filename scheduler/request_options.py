@@ -1,0 +1,76 @@
+"""What a request may ask for beside vLLM's sampling parameters, and who may have a default for it."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.options import explain
+
+DEFAULT_GEN_LENGTH = 256
+"""Response tokens of a request that names no length, unless the checkpoint says otherwise."""
+
+PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
+"""Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
+DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
+"""Request options that an engine may have a default for."""
+CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
+"""Request options that a checkpoint may have a default for: those that mean the same with every cache method."""
+_MOST_TOKENS = (1 << 31) - 1
+"""More than any model's context or vocabulary holds."""
+
+
+class InvalidRequestError(VLLMValidationError, ValueError):
+    """A request that cannot be served as asked. vLLM's server answers it with 400."""
+
+
+class RequestOptions(BaseModel):
+    """The options that vLLM's ``SamplingParams`` has no field for; they travel in ``extra_args``.
+
+    Over HTTP a client sets them in ``vllm_xargs``.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    block_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    steps: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    unmasking: str | None = None
+    threshold: float | None = Field(default=None, gt=0, le=1)
+    factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    margin: float | None = Field(default=None, gt=0, le=1)
+    retention_ratio: float | None = Field(default=None, ge=0, le=1)
+    delay_eos: bool | None = None
+    guided: bool | None = None
+    speculation_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    guide_top_k: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    guide_threshold: float | None = Field(default=None, gt=0, lt=1)
+    guide_fallback: Literal["guide", "draft"] | None = None
+    guide_correction: bool | None = None
+    stream_granularity: Literal["block", "step"] | None = None
+    trace: bool | None = None
+    # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=_MOST_TOKENS)
+
+
+def request_options(params: SamplingParams) -> RequestOptions:
+    """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
+    return parse_request_options(params.extra_args or {})
+
+
+def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
+    """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which."""
+    try:
+        return RequestOptions.model_validate(raw)
+    except ValidationError as error:
+        raise InvalidRequestError(explain(error, "request option", RequestOptions.model_fields)) from None
+
+
+def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Request options with defaults for what they leave open. Steps and the rules of parallel unmasking are
+    alternatives: who names one of them gets no default rule."""
+    if chosen.keys() & {"steps", *PARALLEL_OPTIONS}:
+        defaults = {name: value for name, value in defaults.items() if name not in PARALLEL_OPTIONS}
+    return defaults | chosen

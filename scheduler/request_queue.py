@@ -1,0 +1,250 @@
+"""Requests coming and going: everything vLLM's ``EngineCore`` asks of a scheduler but the steps themselves."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.core.sched.utils import remove_all
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from dllm_engine.families import family_of
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats
+from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.page_pool import PagePool
+from dllm_engine.scheduler.refresh_budget import RefreshBudget
+from dllm_engine.scheduler.request import Progress
+from dllm_engine.scheduler.request_state import RequestState, end_token_ids, failed_output
+from dllm_engine.scheduler.resolve import check_page_demand, resolve_decoding
+from dllm_engine.units import readable_size
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class RequestQueue(SchedulerInterface):
+    """Holds the requests that wait and run, their pages, and what is to be told of those that ended."""
+
+    # Read by EngineCore.
+    connector = None
+    ec_connector = None
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        self.options = EngineOptions.from_vllm_config(vllm_config)
+        self.family = family_of(vllm_config.model_config.hf_config)
+        self.hf_config = vllm_config.model_config.hf_config
+        self.max_num_running = vllm_config.scheduler_config.max_num_seqs
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.log_stats = log_stats
+        self.method = self.options.method
+        self.geometry = self.options.geometry(self.hf_config, vllm_config.parallel_config.tensor_parallel_size)
+        self.refreshes = RefreshBudget(self.options.refresh_ratio)
+        self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
+        self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
+        self.running: list[Request] = []
+        self.states: dict[str, RequestState] = {}
+        self.finished_req_ids: set[str] = set()
+        self.finished_req_ids_dict: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
+        self._errors: list[tuple[int, EngineCoreOutput]] = []
+        """Last outputs of requests that failed, with their clients; sent with those of the step."""
+        self._num_steps = 0
+        self._stats = EngineStats()
+        self._pause_state = PauseState.UNPAUSED
+        # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
+        self._seeds = random.Random(vllm_config.model_config.seed)
+        page_bytes = sum(group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups)
+        logger.info("%s", _what_is_kept(self.options, self.geometry, self.pages.num_pages, page_bytes))
+
+    def add_request(self, request: Request) -> None:
+        try:
+            state = self._new_state(request)
+        except ValueError as error:
+            # The front end has checked the same rules (admission.py); only a client that bypasses it comes here.
+            self._refuse(request, RequestFailure("refused", str(error)))
+            return
+        except Exception as error:
+            self._refuse(request, failure_of(request.request_id, error))
+            return
+        self.states[request.request_id] = state
+        self.waiting.add_request(request)
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
+
+    def _refuse(self, request: Request, failure: RequestFailure) -> None:
+        logger.error("request %s refused: %s", request.request_id, failure.message)
+        self._send_error(request, failure, Progress())
+
+    def _new_state(self, request: Request) -> RequestState:
+        if request.request_id in self.states:
+            raise ValueError(f"request id {request.request_id!r} is running already; choose another")
+        params = request.sampling_params
+        if params is None or not request.prompt_token_ids:
+            raise ValueError("a prompt of token ids and sampling parameters are needed")
+        spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
+        if spec.canvas_length > self.max_rows:
+            raise ValueError(
+                f"prompt and response need {spec.canvas_length} rows, max_num_batched_tokens={self.max_rows} has fewer"
+            )
+        check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        progress = Progress(num_masked=spec.block_span(0).size)
+        return RequestState(request, spec, progress, seed, end_token_ids(params, self.hf_config))
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        assert RequestStatus.is_finished(finished_status)
+        if request_ids is None:
+            ids = list(self.states)
+        elif isinstance(request_ids, str):
+            ids = [request_ids]
+        else:
+            ids = list(dict.fromkeys(request_ids))
+        requests = [self.states[i].request for i in ids if i in self.states]
+        running = {r for r in requests if r.status == RequestStatus.RUNNING}
+        self.running = remove_all(self.running, running)
+        self.waiting.remove_requests([r for r in requests if r not in running])
+        for request in requests:
+            request.status = finished_status
+            self._free(request)
+        return requests
+
+    def _fail(self, request: Request, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None) -> None:
+        """End a request with an error. ``output``: the step that it may be part of."""
+        state = self.states[request.request_id]
+        logger.error("request %s failed: %s", request.request_id, failure.message)
+        if output is not None:
+            output.drop(request.request_id)
+        # Wherever it is: what failed may have been on its way from one to the other.
+        self.running = remove_all(self.running, {request})
+        self.waiting.remove_requests([request])
+        self._free(request)
+        self._send_error(request, failure, state.progress)
+
+    def _send_error(self, request: Request, failure: RequestFailure, progress: Progress) -> None:
+        self._stats.requests_failed[failure.cause] += 1
+        self._errors.append((request.client_index, failed_output(request, failure, progress)))
+
+    def _free(self, request: Request) -> None:
+        state = self.states.pop(request.request_id)
+        if self.log_stats:  # else nobody empties its lists
+            self._stats.add_ended(state.progress)
+        self.pages.free(request.request_id)
+        self.refreshes.forget(request.request_id)
+        self.finished_req_ids.add(request.request_id)
+        if self.finished_req_ids_dict is not None:
+            self.finished_req_ids_dict[request.client_index].add(request.request_id)
+
+    # Told to EngineCore
+
+    def _outputs_per_client(self, outputs: dict[int, list[EngineCoreOutput]]) -> dict[int, EngineCoreOutputs]:
+        per_client = {client: EngineCoreOutputs(outputs=outs) for client, outs in outputs.items()}
+        if self.finished_req_ids_dict:
+            for client, ids in self.finished_req_ids_dict.items():
+                per_client.setdefault(client, EngineCoreOutputs()).finished_requests = ids
+            self.finished_req_ids_dict.clear()
+        stats = self.make_stats()
+        if stats is not None:
+            # One front end gets them, also when nobody has output in this step.
+            if not per_client:
+                per_client[0] = EngineCoreOutputs()
+            next(iter(per_client.values())).scheduler_stats = stats
+        return per_client
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause_state
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._pause_state = pause_state
+
+    def get_num_unfinished_requests(self) -> int:
+        if self._pause_state == PauseState.PAUSED_ALL:
+            return 0
+        waiting = 0 if self._pause_state == PauseState.PAUSED_NEW else len(self.waiting)
+        return waiting + len(self.running) + len(self._errors)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether it waits or runs here; asked by vLLM 0.33."""
+        return request_id in self.states
+
+    def has_finished_requests(self) -> bool:
+        return bool(self.finished_req_ids)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def get_kv_cache_usage(self) -> float:
+        return self.pages.usage
+
+    def make_stats(self) -> SchedulerStats | None:
+        if not self.log_stats:
+            return None
+        num_running, num_waiting = self.get_request_counts()
+        scheduler_stats = SchedulerStats(
+            num_running_reqs=num_running,
+            num_waiting_reqs=num_waiting,
+            kv_cache_usage=self.pages.usage,
+            prefix_cache_stats=PrefixCacheStats(),
+        )
+        stats, self._stats = self._stats, EngineStats()
+        stats.pages_total = self.pages.num_pages
+        stats.pages_reserved = self.pages.num_reserved
+        stats.pages_allocated = self.pages.num_allocated
+        stats.tokens_retained = sum(state.tokens_retained for state in self.states.values())
+        attach_stats(scheduler_stats, stats)
+        return scheduler_stats
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Nothing is shared between requests, so there is nothing to reset."""
+        return True
+
+    def reset_encoder_cache(self) -> None:
+        """There is no encoder."""
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Structured output is refused at admission."""
+        return None
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Speculative decoding is refused at start-up."""
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Speculative decoding is refused at start-up."""
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int, page_bytes: int) -> str:
+    """The engine's cache method and pages, for its log."""
+    method = f"cache_method={options.cache_method!r} {options.cache.model_dump() or ''}".strip()
+    if not options.uses_pages:
+        return f"{method}: every step computes the whole canvas, no pages are kept"
+    tokens = num_pages // geometry.num_layers * geometry.page_size
+    return (
+        f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({readable_size(page_bytes)} each, "
+        f"together {readable_size(num_pages * page_bytes)}) retain {tokens:,} tokens of each of the "
+        f"{geometry.num_layers} layers"
+    )

@@ -1,0 +1,119 @@
+"""A request in the scheduler: vLLM's object, its settings, its progress, and what its client gets to see."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request, RequestStatus
+
+from dllm_engine.families import every_end_token
+from dllm_engine.scheduler.messages import RequestFailure, StepReport, figures_message, provisional_message
+from dllm_engine.scheduler.page_layout import PageCounts
+from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import RefreshState
+
+
+def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
+    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
+    ends = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        ends.update(every_end_token(hf_config))
+        if params.eos_token_id is not None:
+            ends.add(params.eos_token_id)
+    return frozenset(ends)
+
+
+@dataclass
+class RequestState:
+    """A request that waits or runs."""
+
+    request: Request
+    spec: DecodingSpec
+    progress: Progress
+    seed: int
+    end_tokens: frozenset[int]
+    page_counts: PageCounts = field(default_factory=dict)
+    """Pages per table that the request holds."""
+    pages_settled: bool = False
+    """Whether the runner has said how many pages the request needs for good."""
+    tokens_retained: int = 0
+    """Tokens per layer that they hold."""
+    last_scheduled: int = -1
+    """Number of the last step that ran it; those left out longest go first."""
+
+    def advance(self, report: StepReport) -> EngineCoreOutput | None:
+        """Take in what a step did; returns what the client gets to see, if anything."""
+        progress, spec, plan = self.progress, self.spec, report.plan
+        shown = provisional_message(spec, progress, report.block_change) if report.block_change is not None else {}
+        if plan.state is RefreshState.UPDATE:
+            self.tokens_retained = plan.retained
+            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
+        progress.num_rows_computed += report.rows_computed
+        for name, entry in (report.trace or {}).items():
+            progress.trace.setdefault(name, []).append(entry)
+        progress.advance(spec, report.num_unmasked, report.block_tokens is not None)
+        if report.block_tokens is not None:
+            return self._block_output(self._accept(report.block_tokens), report.logprobs, shown)
+        if not shown:
+            return None
+        message = figures_message(progress, with_trace=False) | shown
+        return EngineCoreOutput(self.request.request_id, new_token_ids=[], kv_transfer_params=message)
+
+    def no_progress(self) -> RequestFailure | None:
+        """The failure of a request whose block takes more steps than any block can need."""
+        progress = self.progress
+        if self.request.is_finished() or progress.step < self.spec.most_steps_in_block(progress.block):
+            return None
+        return RequestFailure(
+            "no_progress",
+            f"block {progress.block} of the response still has {progress.num_masked} masked tokens after "
+            f"{progress.step} forward passes, more than any block can need",
+        )
+
+    def _accept(self, block_tokens: list[int]) -> list[int]:
+        """Append a finished block to the request up to its first end token; sets the status when it is done."""
+        request, params = self.request, self.request.sampling_params
+        assert params is not None
+        end = next((i for i, token in enumerate(block_tokens) if token in self.end_tokens), None)
+        tokens = block_tokens if end is None else block_tokens[: end + 1]
+        request.append_output_token_ids(tokens)
+        if end is not None:
+            request.status = RequestStatus.FINISHED_STOPPED
+            if tokens[-1] in (params.stop_token_ids or ()):
+                request.stop_reason = tokens[-1]
+        elif request.num_output_tokens >= self.spec.gen_length:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return tokens
+
+    def _block_output(
+        self, tokens: list[int], logprobs: LogprobsLists | None, shown: dict[str, Any]
+    ) -> EngineCoreOutput:
+        request = self.request
+        prefill_stats, request.prefill_stats = request.prefill_stats, None
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=tokens,
+            # The block's tokens behind an end token are not sent.
+            new_logprobs=logprobs.slice_request(0, len(tokens)) if logprobs is not None else None,
+            finish_reason=request.get_finished_reason(),
+            stop_reason=request.stop_reason,
+            events=request.take_events(),
+            prefill_stats=prefill_stats,
+            kv_transfer_params=figures_message(self.progress) | shown,
+            trace_headers=request.trace_headers,
+        )
+
+
+def failed_output(request: Request, failure: RequestFailure, progress: Progress) -> EngineCoreOutput:
+    """End a request with an error: its status, and what its client gets to see."""
+    request.status = RequestStatus.FINISHED_ERROR
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        events=request.take_events(),
+        kv_transfer_params=figures_message(progress, error=failure.message),
+        trace_headers=request.trace_headers,
+    )

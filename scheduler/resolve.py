@@ -1,0 +1,221 @@
+"""How a request's parameters become a ``DecodingSpec``: defaults of engine, checkpoint and family, checked together."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
+from dllm_engine.scheduler.request_options import (
+    CHECKPOINT_OPTIONS,
+    DEFAULTABLE_OPTIONS,
+    PARALLEL_OPTIONS,
+    InvalidRequestError,
+    RequestOptions,
+    request_options,
+    with_defaults,
+)
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+
+
+def check_request_defaults(engine: EngineOptions) -> None:
+    """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
+    resolve_cache(_check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS), engine)
+
+
+def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
+    """What a checkpoint's config.json says for requests that leave it open; raises ``ValueError`` where it is wrong."""
+    section = checkpoint_section(hf_config)
+    _check_defaults(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
+    return section
+
+
+def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]) -> RequestOptions:
+    for name in defaults:
+        if name not in allowed:
+            raise ValueError(
+                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
+            )
+    try:
+        options = RequestOptions.model_validate(defaults)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {explain(error, 'request default')}") from None
+    for family in FAMILIES.values():
+        resolve_unmasking(options, family)
+    return options
+
+
+def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
+    """(block_length, steps). What the request did not name itself is fitted to its response: no block is longer, and
+    each block gets a step, each token at most one."""
+    block_length, steps = options.block_length, options.steps
+    if own.block_length is None:
+        block_length = min(block_length or family.block_length_of(gen_length), gen_length)
+    assert block_length is not None
+    if own.steps is None:
+        num_blocks = -(-gen_length // block_length)
+        steps = max(min(steps or gen_length, gen_length), num_blocks)
+    assert steps is not None
+    if block_length > gen_length:
+        raise InvalidRequestError(
+            f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
+        )
+    if steps > gen_length:
+        raise InvalidRequestError(
+            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}; a step "
+            f"unmasks at least one token"
+        )
+    return block_length, steps
+
+
+def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
+    """The engine's cache options with what the request lowers."""
+    wanted = options.retention_ratio
+    if wanted is None:
+        return engine.cache
+    allowed = getattr(engine.cache, "retention_ratio", None)
+    if allowed is None:
+        raise InvalidRequestError(
+            f"retention_ratio={wanted}: cache_method={engine.cache_method!r} evicts nothing; leave it unset"
+        )
+    if wanted > allowed:
+        raise InvalidRequestError(
+            f"retention_ratio={wanted} is out of range: pages are sized for the engine's {allowed}, a request may "
+            f"only lower it"
+        )
+    return engine.cache.model_copy(update={"retention_ratio": wanted})
+
+
+def _uses_uniform_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
+    """ES-dLLM's sampler: equally many tokens per step in every family, and where a request is greedy by the plain
+    probability, whatever its top_p and top_k."""
+    used = engine.method.uniform_sampler
+    return used == "always" or (used == "with_delay_eos" and bool(options.delay_eos))
+
+
+def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
+    """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
+    if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
+        raise InvalidRequestError(
+            f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
+        )
+    given = [ParallelRule(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
+    if not given:
+        return options.unmasking or family.default_unmasking, None
+    rule, *others = given
+    if others:
+        named = " and ".join(f"{kind}={value}" for kind, value in given)
+        raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
+    measure = PARALLEL_RULES[rule.kind].measures
+    suited = [policy for policy in UNMASKING_POLICIES.values() if policy.measures == measure]
+    if options.unmasking is None:
+        default = UNMASKING_POLICIES[family.default_unmasking]
+        # The family's own where it suits, else one that like it measures before or after temperature and filters.
+        return max(suited, key=lambda policy: (policy is default, policy.tempered == default.tempered)).name, rule
+    if UNMASKING_POLICIES[options.unmasking] in suited:
+        return options.unmasking, rule
+    if PARALLEL_RULES[rule.kind].else_counted:
+        return options.unmasking, None
+    raise InvalidRequestError(
+        f"{rule.kind}={rule.value} goes by {measure}, which unmasking={options.unmasking!r} does not measure; leave "
+        f"unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
+    )
+
+
+_GUIDANCE = {
+    "speculation_length": "speculation_length",
+    "guide_top_k": "top_k",
+    "guide_threshold": "threshold",
+    "guide_fallback": "fallback",
+    "guide_correction": "correction",
+}
+"""Request options about the guide, and their fields of ``Guidance``."""
+
+
+def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
+    """How the guide decides for a request; None where it does not."""
+    given = {name: value for name in _GUIDANCE if (value := getattr(options, name)) is not None}
+    if engine.guide_model is None:
+        if options.guided or given:
+            named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
+            raise InvalidRequestError(f"{named}: the engine has no guide; start it with guide_model")
+        return None
+    if options.guided is False:
+        if given:
+            raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
+        return None
+    for name in ("unmasking", "steps", "delay_eos", *PARALLEL_OPTIONS):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
+            )
+    return Guidance(**{_GUIDANCE[name]: value for name, value in given.items()})
+
+
+def resolve_decoding(
+    params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
+) -> DecodingSpec:
+    """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
+    own = request_options(params)
+    # What the guide has no use for it only minds where the request itself asks for it.
+    guidance = resolve_guidance(own, engine)
+    if own.trace and not engine.trace:
+        raise InvalidRequestError(
+            "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
+        )
+    filled = with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
+    options = own.model_copy(update=filled)
+    gen_length = params.max_tokens
+    if gen_length is None:
+        raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
+    block_length, steps = _fit(options, own, family, gen_length)
+    is_uniform = _uses_uniform_sampler(options, engine)
+    unfiltered = is_uniform and params.temperature == 0
+    if is_uniform:
+        family = replace(family, schedule="uniform", default_unmasking="low_confidence")
+    unmasking, parallel = resolve_unmasking(options if guidance is None else own, family)
+    if guidance is not None and params.logprobs is not None and (guidance.correction or guidance.fallback == "guide"):
+        raise InvalidRequestError(
+            f"logprobs={params.logprobs}: tokens of the guide have no log-probability of the model; leave it unset, "
+            f"or set guide_fallback='draft' without guide_correction, or guided=False"
+        )
+    spec = DecodingSpec(
+        prompt_length=prompt_length,
+        gen_length=gen_length,
+        block_length=block_length,
+        # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
+        steps=steps if parallel is None else gen_length,
+        schedule=family.schedule,
+        shifts_logits=family.shifts_logits,
+        unmasking=unmasking,
+        temperature=params.temperature,
+        top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
+        top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
+        parallel=parallel,
+        guidance=guidance,
+        delay_eos=bool(options.delay_eos),
+        cache=resolve_cache(options, engine),
+        num_logprobs=params.logprobs,
+        streams_steps=options.stream_granularity == "step",
+    )
+    if spec.parallel is None and spec.steps < spec.num_blocks:
+        raise InvalidRequestError(
+            f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "
+            f"needs at least one; raise steps or block_length"
+        )
+    return spec
+
+
+def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry, num_pages: int) -> None:
+    """Raise ``InvalidRequestError`` with the numbers if the pool could never hold the request's pages."""
+    demand = engine.method.page_demand(spec, geometry)
+    if demand > num_pages:
+        raise InvalidRequestError(
+            f"the request needs {demand} pages ({geometry.num_layers} layers, page_size {engine.page_size}), the pool "
+            f"has {num_pages}; shorten prompt or response, lower retention_ratio, or raise kv_cache_memory_bytes"
+        )

@@ -1,0 +1,108 @@
+"""How many tokens a denoising step unmasks, and in which order: schedules, policies, rules of parallel unmasking.
+
+All of it without tensors. What policies and rules compute of a model's predictions is in ``model_executor/unmasking/``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Measure = Literal["probability", "entropy", "margin", "noise"]
+"""What a position's confidence is: the predicted token's probability, the negative entropy, the difference between the
+probabilities of the two likeliest tokens, or a random number."""
+
+
+@dataclass(frozen=True)
+class UnmaskingPolicy:
+    """A step fills the positions of the highest confidence."""
+
+    name: str
+    measures: Measure
+    tempered: bool = False
+    """Whether probabilities are those after temperature, top-p and top-k (Dream) or of the plain softmax (LLaDA)."""
+    draws_each_position: bool = False
+    """Unmask each position with the step's ratio as probability, not a fixed count of the most confident."""
+
+
+@dataclass(frozen=True)
+class ParallelUnmasking:
+    """Chooses how many positions a step fills by their confidences and one value of the request."""
+
+    name: str
+    measures: Measure
+    """What the confidences must be."""
+    else_counted: bool = False
+    """Whether policies that measure something else keep to their fixed count, instead of being refused."""
+
+
+UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
+    policy.name: policy
+    for policy in (
+        # LLaDA's
+        UnmaskingPolicy("low_confidence", "probability"),
+        UnmaskingPolicy("random", "noise"),
+        # Dream's
+        UnmaskingPolicy("maskgit_plus", "probability", tempered=True),
+        UnmaskingPolicy("entropy", "entropy", tempered=True),
+        UnmaskingPolicy("topk_margin", "margin", tempered=True),
+        UnmaskingPolicy("origin", "noise", tempered=True, draws_each_position=True),
+    )
+}
+PARALLEL_RULES: dict[str, ParallelUnmasking] = {
+    rule.name: rule
+    for rule in (
+        # Fast-dLLM's (arXiv 2505.22618). Its Dream sampler ignores a threshold with most policies.
+        ParallelUnmasking("threshold", "probability", else_counted=True),
+        ParallelUnmasking("factor", "probability"),
+        # EB-Sampler's (arXiv 2505.24857)
+        ParallelUnmasking("entropy_bound", "entropy"),
+        ParallelUnmasking("margin", "margin"),
+        # ES-dLLM's (arXiv 2603.10088) in place of `threshold`; no request names it.
+        ParallelUnmasking("exceeded_threshold", "probability", else_counted=True),
+    )
+}
+
+TIMESTEP_EPS = 1e-3
+
+
+def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
+    """Denoising steps of each block, when ``steps`` are spread over blocks of so many masks each.
+
+    Every block gets one, and the rest by the masks it has beyond its first, rounded to the largest remainders, earlier
+    blocks first. So a step per mask over the whole response is a step per mask in every block, and blocks of equal
+    size get equally many.
+    """
+    others = [count - 1 for count in masks]
+    extra, total = steps - len(masks), max(sum(others), 1)
+    shares = [divmod(extra * count, total) for count in others]
+    left_over = extra - sum(share for share, _ in shares)
+    rounded_up = set(sorted(range(len(masks)), key=lambda block: -shares[block][1])[:left_over])
+    return tuple(1 + share + (block in rounded_up) for block, (share, _) in enumerate(shares))
+
+
+def uniform_count(block_size: int, steps: int, step: int) -> int:
+    """Tokens unmasked at ``step`` of a block of ``block_size`` masked tokens (LLaDA's ``get_num_transfer_tokens``)."""
+    return block_size // steps + (step < block_size % steps)
+
+
+@lru_cache(maxsize=64)
+def _unmask_ratios(steps: int) -> tuple[float, ...]:
+    import torch  # here, so that listing methods and options does not load it
+
+    # float32 throughout, as Dream computes it: a float64 grid rounds some counts differently.
+    times = torch.linspace(1.0, TIMESTEP_EPS, steps + 1, dtype=torch.float32)
+    return tuple((1 - times[1:] / times[:-1]).tolist())
+
+
+def timestep_ratio(steps: int, step: int) -> float:
+    """Share of the remaining masked tokens that ``step`` unmasks on Dream's time grid; 1 at the last step."""
+    return 1.0 if step >= steps - 1 else _unmask_ratios(steps)[step]
+
+
+def timestep_count(num_masked: int, steps: int, step: int) -> int:
+    """Tokens unmasked at ``step`` when ``num_masked`` are left (Dream's sampler); often 0 in the first steps."""
+    import torch
+
+    product = torch.tensor(num_masked, dtype=torch.float32) * torch.tensor(timestep_ratio(steps, step))
+    return int(product)

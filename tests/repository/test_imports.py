@@ -1,0 +1,83 @@
+"""Rooms import downward: kernels, scheduler, model_executor, then the rest of dllm_engine; and in no circle."""
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ALLOWED = {
+    "dllm_engine.kernels": ("dllm_engine.kernels",),
+    "dllm_engine.scheduler": ("dllm_engine.scheduler", "dllm_engine.options", "dllm_engine.families"),
+    "dllm_engine.model_executor": (
+        "dllm_engine.model_executor",
+        "dllm_engine.kernels",
+        "dllm_engine.scheduler",
+        "dllm_engine.options",
+        "dllm_engine.families",
+    ),
+}
+"""What the modules of a room may import of this package. Options and families are types that need no vLLM."""
+
+
+def module_files() -> dict[str, Path]:
+    """Every module of the package, by its import name."""
+    found = {}
+    for folder, _, names in os.walk(CHECKOUT / "dllm_engine", followlinks=True):
+        for name in names:
+            path = Path(folder, name).relative_to(CHECKOUT)
+            if path.suffix == ".py":
+                found[".".join(path.with_suffix("").parts).removesuffix(".__init__")] = CHECKOUT / path
+    return found
+
+
+MODULES = module_files()
+
+
+def imports_of(name: str) -> list[tuple[int, str]]:
+    """(line, module of ours) for each import in a module, but those for type checkers alone."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(node.lineno, full if full in MODULES else node.module) for full in names]
+        elif isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+    return [(line, module) for line, module in found if module in MODULES and module != name]
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_what_lies_below_it(room):
+    broken = [
+        f"{MODULES[name].relative_to(CHECKOUT)}:{line} imports {module}"
+        for name in MODULES
+        if name.startswith(f"{room}.")
+        for line, module in imports_of(name)
+        if not any(module == part or module.startswith(f"{part}.") for part in ALLOWED[room])
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_imports_form_no_circle():
+    """Takes away, again and again, the modules that import none of those left; what stays is part of a circle or
+    imports one."""
+    left = {name: imports_of(name) for name in MODULES}
+    while leaves := [name for name, imports in left.items() if not any(module in left for _, module in imports)]:
+        for name in leaves:
+            del left[name]
+    # The other way round, so that only the circles themselves are named.
+    while roots := left.keys() - {module for imports in left.values() for _, module in imports}:
+        for name in roots:
+            del left[name]
+    lines = [
+        f"{MODULES[name].relative_to(CHECKOUT)}:{line} imports {module}"
+        for name, imports in left.items()
+        for line, module in imports
+        if module in left
+    ]
+    assert not lines, "\n".join(lines)
