@@ -64,7 +64,10 @@ def walk(llm, names):
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("cache_method", CACHE_METHODS)
 def test_our_options(engines, request, family, cache_method):
-    walk(engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method), RequestOptions.model_fields)
+    walk(
+        engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method, page_size=8),
+        RequestOptions.model_fields,
+    )
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -99,7 +102,7 @@ def ask_over_http(client, name, value, stream):
 @pytest.mark.parametrize("cache_method", CACHE_METHODS)
 def test_over_http(engines, request, family, cache_method):
     """The numbers as a client sends them; an answer, or a refusal with a sentence, streamed or not."""
-    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method, page_size=8)
     client = served(llm, "--served-model-name", "served", "--skip-tokenizer-init")
     expected = tokens_of(llm, PROMPT, **REQUEST)
     for number, name in enumerate([*RequestOptions.model_fields, *VLLMS_NUMBERS]):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pytest
     from vllm.outputs import RequestOutput
 
     from dllm_engine import LLM
@@ -22,11 +23,15 @@ class EngineFactory:
 
     def __init__(self) -> None:
         self._engines: dict[tuple, LLM] = {}
+        self._shared: set[tuple] = set()
 
     def __call__(self, model: Path | str, **settings: Any) -> "LLM":
         key = (str(model), *sorted((name, repr(value)) for name, value in settings.items()))
         if key not in self._engines:
             self._engines[key] = start_engine(model, **settings)
+        elif key in self._shared:
+            set_cache_options(self._engines[key], {})
+            self._shared.remove(key)
         return self._engines[key]
 
     def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> "LLM":
@@ -36,6 +41,7 @@ class EngineFactory:
         """
         llm = self(model, **settings)
         set_cache_options(llm, cache_options or {})
+        self._shared |= {key for key, engine in self._engines.items() if engine is llm}
         return llm
 
     def keep(self, llm: Any) -> None:
@@ -77,6 +83,12 @@ def set_cache_options(llm: "LLM", cache_options: dict[str, Any]) -> None:
     config.additional_config = {**config.additional_config, "dllm": options}
     _settle_engine_options(config)
     scheduler_of(llm).options = EngineOptions.from_vllm_config(config)
+
+
+def set_steps_per_dispatch(llm: "LLM", num_steps: int, monkeypatch: "pytest.MonkeyPatch") -> None:
+    """Give an engine another ``steps_per_dispatch`` until the test ends."""
+    scheduler = scheduler_of(llm)
+    monkeypatch.setattr(scheduler, "options", scheduler.options.model_copy(update={"steps_per_dispatch": num_steps}))
 
 
 def freeze_imports() -> None:
