@@ -6,6 +6,7 @@ import pytest
 
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import maskkv
 from tests.support.engines import generate, scheduler_of, start_engine
 
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -163,10 +164,8 @@ def test_a_profile_of_another_model_is_refused(reference_checkpoints):
     [({}, 1), ({"layer_budget": "squeeze"}, 1), ({"layer_budget": "pyramid"}, 0), ({"profile": PROFILE}, 0)],
 )
 def test_a_missing_profile_is_told_once(engines, reference_checkpoints, monkeypatch, options, warnings):
-    from dllm_engine.vllm_hooks import engine_config
-
     told: list[str] = []
-    monkeypatch.setattr(engine_config.logger, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(maskkv.logger, "warning", lambda text, *values: told.append(text % values))
     # A length of its own, so that no other test has started this engine.
     settings = {"page_size": 8, "max_model_len": 127, "cache_method": "maskkv", "cache_options": options}
     engines(reference_checkpoints / "llada-tiny-a", **settings)

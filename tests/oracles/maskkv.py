@@ -195,7 +195,7 @@ class MaskKVCache(AdaptiveCache):
                 others = ordered[ordered != last] if self.pool_kernel_size > 1 else ordered[count:]
                 for margin in (1 - others / last).abs().tolist():
                     self.run.decided(10 * margin)
-        if self.head_budget != "uniform" and not self.redistribute and budget < self.prompt_length:
+        if self.head_budget != "uniform" and not self.redistribute and 0 < budget < self.prompt_length:
             for share in head_shares(masses, budget, self.alpha):
                 self.run.decided(abs(share - round(share)))  # rounding down decides
 

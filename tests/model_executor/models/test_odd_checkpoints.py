@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
-from dllm_engine.model_executor.models.configs import parse_config, read_json_object
+from dllm_engine.model_executor.models.configs import check_config, parse_config, read_json_object
+from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from dllm_engine.released_configs import RELEASED_CONFIGS
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
@@ -73,9 +75,18 @@ def test_a_size_that_is_none_is_named(family, key, value):
         (LLADA | {"model_type": "llama"}, "model_type='llama' is not a supported"),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
         ({}, "supported: LLaDAModelLM (LLaDA), DreamModel (Dream)"),
-        (without(LLADA, "mask_token_id"), "folder/config.json: mask_token_id"),
-        (without(DREAM, "mask_token_id"), "folder/config.json: mask_token_id"),
-        # Variants that are not implemented.
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_key_that_makes_no_sense_is_named(config, message):
+    assert message in refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (without(LLADA, "mask_token_id"), "has no 'mask_token_id'"),
+        (without(DREAM, "mask_token_id"), "has no 'mask_token_id'"),
         (LLADA | {"block_type": "sequential"}, "block_type='sequential'"),
         (LLADA | {"activation_type": "gelu"}, "activation_type='gelu'"),
         (LLADA | {"layer_norm_type": "low_precision"}, "layer_norm_type='low_precision'"),
@@ -93,8 +104,13 @@ def test_a_size_that_is_none_is_named(family, key, value):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_key_that_makes_no_sense_is_named(config, message):
-    assert message in refusal(config)
+def test_a_variant_that_is_not_implemented_is_named(config, message):
+    model = {"llada": LLaDAModelLM, "Dream": DreamModel}[config["model_type"]]
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        read = parse_config(config, "folder")
+        check_config(read)
+        model.decoder_shape(read)
+    assert message in str(caught.value)
 
 
 def test_released_configs_and_what_they_state_besides_are_accepted(reference_checkpoints):
@@ -171,6 +187,7 @@ def write(folder: Path, name: str, text: str) -> None:
         (lambda folder: write(folder, "config.json", "[]"), "config.json must hold a JSON object, not a list"),
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (lambda folder: restated(folder, mlp_hidden_size=0), "config.json: mlp_hidden_size=0"),
+        (lambda folder: restated(folder, mask_token_id=None), "config.json has no 'mask_token_id'"),
         (lambda folder: restated(folder, n_layers=9999), "the weights hold 2 layers, not the 9999 of"),
         (lambda folder: restated(folder, block_type="x"), "config.json: block_type='x' is not supported"),
     ],
