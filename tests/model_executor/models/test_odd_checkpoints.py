@@ -105,11 +105,9 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_variant_that_is_not_implemented_is_named(config, message):
-    model = {"llada": LLaDAModelLM, "Dream": DreamModel}[config["model_type"]]
+    model, read = {"llada": LLaDAModelLM, "Dream": DreamModel}[config["model_type"]], parse_config(config, "folder")
     with pytest.raises(ValueError, match=r"config\.json") as caught:
-        read = parse_config(config, "folder")
-        check_config(read)
-        model.decoder_shape(read)
+        check_config(read) or model.decoder_shape(read)
     assert message in str(caught.value)
 
 
