@@ -23,8 +23,9 @@ from dllm_engine.sizing import (
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 
-PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 16
+PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
 MEMORY = 64 << 20
+"""Of all engines of the tests."""
 
 
 def deployment(model, method="sparse", **settings):
@@ -63,7 +64,7 @@ def run_one(llm, response):
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_request_takes_what_a_running_engine_reserves(engines, request, family, method):
     model = request.getfixturevalue(f"tiny_{family}")
-    llm = engines(model, cache_method=method, page_size=PAGE_SIZE, kv_cache_memory_bytes=MEMORY)
+    llm = engines(model, cache_method=method, page_size=PAGE_SIZE)
     reserved, retained, _ = run_one(llm, RESPONSE)
     demand = plan(deployment(model, method)).demand
     assert demand.pages == reserved
@@ -77,7 +78,7 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, request, family
 @pytest.mark.parametrize("method", CACHE_METHODS)
 def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_llada, method):
     """Whole blocks, so that each step unmasks one token."""
-    llm = engines(tiny_llada, cache_method=method, page_size=PAGE_SIZE, kv_cache_memory_bytes=MEMORY)
+    llm = engines(tiny_llada, cache_method=method, page_size=PAGE_SIZE)
     response = 2 * BLOCK_LENGTH
     assert (
         plan(deployment(tiny_llada, method, response=response)).demand.rows_per_step

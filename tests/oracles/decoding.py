@@ -1,4 +1,7 @@
-"""What a forward pass unmasks, as slow, plain Python: schedules, policies and the rules of parallel unmasking.
+"""What a forward pass unmasks, as slow, plain Python: blocks, schedules, policies, sampling, parallel unmasking.
+
+Also how close the closest decision of a run was, so that a test on random weights can tell a wrong engine from a coin
+toss.
 
 Readings where the papers leave room:
 
@@ -11,14 +14,18 @@ Readings where the papers leave room:
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
-from tests.oracles.models import PlainModel, steps_per_block
+from tests.oracles.models import PlainModel
 
 RULES = ("threshold", "factor", "entropy_bound", "margin")
+Uniform = Callable[[int, int], torch.Tensor]
+"""Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
 
 
 class Scored(NamedTuple):
@@ -36,6 +43,30 @@ def gap(a: float, b: float, floor: float = 1e-2) -> float:
     return abs(a - b) / max(abs(a), abs(b), floor)
 
 
+def steps_per_block(steps: int, sizes: list[int]) -> list[int]:
+    """Every block gets a step; the others are shared by the tokens that a block has beyond one, largest fractions up.
+
+    Of equal fractions the earlier block's goes up.
+    """
+    beyond_one = sum(sizes) - len(sizes)
+    exact = [1 + Fraction((steps - len(sizes)) * (size - 1), max(beyond_one, 1)) for size in sizes]
+    shared = [math.floor(share) for share in exact]
+    while sum(shared) < steps and beyond_one:
+        fractions = [share - given for share, given in zip(exact, shared, strict=True)]
+        shared[fractions.index(max(fractions))] += 1
+    return shared
+
+
+def llada_count(block_size: int, steps: int, step: int) -> int:
+    """How many positions a step of a block fills before its last one."""
+    return block_size // steps + (1 if step < block_size % steps else 0)
+
+
+def dream_count(num_masked: int, steps: int, step: int) -> int:
+    t = torch.linspace(1, 1e-3, steps + 1)
+    return int(num_masked * (1 - t[step + 1] / t[step]))
+
+
 @dataclass
 class Decoding:
     """The canvas of one request and what has been done to it."""
@@ -50,12 +81,12 @@ class Decoding:
     factor: float | None = None
     entropy_bound: float | None = None
     margin: float | None = None
+    temperature: float = 0.0
+    uniform: Uniform | None = None
+    """The random numbers of a temperature above 0."""
     top_p: float = 1.0
     top_k: int = 0
-    end_tokens: tuple[int, ...] = ()
-    """With ``delay_eos``: the tokens that are held back."""
-    fills_first_alone: bool = True
-    """Whether Dream's block rule applies."""
+    delay_eos: bool = False
     order: list[list[int]] = field(default_factory=list)
     """Canvas positions unmasked per forward pass."""
     computed: list[list[int]] = field(default_factory=list)
@@ -64,50 +95,67 @@ class Decoding:
     """What else a cache method does, under the names of the engine's figures."""
     closest: float = math.inf
     """The smallest relative margin of any decision."""
+    block: int = 0
+    step: int = 0
+    """Of the running block."""
 
     def __post_init__(self) -> None:
         self.canvas = self.prompt + [self.model.mask] * self.gen_length
-        self.length = len(self.canvas)
-        start = len(self.prompt)
+        self.length, start = len(self.canvas), len(self.prompt)
         self.blocks = [
             (s, min(s + self.block_length, self.length)) for s in range(start, self.length, self.block_length)
         ]
+        self.fills_first_alone = len(self.blocks) > 1
+        """Whether Dream's block rule applies; some cache methods have it for a response of one block too."""
         if self.unmasking in ("entropy", "topk_margin"):
             self.threshold = None
         self.parallel = any(getattr(self, rule) is not None for rule in RULES)
-        if self.steps is None:
-            self.steps = self.gen_length
+        sizes = [end - first for first, end in self.blocks]
+        self.steps_of = steps_per_block(self.gen_length if self.steps is None else self.steps, sizes)
 
     @property
     def tokens(self) -> list[int]:
         return self.canvas[len(self.prompt) :]
 
+    def passes(self) -> Iterator[tuple[int, int]]:
+        """(block, step of the block) of each forward pass, while a mask is left."""
+        for block, (first, end) in enumerate(self.blocks):
+            self.block, self.step = block, 0
+            while self.masked(first, end):
+                yield self.block, self.step
+                self.step += 1
+
     def masked(self, first: int, end: int) -> list[int]:
         return [position for position in range(first, end) if self.canvas[position] == self.model.mask]
-
-    def steps_of(self, number: int) -> int:
-        assert self.steps is not None
-        return steps_per_block(self.steps, [end - first for first, end in self.blocks])[number]
 
     def decided(self, margin: float) -> None:
         self.closest = min(self.closest, margin)
 
-    def fill(self, logits: torch.Tensor, number: int, step: int) -> None:
-        """Unmask by the raw logits of all rows that predict block ``number``, in step ``step`` of the block."""
-        first, end = self.blocks[number]
-        alone = self.model.is_dream and self.fills_first_alone and step == 0
-        if alone and (self.parallel or self.steps_of(number) > 1):
-            chosen = [self.score(logits, first)]
+    def fill(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
+        """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which was fed some positions."""
+        self.computed.append(list(fed))
+        first, end = self.blocks[self.block]
+        steps = self.steps_of[self.block]
+        alone = self.model.is_dream and self.fills_first_alone and self.step == 0
+        if alone and (self.parallel or steps > 1):
+            self.commit([self.score(logits, first)])
+            return
+        scored = sorted((self.score(logits, p) for p in self.masked(first, end)), key=lambda s: (-s[0], s[1]))
+        if self.parallel:
+            count = self.count_by_rule(scored)
+        elif self.step >= steps - 1:
+            count = len(scored)
+        elif self.model.is_dream:
+            count = dream_count(len(scored), steps, self.step)
         else:
-            scored = sorted((self.score(logits, p) for p in self.masked(first, end)), key=lambda s: (-s[0], s[1]))
-            if self.parallel:
-                count = self.count_by_rule(scored)
-            else:
-                count = self.count_by_schedule(len(scored), end - first, self.steps_of(number), step)
-            chosen = scored[:count]
-            if 0 < count < len(scored):
-                self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
-        self.commit(chosen)
+            count = llada_count(end - first, steps, self.step)
+        self.commit_most_confident(scored, count)
+
+    def commit_most_confident(self, scored: list[Scored], count: int) -> list[Scored]:
+        if 0 < count < len(scored):
+            self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
+        self.commit(scored[:count])
+        return scored[:count]
 
     def commit(self, chosen: list[Scored]) -> None:
         for _, position, token, token_gap in chosen:
@@ -118,22 +166,34 @@ class Decoding:
     def score(self, logits: torch.Tensor, position: int) -> Scored:
         row = logits[max(position - 1, 0) if self.model.is_dream else position]
         assert not row.isnan().any(), f"position {position} was not predicted"
-        best, second = row.topk(2).values.tolist()
-        token = int(row.argmax())
+        if self.model.is_dream:  # LLaDA's confidence is of the plain softmax
+            row = self._filtered(row / self.temperature if self.temperature > 0 else row)
+        token, token_gap = self._token(row, position)
         if self.held_back(position, token):
-            return Scored(-math.inf, position, token, gap(best, second))
-        p = (self._filtered(row) if self.model.is_dream else row).softmax(-1)
+            return Scored(-math.inf, position, token, token_gap)
+        p = row.softmax(-1)
         top = p.topk(2).values
         confidence = {
-            "low_confidence": top[0],
-            "maskgit_plus": top[0],
+            "low_confidence": p[token],
+            "maskgit_plus": p[token],
             "topk_margin": top[0] - top[1],
             "entropy": (p * (p + 1e-10).log()).sum(),
         }[self.unmasking]
-        return Scored(float(confidence), position, token, gap(best, second))
+        return Scored(float(confidence), position, token, token_gap)
+
+    def _token(self, row: torch.Tensor, position: int) -> tuple[int, float]:
+        """The predicted token, and by how much it won. Gumbel-max: argmax of exp(logits) / (-log u)^T."""
+        score = row.double()
+        if self.uniform is not None:
+            temperature = 1.0 if self.model.is_dream else self.temperature  # Dream's rows are tempered already
+            score = score - temperature * (-self.uniform(len(self.order), position).log()).log()
+            score[self.model.mask] = -math.inf
+        best, second = score.topk(2).values.tolist()
+        return int(score.argmax()), gap(best, second)
 
     def held_back(self, position: int, token: int) -> bool:
-        if token not in self.end_tokens or any(end in self.tokens for end in self.end_tokens):
+        ends = self.model.end_tokens if self.delay_eos else ()
+        if token not in ends or any(end in self.tokens for end in ends):
             return False
         return self.canvas[position - 1] == self.model.mask
 
@@ -157,14 +217,6 @@ class Decoding:
             self.decided(gap(value, bound))
         return max([n for n, passed in enumerate(passes, 1) if passed], default=min(1, len(scored)))
 
-    def count_by_schedule(self, masked: int, block_size: int, in_block: int, step: int) -> int:
-        if step >= in_block - 1:
-            return masked
-        if self.model.is_dream:
-            t = torch.linspace(1, 1e-3, in_block + 1)
-            return int(masked * (1 - t[step + 1] / t[step]))
-        return block_size // in_block + (1 if step < block_size % in_block else 0)
-
     def _filtered(self, row: torch.Tensor) -> torch.Tensor:
         """The fewest likeliest tokens that have more than ``top_p`` together, and of those the ``top_k`` best."""
         lowest = torch.finfo(row.dtype).min
@@ -180,7 +232,7 @@ class Decoding:
         if self.top_k:
             ordered = row.sort(descending=True)
             last_kept, first_dropped = ordered.values[self.top_k - 1 : self.top_k + 1].tolist()
-            if last_kept > lowest:
+            if last_kept > lowest:  # else top-p has left fewer
                 self.decided(10 * gap(last_kept, first_dropped))
             kept = ordered.indices[: self.top_k].tolist()
             row = torch.full_like(row, lowest).index_copy(0, torch.tensor(kept), row[kept])
