@@ -52,7 +52,7 @@ def run_one(llm, response):
     reserved = retained = rows = 0
     while scheduler.states:
         (state,) = scheduler.states.values()
-        step_plan = scheduler.plan(state.spec, state.progress)
+        step_plan = scheduler.method.plan(state.spec, state.progress)
         retained, rows = max(retained, step_plan.retained), rows + step_plan.max_rows
         llm.llm_engine.step()
         reserved = max(reserved, scheduler.pages.num_reserved)

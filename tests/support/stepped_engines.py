@@ -98,7 +98,7 @@ def abort_all(llm: "LLM", prompts: Sequence[list[int]], params: Sequence[Any], s
         before = dict(scheduler.states)
         llm.llm_engine.abort_request([str(left.pop())])
         for request_id in before.keys() - scheduler.states.keys():
-            scopes.add(scheduler.plan(before[request_id].spec, before[request_id].progress).scope.value)
+            scopes.add(scheduler.method.plan(before[request_id].spec, before[request_id].progress).scope.value)
 
     abort()
     while llm.llm_engine.has_unfinished_requests():
