@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.step_batch import StepBatch
@@ -58,22 +57,9 @@ class KVTables:
             for table in tables.unbind()
         ]
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        *,
-        attend_fresh: bool,
-        causal: bool = False,
-    ) -> torch.Tensor:
-        """Attention of a layer's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
-        return paged_attention(
-            q, k, v, cu_seqlens, self.layers[layer], attend_fresh=attend_fresh, causal=causal, max_seqlen=max_seqlen
-        )
+    def paged_tokens(self, layer: int) -> PagedTokens:
+        """What requests attend to in a layer."""
+        return self.layers[layer]
 
 
 class TokenTables(BatchTables, KVTables):

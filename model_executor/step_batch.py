@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,23 @@ class Canvas:
     """What the cache method keeps of this request outside pages."""
 
 
+class RowBounds:
+    """Where the rows of each request lie among rows that lie end to end."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        """``sizes``: rows of each request."""
+        self.sizes = sizes
+        self.bounds = list(accumulate(sizes, initial=0))
+        """First row of each request and, last, the number of rows."""
+        self.cu_seqlens = on_device(self.bounds, device, torch.int32)
+        """The same on the device, int32."""
+        self.max_seqlen = max(sizes)
+
+    def rows(self, index: int) -> slice:
+        """Rows of a request."""
+        return slice(self.bounds[index], self.bounds[index + 1])
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """Requests in batch order; request i computes rows ``cu_seqlens[i]`` … ``cu_seqlens[i + 1] - 1``."""
@@ -65,6 +83,9 @@ class StepBatch:
     def rows(self, index: int) -> slice:
         """Rows of a request."""
         return slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
+
+    def row_bounds(self) -> RowBounds:
+        return RowBounds([self.num_rows(i) for i in range(len(self.canvases))], self.positions.device)
 
     def num_rows(self, index: int) -> int:
         return self.cu_seqlens[index + 1] - self.cu_seqlens[index]

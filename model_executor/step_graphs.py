@@ -17,7 +17,7 @@ from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass, RetentionPass
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 
 MAX_ROWS = 1024
 """Rows of a pass from which on a GPU is busy for longer than launching takes."""
@@ -77,8 +77,8 @@ class StepGraph:
             torch.zeros(num_requests, dtype=torch.int32, device=device),
             max_pages * pages.page_size,
         )
-        cu_seqlens = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * num_rows
-        input_ids, positions, layer_pass = self.input_ids, self.positions, PagedPass(self.tokens, cu_seqlens, num_rows)
+        layer_pass = PagedPass(self.tokens, RowBounds([num_rows] * num_requests, device))
+        input_ids, positions = self.input_ids, self.positions
         self.replay = record(lambda: model(input_ids, positions, layer_pass))
 
     def __call__(self, batch: StepBatch, tokens: KVTables) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import gather_from_ranks
 from dllm_engine.options import EngineOptions
@@ -75,12 +75,11 @@ class CausalPass(LayerPass):
     def __init__(self, batch: StepBatch, pages: PageView, head_len: list[int]) -> None:
         self.pages = pages
         self.tables = TokenTables(batch, pages, head_len, PageKind.GUIDE)
-        self.cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.positions.device)
-        self.max_seqlen = max(batch.num_rows(i) for i in range(len(head_len)))
+        self.row_bounds = batch.row_bounds()
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.pages.write(k, v, self.tables.row_slots(layer))
-        return self.tables.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=False, causal=True)
+        return attend_pages(self.tables.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=False, causal=True)
 
 
 class Guide:

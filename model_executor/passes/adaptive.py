@@ -16,13 +16,14 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.features import add_features, feature_rows, write_features
+from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
+from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import Scope
 
@@ -33,36 +34,20 @@ class CanvasTables(Protocol):
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all); −1 where nothing is kept of a row."""
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        *,
-        attend_fresh: bool,
-    ) -> torch.Tensor:
-        """Attention of rows over the pages of their requests."""
+    def paged_tokens(self, layer: int) -> PagedTokens:
+        """What requests attend to in a layer."""
 
 
-class ComputedRows:
+class ComputedRows(RowBounds):
     """The rows that a layer recomputes: the same number in every layer of a kind, so all of this is known before."""
 
-    def __init__(self, batch: StepBatch, sizes: list[int], alone: list[bool]) -> None:
+    def __init__(self, sizes: list[int], alone: list[bool], device: torch.device) -> None:
         """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
-        device = batch.positions.device
-        self.bounds = list(accumulate(sizes, initial=0))
-        self.sizes = sizes
-        self.max_seqlen = max(sizes)
-        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
-        self.alone = alone
+        super().__init__(sizes, device)
         self.alone_rows = self._rows_where(alone, device)
         self.paged_rows = self._rows_where([not a for a in alone], device)
         self.alone_bounds = list(accumulate((size for size, a in zip(sizes, alone, strict=True) if a), initial=0))
-        paged = list(accumulate((0 if a else size for size, a in zip(sizes, alone, strict=True)), initial=0))
-        self.paged_cu_seqlens = torch.tensor(paged, dtype=torch.int32, device=device)
+        self.paged = RowBounds([0 if a else size for size, a in zip(sizes, alone, strict=True)], device)
 
     def _rows_where(self, wanted: list[bool], device: torch.device) -> torch.Tensor:
         ranges = [
@@ -113,7 +98,7 @@ class AdaptivePass(LayerPass):
             ]
 
         fed = [batch.num_rows(i) for i in range(len(batch.plans))]
-        self.all_rows = ComputedRows(batch, fed, attend_alone(fed))
+        self.all_rows = ComputedRows(fed, attend_alone(fed), device)
 
         # Rows of the batch that are refreshed, and where they and the chosen ones lie among the recomputed rows.
         refreshed: list[torch.Tensor] = []
@@ -150,7 +135,7 @@ class AdaptivePass(LayerPass):
         """Per group of equal shape: the response rows ``[group, rows]``, and the places of those chosen among the
         recomputed ones ``[group, chosen]``."""
         self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
-        self.some_rows = ComputedRows(batch, sizes, attend_alone(sizes))
+        self.some_rows = ComputedRows(sizes, attend_alone(sizes), device)
         self.kept = torch.ones_like(self.requests, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
         self.kept[self.refreshed] = False
@@ -269,18 +254,11 @@ class AdaptivePass(LayerPass):
             out = torch.empty_like(q)
             out[alone] = self._attend_alone(layer, computed, q[alone], k[alone], v[alone])
         self.pages.write(k, v, self.tables.row_slots(layer, rows))
+        tokens = self.tables.paged_tokens(layer)
         if not alone.numel():
-            out = self.tables.attend(layer, q, k, v, computed.cu_seqlens, computed.max_seqlen, attend_fresh=False)
+            out = attend_pages(tokens, q, k, v, computed, attend_fresh=False)
         elif paged.numel():
-            out[paged] = self.tables.attend(
-                layer,
-                q[paged],
-                k[paged],
-                v[paged],
-                computed.paged_cu_seqlens,
-                computed.max_seqlen,
-                attend_fresh=False,
-            )
+            out[paged] = attend_pages(tokens, q[paged], k[paged], v[paged], computed.paged, attend_fresh=False)
         return out
 
     def _attend_alone(

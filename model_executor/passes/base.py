@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 
@@ -62,3 +65,19 @@ class LayerPass:
     def record(self, index: int) -> dict[str, Any]:
         """Trace entries of the pass for a request, by their names in ``DiffusionFigures.trace``."""
         return {}
+
+
+def attend_pages(
+    tokens: PagedTokens,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: RowBounds,
+    *,
+    attend_fresh: bool,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention of each request's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
+    return paged_attention(
+        q, k, v, rows.cu_seqlens, tokens, attend_fresh=attend_fresh, causal=causal, max_seqlen=rows.max_seqlen
+    )

@@ -8,7 +8,6 @@ changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy o
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from dllm_engine.kernels.features import feature_rows, read_features, write_feat
 from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
+from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
@@ -38,20 +37,10 @@ UNMASKED_BONUS = 3.0
 SMALLEST_NORM = 1e-6
 
 
-class Stage:
-    """The layers between two cuts: how many rows of each request they compute."""
-
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
-        self.sizes = sizes
-        self.bounds = list(accumulate(sizes, initial=0))
-        self.max_seqlen = max(sizes)
-        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
-
-
 class Cut:
     """Where the rows that stay lie among those of the stage before; known but for which rows of a request they are."""
 
-    def __init__(self, before: Stage, after: Stage, skips: list[bool], device: torch.device) -> None:
+    def __init__(self, before: RowBounds, after: RowBounds, skips: list[bool], device: torch.device) -> None:
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         whole: list[int] = []
         for i, skip in enumerate(skips):
@@ -60,7 +49,7 @@ class Cut:
             else:
                 whole.append(i)
 
-        def ranges(stage: Stage, members: list[int]) -> list[torch.Tensor]:
+        def ranges(stage: RowBounds, members: list[int]) -> list[torch.Tensor]:
             return [torch.arange(stage.bounds[i], stage.bounds[i + 1], device=device) for i in members]
 
         self.after = after
@@ -105,16 +94,16 @@ class EarlySkipPass(LayerPass):
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [plan.skips for plan in plans]
-        self.stage = Stage(sizes, device)
+        self.stage = RowBounds(sizes, device)
         self.stages = [self.stage]
-        """One more than there are cuts."""
+        """The rows that the layers between two cuts compute; one more than there are cuts."""
         self.cuts: dict[int, Cut] = {}
         for layer, fraction in options.cuts(self.num_layers).items():
             sizes = [
                 self._num_kept(i, fraction, size) if skip else size
                 for i, (size, skip) in enumerate(zip(sizes, self.skips, strict=True))
             ]
-            self.stages.append(Stage(sizes, device))
+            self.stages.append(RowBounds(sizes, device))
             self.cuts[layer] = Cut(self.stages[-2], self.stages[-1], self.skips, device)
         self.kept_rows: list[torch.Tensor] = []
         """After each cut, the rows of the batch that went on."""
@@ -204,7 +193,7 @@ class EarlySkipPass(LayerPass):
         self._copy_retained(layer, q)
         if self.dense:
             return bidirectional_attention(q, k, v, stage.bounds)
-        return self.attended.attend(layer, q, k, v, stage.cu_seqlens, stage.max_seqlen, attend_fresh=False)
+        return attend_pages(self.attended.paged_tokens(layer), q, k, v, stage, attend_fresh=False)
 
     def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose step it is. Such a step skips no
@@ -217,7 +206,7 @@ class EarlySkipPass(LayerPass):
             )
             outside = torch.cat((before, after))
             keys = self._kept(self.pages.keys, self.tables.token_slots(layer, torch.full_like(outside, i), outside))
-            queries = q[self.stage.bounds[i] : self.stage.bounds[i + 1]]
+            queries = q[self.stage.rows(i)]
             # Every rank scores with its own heads; all must retain the same tokens.
             scores = tensor_model_parallel_all_reduce(mean_query_scores(queries, keys))
             scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
@@ -322,9 +311,6 @@ class EarlySkipPass(LayerPass):
         if index in self.retained:
             entries["retained_positions"] = [positions.tolist() for positions in self.retained[index]]
         if self.skips[index]:
-            of_request = [
-                rows[stage.bounds[index] : stage.bounds[index + 1]]
-                for rows, stage in zip(self.kept_rows, self.stages[1:], strict=True)
-            ]
+            of_request = [rows[stage.rows(index)] for rows, stage in zip(self.kept_rows, self.stages[1:], strict=True)]
             entries["selected_positions"] = [sorted(self.batch.positions[rows].tolist()) for rows in of_request]
         return entries

@@ -13,7 +13,7 @@ from vllm.distributed import (
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import max_pooled
-from dllm_engine.kernels.paged_attention import attention_with_lse, paged_attention
+from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -98,21 +98,10 @@ class HeadTables(BatchTables):
         physical = self.tables[layer][requests[:, None], slots.clamp(min=0) // per_page].long() * per_page
         return torch.where(slots >= 0, physical + slots % per_page, -1)
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        *,
-        attend_fresh: bool,
-    ) -> torch.Tensor:
+    def paged_tokens(self, layer: int) -> PagedTokens:
         start, lengths = (x.int() for x in self.head_ranges(layer))
         k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[layer]
-        tokens = PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
-        return paged_attention(q, k, v, cu_seqlens, tokens, attend_fresh=attend_fresh, max_seqlen=max_seqlen)
+        return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
 
 
 class MaskKVPass(AdaptivePass):

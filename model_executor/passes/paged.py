@@ -9,9 +9,9 @@ from dllm_engine.kernels.eviction import write_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.retention.scorers import ScoredLayer
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec
@@ -32,17 +32,12 @@ class PagedPass(LayerPass):
     """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of
     them."""
 
-    def __init__(self, tokens: KVTables, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
-        """
-        Args:
-            tokens: what is retained.
-            cu_seqlens: first row of each request and, last, the number of rows; int32.
-            max_seqlen: the most rows of a request.
-        """
-        self.tokens, self.cu_seqlens, self.max_seqlen = tokens, cu_seqlens, max_seqlen
+    def __init__(self, tokens: KVTables, row_bounds: RowBounds) -> None:
+        """``tokens``: what is retained."""
+        self.tokens, self.row_bounds = tokens, row_bounds
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.tokens.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=True)
+        return attend_pages(self.tokens.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=True)
 
 
 class RetentionPass(PagedPass):
@@ -76,8 +71,7 @@ class RetentionPass(PagedPass):
         """Whether any request attends to pages."""
         tables = BatchTables(batch, PageKind.KV).tables
         tokens = KVTables(pages, tables, on_device(read, device, torch.int32), max(read))
-        cu_seqlens = on_device(batch.cu_seqlens, device, torch.int32)
-        super().__init__(tokens, cu_seqlens, max(batch.num_rows(i) for i in range(len(batch.plans))))
+        super().__init__(tokens, batch.row_bounds())
 
     @property
     def repeats(self) -> bool:
