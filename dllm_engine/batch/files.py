@@ -43,6 +43,10 @@ class BatchRequest(BaseModel):
             raise ValueError("give either 'prompt' or 'messages'")
         return self
 
+    def as_messages(self) -> list[Message]:
+        """The messages, or the prompt as a message of the user."""
+        return self.messages or [Message(role="user", content=self.prompt or "")]
+
 
 @dataclass(frozen=True)
 class InputLine:

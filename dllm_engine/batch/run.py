@@ -54,7 +54,7 @@ def enqueue(llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, use
     if request.messages is not None and not use_chat:
         raise ValueError("'messages' need the tokenizer's chat template: the model has none, or --raw is set")
     if use_chat:
-        messages = request.messages or [{"role": "user", "content": request.prompt}]
+        messages = request.as_messages()
         (internal_id,) = llm.enqueue_chat(messages, params, use_tqdm=False)
     else:
         (internal_id,) = llm.enqueue([request.prompt], params, use_tqdm=False)

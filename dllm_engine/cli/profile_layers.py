@@ -79,7 +79,7 @@ def prompt_tokens(llm: "LLM", request: BatchRequest) -> list[int]:
     tokenizer = llm.get_tokenizer()
     if request.messages is None and not llm.has_chat_template:
         return tokenizer.encode(request.prompt)
-    messages = request.messages or [{"role": "user", "content": request.prompt}]
+    messages = request.as_messages()
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
