@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.unmask import token_statistics
+from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics, required

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
+from dllm_engine.families import FAMILIES
 from dllm_engine.options import EngineOptions
-from dllm_engine.released_configs import RELEASED_CONFIGS
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.sizing import (
     GIB,
     Deployment,
     SizingError,
     activation_bytes,
-    load_config,
     pages_of_pool,
     plan,
     weight_bytes,
@@ -131,6 +131,16 @@ def test_every_released_model_can_be_planned(model):
     assert plan(deployment(model, dtype="auto", gpu_memory=80 * GIB)).demand.requests > 0
 
 
+@pytest.mark.parametrize("model", [name for family in FAMILIES.values() for name in family.checkpoints])
+def test_every_listed_checkpoint_is_known_or_asked_of_hugging_face(model, monkeypatch):
+    """As DiffuCoder's and Dream-Coder's: their sizes are not known here."""
+    from transformers import PretrainedConfig
+
+    config = RELEASED_CONFIGS["Dream-org/Dream-v0-Instruct-7B"]
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name, **_: ({**config, "of": name}, {}))
+    assert load_config(model).num_hidden_layers in (28, 32)
+
+
 def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
     sizing = plan(deployment(tiny_llada))
     assert (sizing.demand.requests, sizing.demand.limit) == (256, "max_num_seqs")
@@ -208,7 +218,8 @@ def test_too_large_a_model_is_told_how_many_gpus_it_needs():
         plan(deployment("GSAI-ML/LLaDA-1.5", dtype="auto", gpu_memory=16 * GIB))
 
 
-def test_a_config_that_cannot_be_read_is_named(tmp_path):
+def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="holds no config"):
         load_config(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
@@ -218,7 +229,7 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match="model_type='llama' is not a supported"):
         load_config(str(tmp_path))
     for unknown in ("some/model", "no name at all: "):
-        with pytest.raises(ValueError, match="neither a folder nor in the local Hugging Face cache"):
+        with pytest.raises(ValueError, match="is not a folder, and Hugging Face does not give"):
             load_config(unknown)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
 from dllm_engine.model_executor.models.configs import parse_config, read_json_object
-from dllm_engine.released_configs import RELEASED_CONFIGS
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
 
