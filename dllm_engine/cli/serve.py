@@ -181,5 +181,9 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
         check_release()  # what checks them needs it
         stated["request_defaults"] = defaults
     options = merged(options, stated)
-    EngineOptions.parse(options)
+    engine = EngineOptions.parse(options)
+    if engine.request_defaults:
+        from dllm_engine.scheduler.resolve import check_request_defaults
+
+        check_request_defaults(engine)
     return additional | {OPTIONS_KEY: options} if options else additional

@@ -12,7 +12,6 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, UnmaskQuota
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 MASK = 99
 BLOCK = Span(4, 9)
@@ -132,20 +131,6 @@ def test_a_parallel_rule_takes_the_place_of_the_count(unmasking, rule, expected)
         canvas, filled = fill(unmasking, count, parallel=rule)
         assert filled == expected
         assert canvas.masked.nonzero()[:, 0].tolist() == [p for p in (4, 5, 7, 8, *range(9, 14)) if p not in expected]
-
-
-def test_every_policy_is_found_by_its_name_and_says_what_it_needs():
-    assert set(UNMASKING_POLICIES) == {*ORDERS, "origin"}
-    for name, policy in UNMASKING_POLICIES.items():
-        assert policy.name == name
-        assert policy.needs_entropy == (name == "entropy")
-        assert policy.needs_margin == (name == "topk_margin")
-        assert policy.needs_noise == (name in ("random", "origin"))
-        assert policy.tempered == (name not in ("low_confidence", "random"))
-        assert policy.draws_each_position == (name == "origin")
-        assert (policy.measures is None) == policy.needs_noise
-        assert (policy.measures == "entropy") == policy.needs_entropy
-        assert (policy.measures == "margin") == policy.needs_margin
 
 
 @pytest.mark.parametrize(
