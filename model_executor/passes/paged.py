@@ -5,7 +5,6 @@ from typing import Any, Protocol
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.kernels.eviction import write_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -99,8 +98,7 @@ class RetentionPass(PagedPass):
             )
             positions = self.rule(canvas.spec, plan, scored)
             added = positions[plan.read :] - plan.span.start
-            table = canvas.page_tables[PageKind.KV][layer]
-            write_retained(k[rows], v[rows], added, self.pages.keys, self.pages.values, table, plan.read)
+            self.pages.append(k[rows][added], v[rows][added], canvas.page_tables[PageKind.KV][layer], plan.read)
             retained.append(positions)
 
     def record(self, index: int) -> dict[str, Any]:
