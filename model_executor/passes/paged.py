@@ -1,6 +1,7 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,15 +17,9 @@ from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
-
-class RetentionRule(Protocol):
-    """Which tokens of a layer an UPDATE step retains."""
-
-    def __call__(self, spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
-        """Canvas positions, ascending, ``[plan.retained]`` int64; the first ``plan.read`` are in pages already.
-
-        ``layer`` holds the rows that the plan computes. The answer must be the same on every rank.
-        """
+RetentionRule = Callable[[DecodingSpec, StepPlan, ScoredLayer], torch.Tensor]
+"""Which tokens of a layer an UPDATE step retains: canvas positions, ascending, ``[plan.retained]`` int64, the same on
+every rank. The first ``plan.read`` are in pages already. The layer holds the rows that the plan computes."""
 
 
 class PagedPass(LayerPass):
@@ -116,10 +111,5 @@ def retain_before_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) 
 
 def retain_outside_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
     """Everything outside the block, the masked suffix included."""
-    return outside_block(spec, plan, layer.k.device)
-
-
-def outside_block(spec: DecodingSpec, plan: StepPlan, device: torch.device) -> torch.Tensor:
-    """Canvas positions before and after the block, ascending."""
-    start, stop = plan.block
+    (start, stop), device = plan.block, layer.k.device
     return torch.cat((torch.arange(start, device=device), torch.arange(stop, spec.canvas_length, device=device)))
