@@ -52,7 +52,9 @@ def paged_attention(
     Raises:
         ValueError: shapes, types or lengths that do not fit together.
     """
-    return _attend(q, k, v, cu_seqlens, tokens, attend_fresh, causal, False, max_seqlen)[0]
+    return paged_attention_with_lse(
+        q, k, v, cu_seqlens, tokens, attend_fresh=attend_fresh, causal=causal, max_seqlen=max_seqlen, return_lse=False
+    )[0]
 
 
 def paged_attention_with_lse(
@@ -65,9 +67,17 @@ def paged_attention_with_lse(
     attend_fresh: bool,
     causal: bool = False,
     max_seqlen: int | None = None,
+    return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``paged_attention``, and the logarithm of each softmax's denominator: float32 ``[num_rows, num_heads]``."""
-    return _attend(q, k, v, cu_seqlens, tokens, attend_fresh, causal, True, max_seqlen)
+    """As ``paged_attention``, and the logarithm of each softmax's denominator: float32 ``[num_rows, num_heads]``, empty
+    unless ``return_lse``."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        if max_seqlen is None:
+            max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
+        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
+    _check(q, k, v, cu_seqlens, tokens)
+    *tensors, max_head_len = tokens
+    return _paged_attention(q, k, v, cu_seqlens, tensors, max_head_len, attend_fresh, causal, return_lse, max_seqlen)
 
 
 def attention_with_lse(
@@ -82,26 +92,6 @@ def attention_with_lse(
     zeros = torch.zeros(len(cu_seqlens) - 1, k.shape[1], dtype=torch.int32, device=q.device)
     nothing = PagedTokens(no_page, no_page, zeros[:, :1], zeros, zeros[:, 0], zeros, max_head_len=0)
     return paged_attention_with_lse(q, k, v, cu_seqlens, nothing, attend_fresh=True)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Sequence[int],
-    tokens: PagedTokens,
-    attend_fresh: bool,
-    causal: bool,
-    return_lse: bool,
-    max_seqlen: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(cu_seqlens, torch.Tensor):
-        if max_seqlen is None:
-            max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
-        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-    _check(q, k, v, cu_seqlens, tokens)
-    *tensors, max_head_len = tokens
-    return _paged_attention(q, k, v, cu_seqlens, tensors, max_head_len, attend_fresh, causal, return_lse, max_seqlen)
 
 
 @operator("paged_attention", triton="paged_attention")

@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ class Filled(NamedTuple):
     """int64: ``CHOSEN`` where it filled one, ``NOT_FINITE`` where the model's logits were not."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchCandidates:
     """Masked positions that requests of a batch may fill, ascending by request and position."""
 
@@ -57,30 +56,19 @@ class BatchCandidates:
     table: torch.Tensor
     """int64 ``[5, num_candidates]``: the columns below, in their order."""
 
-    @cached_property
-    def requests(self) -> torch.Tensor:
-        """Batch number of each candidate's request."""
-        return self.table[0]
+    requests: torch.Tensor = field(init=False)
+    """Batch number of each candidate's request."""
+    offsets: torch.Tensor = field(init=False)
+    """Place in the plan's span of candidates."""
+    positions: torch.Tensor = field(init=False)
+    """Canvas position."""
+    places: torch.Tensor = field(init=False)
+    """Index into the ``CanvasStore``."""
+    rows: torch.Tensor = field(init=False)
+    """Batch row that predicts the candidate."""
 
-    @cached_property
-    def offsets(self) -> torch.Tensor:
-        """Place in the plan's span of candidates."""
-        return self.table[1]
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """Canvas position."""
-        return self.table[2]
-
-    @cached_property
-    def places(self) -> torch.Tensor:
-        """Index into the ``CanvasStore``."""
-        return self.table[3]
-
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """Batch row that predicts the candidate."""
-        return self.table[4]
+    def __post_init__(self) -> None:
+        self.requests, self.offsets, self.positions, self.places, self.rows = self.table.unbind()
 
     @classmethod
     def of(cls, batch: StepBatch, store: CanvasStore) -> "BatchCandidates":

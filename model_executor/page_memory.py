@@ -57,6 +57,14 @@ class PageView:
         write_slots(k, self.keys, slots)
         write_slots(v, self.values, slots)
 
+    def append(self, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, first_token: int = 0) -> None:
+        """Write keys and values ``[n, num_kv_heads, head_dim]`` as tokens ``first_token`` … of the pages in a table
+        ``[num_pages]``."""
+        tokens = torch.arange(first_token, first_token + k.shape[0], device=k.device)
+        places = page_table[tokens // self.page_size].long() * self.page_size + tokens % self.page_size
+        heads = torch.arange(self.num_kv_heads, device=k.device)
+        self.write(k, v, places[:, None] * self.num_kv_heads + heads)
+
 
 class PageMemory(PageView):
     """Keys and values of all pages of a rank: ``[num_pages, slots_per_page, head_dim]`` each.

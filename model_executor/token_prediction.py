@@ -5,8 +5,9 @@ Logits are made for the rows given and for a bounded number of them at once, so 
 top-p and top-k, which need the whole distribution, gather the logits of the rows that use them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
@@ -14,10 +15,11 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
-from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics, required
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
+_Rows = TypeVar("_Rows", TokenStatistics, TokenLogprobs)
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32)."""
 
@@ -87,9 +89,8 @@ class TokenPredictor:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
-        argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities
-        of the predicted token and of so many of the likeliest; None: for none. ``counters`` are needed for sampling
-        only.
+        argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities of the predicted token and of
+        so many of the likeliest; None: for none. ``counters`` are needed for sampling only.
         """
         chunks = []
         for start in range(0, hidden.shape[0], self.max_rows):
@@ -97,14 +98,7 @@ class TokenPredictor:
             shard = self.compute_logits(hidden[rows])
             of_rows = None if counters is None else counters.rows(rows)
             chunks.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs))
-        return TokenStatistics(
-            token=torch.cat([c.token for c in chunks]),
-            probability=torch.cat([c.probability for c in chunks]),
-            negative_entropy=torch.cat([required(c.negative_entropy) for c in chunks]) if with_entropy else None,
-            margin=torch.cat([required(c.margin) for c in chunks]) if with_margin else None,
-            noise=None,
-            logprobs=_concatenated([c.logprobs for c in chunks if c.logprobs is not None]),
-        )
+        return chunks[0] if len(chunks) == 1 else _concatenated(chunks)
 
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probability of a given token per row, ``[num_rows]`` float32, under the plain softmax of its logits.
@@ -121,8 +115,8 @@ class TokenPredictor:
             logit = logits.gather(-1, column.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0].float()
             if self.tp_group.world_size > 1:
                 # The token is in one rank's shard.
-                logit = torch.stack(self._gather(logit.masked_fill(~held, -torch.inf))).amax(dim=0)
-                log_total = torch.logsumexp(torch.stack(self._gather(log_total)), dim=0)
+                logit = self._gather(logit.masked_fill(~held, -torch.inf)).amax(dim=0)
+                log_total = torch.logsumexp(self._gather(log_total), dim=0)
             chunks.append(logit - log_total)
         return torch.cat(chunks)
 
@@ -162,17 +156,17 @@ class TokenPredictor:
             plain = logits.gather(-1, token[:, None])[:, 0], log_sum
         token = token + first_token
         if sharded:
-            winner = torch.stack(self._gather(best)).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
-            token = torch.stack(self._gather(token)).gather(0, winner)[0]
-            token_logit = torch.stack(self._gather(token_logit)).gather(0, winner)[0]
-            log_totals = torch.stack(self._gather(log_total))
+            winner = self._gather(best).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
+            token = self._gather(token).gather(0, winner)[0]
+            token_logit = self._gather(token_logit).gather(0, winner)[0]
+            log_totals = self._gather(log_total)
             log_total = torch.logsumexp(log_totals, dim=0)
             if with_entropy:
                 weights = (log_totals - log_total).exp()
-                entropies = torch.stack(self._gather(negative_entropy))
+                entropies = self._gather(negative_entropy)
                 negative_entropy = (weights * entropies - torch.special.entr(weights)).sum(dim=0)
             if with_margin:
-                top2 = torch.cat(self._gather(top2), dim=-1).topk(2, dim=-1).values
+                top2 = self._gather(top2).transpose(0, 1).flatten(1).topk(2, dim=-1).values
         margin = None
         if with_margin:
             p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1)
@@ -202,14 +196,14 @@ class TokenPredictor:
         top, top_tokens = logits.topk(min(num_logprobs, logits.shape[-1]), dim=-1)
         top_tokens = top_tokens + first_token
         if winner is not None:
-            token_logit = torch.stack(self._gather(token_logit)).gather(0, winner)[0]
+            token_logit = self._gather(token_logit).gather(0, winner)[0]
             top_tokens, top = (torch.cat(gather_shards(x, self.tp_group), dim=-1) for x in (top_tokens, top))
             top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
             top_tokens = top_tokens.gather(-1, kept)
-            log_total = torch.logsumexp(torch.stack(self._gather(log_total)), dim=0)
+            log_total = torch.logsumexp(self._gather(log_total), dim=0)
         larger = (logits > token_logit[:, None]).sum(dim=-1)
         if winner is not None:
-            larger = torch.stack(self._gather(larger)).sum(dim=0)
+            larger = self._gather(larger).sum(dim=0)
         return TokenLogprobs(
             token=token_logit.float() - log_total,
             rank=larger + 1,
@@ -217,20 +211,20 @@ class TokenPredictor:
             top=top.float() - log_total[:, None],
         )
 
-    def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_from_ranks(values, self.tp_group)
 
 
-def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
-    """``values`` of every rank, of any type but of one shape, in rank order."""
+def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+    """``values`` of every rank, of any type but of one shape, in rank order: ``[num_ranks, *values.shape]``."""
     values = values.contiguous()
     received = [torch.empty_like(values) for _ in range(tp_group.world_size)]
     torch.distributed.all_gather(received, values, group=tp_group.device_group)
-    return received
+    return torch.stack(received)
 
 
 def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
-    """The same where the last dimension differs between ranks, as shards of a vocabulary may. Waits for the device."""
+    """``values`` of every rank; the last dimension may differ, as shards of a vocabulary do. Waits for the device."""
     group = tp_group.device_group
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(tp_group.world_size)]
     torch.distributed.all_gather(
@@ -243,10 +237,14 @@ def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torc
     return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]
 
 
-def _concatenated(chunks: list[TokenLogprobs]) -> TokenLogprobs | None:
-    if not chunks:
-        return None
-    return TokenLogprobs(*(torch.cat([getattr(c, f.name) for c in chunks]) for f in fields(TokenLogprobs)))
+def _concatenated(chunks: Sequence[_Rows]) -> _Rows:
+    """The rows of all chunks; what is None in one is None in all."""
+    fields_of_chunks = zip(*(vars(chunk).values() for chunk in chunks), strict=True)
+    joined = (
+        None if field[0] is None else torch.cat(field) if isinstance(field[0], torch.Tensor) else _concatenated(field)
+        for field in fields_of_chunks
+    )
+    return type(chunks[0])(*joined)
 
 
 def _tempered(logits: torch.Tensor, settings: SamplingSettings, mask_column: int) -> torch.Tensor:

@@ -127,19 +127,13 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
     )
 
 
-_GUIDANCE = {
-    "speculation_length": "speculation_length",
-    "guide_top_k": "top_k",
-    "guide_threshold": "threshold",
-    "guide_fallback": "fallback",
-    "guide_correction": "correction",
-}
-"""Request options about the guide, and their fields of ``Guidance``."""
+_GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
+"""Request options about the guide; the fields of ``Guidance`` have their names without ``guide_``."""
 
 
 def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
     """How the guide decides for a request; None where it does not."""
-    given = {name: value for name in _GUIDANCE if (value := getattr(options, name)) is not None}
+    given = {name: value for name in _GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
     if engine.guide_model is None:
         if options.guided or given:
             named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
@@ -154,7 +148,7 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
-    return Guidance(**{_GUIDANCE[name]: value for name, value in given.items()})
+    return Guidance(**{name.removeprefix("guide_"): value for name, value in given.items()})
 
 
 def resolve_decoding(

@@ -1,4 +1,4 @@
-"""Scores of candidates, and copies of retained tokens to pages, on CUDA devices."""
+"""Scores of candidates, on CUDA devices."""
 
 import torch
 
@@ -57,30 +57,6 @@ def _score_kernel(
     tl.store(scores + candidate, total, mask=in_range)
 
 
-@triton.jit
-def _write_retained_kernel(
-    k, v, rows, k_pages, v_pages, page_table, first_token, k_row, k_head, v_row, v_head, k_page, v_page,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SLOTS_PER_PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: all heads of a retained token."""
-    token = tl.program_id(0)
-    row = tl.load(rows + token)
-    head = tl.arange(0, BLOCK_H)
-    dim = tl.arange(0, BLOCK_D)
-    slot = (first_token + token) * NUM_KV_HEADS + head
-    page = tl.load(page_table + slot // SLOTS_PER_PAGE, mask=head < NUM_KV_HEADS, other=0).to(tl.int64)
-    offset = slot % SLOTS_PER_PAGE * HEAD_DIM
-    mask = (head < NUM_KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
-    keys = tl.load(k + row * k_row + head[:, None] * k_head + dim[None, :], mask=mask)
-    tl.store(k_pages + (page * k_page + offset)[:, None] + dim[None, :], keys, mask=mask)
-    values = tl.load(v + row * v_row + head[:, None] * v_head + dim[None, :], mask=mask)
-    tl.store(v_pages + (page * v_page + offset)[:, None] + dim[None, :], values, mask=mask)
-
-
 def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     num_candidates, num_kv_heads, head_dim = k.shape
     scores = k.new_empty(num_candidates, dtype=torch.float32)
@@ -105,27 +81,3 @@ def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         BLOCK_D=block_d,
     )  # fmt: skip
     return scores
-
-
-def write_retained(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    first_token: int = 0,
-) -> None:
-    _, num_kv_heads, head_dim = k.shape
-    if not rows.shape[0]:
-        return
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    _write_retained_kernel[(rows.shape[0],)](
-        k, v, rows.contiguous(), k_pages, v_pages, page_table.contiguous(), first_token,
-        *k.stride()[:2], *v.stride()[:2], k_pages.stride(0), v_pages.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        SLOTS_PER_PAGE=k_pages.shape[1],
-        BLOCK_H=triton.next_power_of_2(num_kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim),
-    )  # fmt: skip

@@ -5,9 +5,10 @@ many bytes as one of the diffusion model's and holds as many of the guide's toke
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -32,6 +33,7 @@ from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
 
 logger = init_logger(f"vllm.{__name__}")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -115,21 +117,15 @@ class Guide:
         Feeds what the pages do not hold yet, and at least the row before the first token to be judged. Tokens that the
         guide cannot read, or that its pages have no room for, it ranks behind all others.
         """
-        asked = [self._question(draft) for draft in drafts]
+        asked = [_or_failure(draft.request_id, self._read, draft) for draft in drafts]
         asking = [question for question in asked if isinstance(question, _Question) and question.judged]
         judged = iter(self._ask(asking) if asking else ())
         return [
             question
             if isinstance(question, RequestFailure)
-            else self._verdict(draft.request_id, question, next(judged) if question.judged else {})
+            else _or_failure(draft.request_id, self._verdict, question, next(judged) if question.judged else {})
             for draft, question in zip(drafts, asked, strict=True)
         ]
-
-    def _question(self, draft: Draft) -> _Question | RequestFailure:
-        try:
-            return self._read(draft)
-        except Exception as error:
-            return failure_of(draft.request_id, error)
 
     def _read(self, draft: Draft) -> _Question:
         positions, tokens = draft.positions.tolist(), draft.tokens.tolist()
@@ -177,18 +173,10 @@ class Guide:
         answers = zip(ranks.tolist(), own.tolist(), strict=True)
         return [{t: next(answers) for t in question.judged} for question in questions]
 
-    def _verdict(
-        self, request_id: str, question: _Question, answers: dict[int, tuple[int, int]]
-    ) -> Verdict | RequestFailure:
+    def _verdict(self, question: _Question, answers: dict[int, tuple[int, int]]) -> Verdict | RequestFailure:
         """``answers``: as of ``_ask``."""
         if any(rank < 0 for rank, _ in answers.values()):
             return RequestFailure("not_finite", "the guide model produced logits that are NaN or infinite")
-        try:
-            return self._translate(question, answers)
-        except Exception as error:
-            return failure_of(request_id, error)
-
-    def _translate(self, question: _Question, answers: dict[int, tuple[int, int]]) -> Verdict:
         ranks, tokens = [], []
         for index, (draft, span) in enumerate(zip(question.drafted, question.reading.spelling, strict=True)):
             read = range(*span)
@@ -218,12 +206,20 @@ class Guide:
         sharded = get_tensor_model_parallel_world_size() > 1
         if sharded:
             scores = tensor_model_parallel_all_reduce(scores)
-            bests = torch.stack(gather_from_ranks(best, get_tp_group()))
+            bests = gather_from_ranks(best, get_tp_group())
             winner, finite = bests.argmax(dim=0, keepdim=True), (bests < torch.inf).all(dim=0)
-            tokens = torch.stack(gather_from_ranks(tokens, get_tp_group())).gather(0, winner)[0]
+            tokens = gather_from_ranks(tokens, get_tp_group()).gather(0, winner)[0]
         ahead = (logits > scores[:, None]) | ((logits == scores[:, None]) & (ids < drafted[:, None]))
         ranks = ahead.sum(dim=1)
         if sharded:
-            ranks = torch.stack(gather_from_ranks(ranks, get_tp_group())).sum(dim=0)
+            ranks = gather_from_ranks(ranks, get_tp_group()).sum(dim=0)
         # A token that the guide does not have comes after all that it has.
         return ranks.masked_fill(~known, self.model.shape.vocab_size).masked_fill(~finite, -1), tokens
+
+
+def _or_failure(request_id: str, work: Callable[..., _Result], *arguments: Any) -> _Result | RequestFailure:
+    """What ``work`` returns, or the failure of the request for which it raises an error."""
+    try:
+        return work(*arguments)
+    except Exception as error:
+        return failure_of(request_id, error)

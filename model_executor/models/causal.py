@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from dllm_engine.model_executor.models.configs import check_values
 from dllm_engine.model_executor.models.decoder import DecoderShape
 from dllm_engine.model_executor.models.dream import DreamModel
 
@@ -33,9 +34,7 @@ class CausalModel(DreamModel):
             raise ValueError(
                 f"model_type={config.model_type!r} cannot guide; guides are {', '.join(GUIDE_MODEL_TYPES.values())}"
             )
-        for key, allowed in _REQUIRED_VALUES.items():
-            if (value := getattr(config, key, None)) not in allowed:
-                raise ValueError(f"guide's config.json: {key}={value!r} is not supported, only {allowed[0]!r}")
+        check_values(config, _REQUIRED_VALUES, "guide's config.json")
         rope = getattr(config, "rope_parameters", None) or {}
         if (rope_type := rope.get("rope_type", "default")) != "default":
             raise ValueError(f"guide's config.json: rope_type={rope_type!r} is not supported, only 'default'")
@@ -45,15 +44,5 @@ class CausalModel(DreamModel):
                 f"guide's config.json: head_dim={head_dim} of {config.num_attention_heads} heads is not supported with "
                 f"hidden_size={config.hidden_size}; the heads must fill it"
             )
-        return DecoderShape(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            vocab_size=config.vocab_size,
-            rope_theta=float(rope.get("rope_theta") or config.rope_theta),
-            rms_norm_eps=config.rms_norm_eps,
-            qkv_bias=config.model_type == "qwen2",
-            tied_embeddings=config.tie_word_embeddings,
-        )
+        rope_theta = float(rope.get("rope_theta") or config.rope_theta)
+        return DecoderShape.of(config, qkv_bias=config.model_type == "qwen2", rope_theta=rope_theta)

@@ -6,7 +6,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from dllm_engine.model_executor.models.configs import check_config, read_json_object
-from dllm_engine.model_executor.models.decoder import DecoderShape
+from dllm_engine.model_executor.models.decoder import DecoderShape, Shard
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
 
@@ -96,10 +96,10 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
         raise ValueError(f"{model}: the weights hold {num_layers} layers, not the {shape.num_layers} of {stated}")
 
 
-def _shapes_in_layer(shape: DecoderShape) -> dict[tuple[str, str | int | None], list[int]]:
+def _shapes_in_layer(shape: DecoderShape) -> dict[tuple[str, Shard], list[int]]:
     """Shapes of a layer's tensors by parameter and shard, as a model's ``locate`` names them."""
     hidden, kv_size = shape.hidden_size, shape.num_kv_heads * shape.head_dim
-    shapes: dict[tuple[str, str | int | None], list[int]] = {
+    shapes: dict[tuple[str, Shard], list[int]] = {
         ("attn_norm.weight", None): [hidden],
         ("mlp_norm.weight", None): [hidden],
         ("out_proj.weight", None): [hidden, hidden],

@@ -240,6 +240,20 @@ def check_config(config: PretrainedConfig) -> None:
         )
 
 
+def check_values(config: object, allowed: Mapping[str, tuple[object, ...]], source: str, family: str = "") -> None:
+    """Raise ``ValueError`` where a key has a value that a model does not implement.
+
+    Args:
+        allowed: values by key; a key that ``config`` lacks counts as the first.
+        source: the file of ``config``, as the error names it.
+        family: of the model, as the error names it.
+    """
+    for key, values in allowed.items():
+        if (value := getattr(config, key, values[0])) not in values:
+            model = f" for {family}" if family else ""
+            raise ValueError(f"{source}: {key}={value!r} is not supported{model}, only {values[0]!r}")
+
+
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
     """What to say of a model of another kind."""
     found = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""

@@ -6,10 +6,11 @@ layers belongs to a layer pass (``model_executor/passes/base.py``), which may ch
 layers.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotate_
+
+Shard = str | int | None
+"""Part of a fused parameter, as vLLM's layers name it; None: the whole of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,22 @@ class DecoderShape:
     rms_norm_eps: float
     qkv_bias: bool
     tied_embeddings: bool
+
+    @classmethod
+    def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float) -> "DecoderShape":
+        """Read the sizes by the names that transformers' configs have for them."""
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            vocab_size=config.vocab_size,
+            rope_theta=rope_theta,
+            rms_norm_eps=config.rms_norm_eps,
+            qkv_bias=qkv_bias,
+            tied_embeddings=config.tie_word_embeddings,
+        )
 
     @property
     def head_dim(self) -> int:
@@ -187,6 +207,13 @@ class VocabularyShard(NamedTuple):
 class DiffusionDecoder(nn.Module, ABC):
     """Embedding, layers, final norm and head; subclasses say where a checkpoint keeps each of them."""
 
+    modules_outside_layers: ClassVar[dict[str, str]]
+    """Names of a checkpoint's modules outside the layers, and of ours."""
+    layer_prefix: ClassVar[str]
+    """What a checkpoint's names of tensors in layers begin with; the layer's number follows."""
+    modules_in_layer: ClassVar[dict[str, tuple[str, Shard]]]
+    """Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None) -> None:
         """``hf_config``: of a second model beside the engine's own, which is not quantized; None: the engine's."""
         super().__init__()
@@ -221,10 +248,16 @@ class DiffusionDecoder(nn.Module, ABC):
     def decoder_shape(config: object) -> DecoderShape:
         """Sizes from the checkpoint's config; raises ``ValueError`` for variants that are not supported."""
 
-    @staticmethod
-    @abstractmethod
-    def locate(tensor_name: str) -> tuple[str, str | int | None]:
+    @classmethod
+    def locate(cls, tensor_name: str) -> tuple[str, Shard]:
         """Parameter of this module, and shard of it, that a checkpoint's tensor fills."""
+        module, _, kind = tensor_name.rpartition(".")
+        match = re.fullmatch(rf"{re.escape(cls.layer_prefix)}\.(\d+)\.(.+)", module)
+        if match is None:
+            return f"{cls.modules_outside_layers.get(module, module)}.{kind}", None
+        layer, inner = match.groups()
+        part, shard = cls.modules_in_layer.get(inner, (inner, None))
+        return f"layers.{layer}.{part}.{kind}", shard
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
@@ -257,7 +290,7 @@ class DiffusionDecoder(nn.Module, ABC):
         """
         parameters = dict(self.named_parameters())
         wanted = {(name, shard) for name in parameters for shard in _shards_of(name)}
-        filled: set[tuple[str, str | int | None]] = set()
+        filled: set[tuple[str, Shard]] = set()
         for tensor_name, tensor in weights:
             name, shard = self.locate(tensor_name)
             if self.shape.tied_embeddings and name == "lm_head.weight":
@@ -295,7 +328,7 @@ class DiffusionDecoder(nn.Module, ABC):
 _FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
 
 
-def _shards_of(parameter_name: str) -> tuple[str | int | None, ...]:
+def _shards_of(parameter_name: str) -> tuple[Shard, ...]:
     """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
     module = parameter_name.rsplit(".", 2)[-2]
     return _FUSED_SHARDS.get(module, (None,))

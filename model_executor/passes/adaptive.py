@@ -44,18 +44,16 @@ class ComputedRows(RowBounds):
     def __init__(self, sizes: list[int], alone: list[bool], device: torch.device) -> None:
         """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
         super().__init__(sizes, device)
-        self.alone_rows = self._rows_where(alone, device)
-        self.paged_rows = self._rows_where([not a for a in alone], device)
+        alone_sizes = [size if a else 0 for size, a in zip(sizes, alone, strict=True)]
+        paged_sizes = [0 if a else size for size, a in zip(sizes, alone, strict=True)]
+        self.alone_rows, self.paged_rows = (
+            torch.cat(
+                [torch.arange(at, at + size, device=device) for at, size in zip(self.bounds, of_kind, strict=False)]
+            )
+            for of_kind in (alone_sizes, paged_sizes)
+        )
         self.alone_bounds = list(accumulate((size for size, a in zip(sizes, alone, strict=True) if a), initial=0))
-        self.paged = RowBounds([0 if a else size for size, a in zip(sizes, alone, strict=True)], device)
-
-    def _rows_where(self, wanted: list[bool], device: torch.device) -> torch.Tensor:
-        ranges = [
-            torch.arange(start, stop, device=device)
-            for start, stop, take in zip(self.bounds, self.bounds[1:], wanted, strict=False)
-            if take
-        ]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
+        self.paged = RowBounds(paged_sizes, device)
 
 
 class AdaptivePass(LayerPass):

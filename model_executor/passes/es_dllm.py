@@ -14,7 +14,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.kernels.eviction import mean_query_scores, select_retained, write_retained
+from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.features import feature_rows, read_features, write_features
 from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
@@ -214,14 +214,8 @@ class EarlySkipPass(LayerPass):
             self.retained[i].append(chosen)
             copied = torch.cat((chosen, block))
             slots = self.tables.token_slots(layer, torch.full_like(copied, i), copied)
-            write_retained(
-                self._kept(self.pages.keys, slots),
-                self._kept(self.pages.values, slots),
-                torch.arange(copied.numel(), device=q.device),
-                self.pages.keys,
-                self.pages.values,
-                canvas.page_tables[PageKind.RETAINED][layer],
-            )
+            keys, values = self._kept(self.pages.keys, slots), self._kept(self.pages.values, slots)
+            self.pages.append(keys, values, canvas.page_tables[PageKind.RETAINED][layer])
 
     @staticmethod
     def _kept(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

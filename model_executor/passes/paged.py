@@ -1,11 +1,11 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.kernels.eviction import write_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -17,15 +17,9 @@ from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
-
-class RetentionRule(Protocol):
-    """Which tokens of a layer an UPDATE step retains."""
-
-    def __call__(self, spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
-        """Canvas positions, ascending, ``[plan.retained]`` int64; the first ``plan.read`` are in pages already.
-
-        ``layer`` holds the rows that the plan computes. The answer must be the same on every rank.
-        """
+RetentionRule = Callable[[DecodingSpec, StepPlan, ScoredLayer], torch.Tensor]
+"""Which tokens of a layer an UPDATE step retains: canvas positions, ascending, ``[plan.retained]`` int64, the same on
+every rank. The first ``plan.read`` are in pages already. The layer holds the rows that the plan computes."""
 
 
 class PagedPass(LayerPass):
@@ -99,8 +93,7 @@ class RetentionPass(PagedPass):
             )
             positions = self.rule(canvas.spec, plan, scored)
             added = positions[plan.read :] - plan.span.start
-            table = canvas.page_tables[PageKind.KV][layer]
-            write_retained(k[rows], v[rows], added, self.pages.keys, self.pages.values, table, plan.read)
+            self.pages.append(k[rows][added], v[rows][added], canvas.page_tables[PageKind.KV][layer], plan.read)
             retained.append(positions)
 
     def record(self, index: int) -> dict[str, Any]:
@@ -118,10 +111,5 @@ def retain_before_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) 
 
 def retain_outside_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
     """Everything outside the block, the masked suffix included."""
-    return outside_block(spec, plan, layer.k.device)
-
-
-def outside_block(spec: DecodingSpec, plan: StepPlan, device: torch.device) -> torch.Tensor:
-    """Canvas positions before and after the block, ascending."""
-    start, stop = plan.block
+    (start, stop), device = plan.block, layer.k.device
     return torch.cat((torch.arange(start, device=device), torch.arange(stop, spec.canvas_length, device=device)))

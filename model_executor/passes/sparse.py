@@ -5,7 +5,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.paged import RetentionPass, outside_block
+from dllm_engine.model_executor.passes.paged import RetentionPass, retain_outside_block
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.methods.sparse import SparseOptions
@@ -34,7 +34,7 @@ def _retain_important(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) ->
     start, stop = plan.block
     device = layer.k.device
     prefix_only = options.scope == "prefix"
-    candidates = torch.arange(start, device=device) if prefix_only else outside_block(spec, plan, device)
+    candidates = torch.arange(start, device=device) if prefix_only else retain_outside_block(spec, plan, layer)
     kept_whole = torch.arange(stop, spec.canvas_length, device=device) if prefix_only else candidates[:0]
     # Every rank scores with its own heads; all must retain the same tokens. Only the order counts, not the scale.
     scores = tensor_model_parallel_all_reduce(_summed_scores(options, layer, candidates))

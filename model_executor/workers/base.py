@@ -23,6 +23,9 @@ class DiffusionWorker:
         """There is nothing to compile."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
+    def execute_dummy_batch(self) -> None:
+        """Data-parallel ranks of a dense model do not wait for each other."""
+
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
         """For ``LLM.profile_layers``, through vLLM's ``collective_rpc``."""
         return self.model_runner.profile_layers(prompt_token_ids, gen_length)

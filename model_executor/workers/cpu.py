@@ -35,9 +35,6 @@ class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
         _keep_freed_memory()
         self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)
 
-    def execute_dummy_batch(self) -> None:
-        """Data-parallel ranks of a dense model do not wait for each other."""
-
 
 def _keep_freed_memory() -> None:
     """Have glibc keep up to 512 MiB of freed memory for the next step.

@@ -16,6 +16,3 @@ class DiffusionGPUWorker(DiffusionWorker, Worker):
     def _make_model_runner(self) -> DiffusionModelRunner:
         assert self.device is not None
         return DiffusionModelRunner(self.vllm_config, self.device)
-
-    def execute_dummy_batch(self) -> None:
-        """Data-parallel ranks of a dense model do not wait for each other."""

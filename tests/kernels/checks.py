@@ -84,23 +84,6 @@ def check_mean_query_scores(
     assert ((scores.double() - expected).abs() <= 1e-6 * unsigned).all()
 
 
-def check_write_retained(
-    write_retained: Kernel, retained: int, held: int, kv_heads: int, slots_per_page: int, dtype: torch.dtype,
-    table_type: torch.dtype = torch.int32, seed: int = 0, device: str = "cpu",
-) -> None:  # fmt: skip
-    """Retained rows fill the slots behind those held, and nothing else."""
-    draw = Draw(seed, device)
-    k, v = draw.normal(2, 60, kv_heads, 24, dtype=dtype)
-    rows = draw.order(60)[:retained].sort().values
-    needed = -(-(held + retained) * kv_heads // slots_per_page)
-    k_pages, v_pages = draw.pages(needed + 3, slots_per_page, 24, dtype)
-    page_table = draw.order(needed + 3)[: needed + 1].to(table_type)
-    expected = formulas.write_retained(k, v, rows, k_pages, v_pages, page_table, held)
-    write_retained(k, v, rows, k_pages, v_pages, page_table, held)
-    torch.testing.assert_close((k_pages, v_pages), expected, **EXACT)
-    assert int((~k_pages.isnan()).sum()) == retained * kv_heads * 24
-
-
 def check_features(
     kernels: tuple[Kernel, Kernel, Kernel], num_rows: int, width: int, slots_per_page: int, missing: float,
     dtype: torch.dtype, seed: int = 0, device: str = "cpu",

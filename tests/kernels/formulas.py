@@ -23,25 +23,6 @@ def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hd,jhd->j", q.double().mean(dim=0), keys)
 
 
-def write_retained(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    first_token: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the pages, written a slot at a time."""
-    k_pages, v_pages = k_pages.clone(), v_pages.clone()
-    for token, row in enumerate(rows.tolist(), start=first_token):
-        for head in range(k.shape[1]):
-            index, offset = divmod(token * k.shape[1] + head, k_pages.shape[1])
-            k_pages[int(page_table[index]), offset] = k[row, head]
-            v_pages[int(page_table[index]), offset] = v[row, head]
-    return k_pages, v_pages
-
-
 def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """A copy of ``hidden``, added to a row at a time."""
     hidden = hidden.clone()

@@ -28,7 +28,7 @@ TASKS = {
 """Model and cache options of each method."""
 SETTINGS = {"page_size": 4, "max_model_len": 64}
 KERNELS = {
-    "sparse": {"mean_query_scores", "write_retained"},
+    "sparse": {"mean_query_scores"},
     "dllm_cache": {"similarity_sums", "write_features"},
     "maskkv": {"voting_scores"},
 }

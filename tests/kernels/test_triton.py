@@ -83,14 +83,6 @@ def test_mean_query_scores(candidates, heads, dim, dtype):
 
 @runs_triton
 @each_type
-@pytest.mark.parametrize("kv_heads", [1, 3, 4])
-@pytest.mark.parametrize("held", [0, 11])
-def test_write_retained(held, kv_heads, dtype):
-    checks.check_write_retained(eviction.write_retained, 37, held, kv_heads, 7, dtype, device=DEVICE)
-
-
-@runs_triton
-@each_type
 @pytest.mark.parametrize(("num_rows", "width"), [(25, 24), (25, 150), (25, 1100), (0, 16)])
 def test_features(num_rows, width, dtype):
     kernels = features.write_features, features.read_features, features.add_features
@@ -185,9 +177,7 @@ def launch_slots(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
 
 
 def launch_eviction(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    k, pages = x[:, heads:], x.new_zeros(10, 2, 16 * kv_heads, dim).unbind(1)
-    eviction.mean_query_scores(x[:32, :heads], k)
-    eviction.write_retained(k, k, torch.arange(25), *pages, torch.arange(10, dtype=torch.int32))
+    eviction.mean_query_scores(x[:32, :heads], x[:, heads:])
 
 
 def launch_features(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
