@@ -118,29 +118,6 @@ def test_policies_and_rules_say_how_to_unmask():
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "lru"], "unknown cache method"),
-        (["--unmasking", "sureness"], "unmasking rule 'sureness' is unknown"),
-        (["--unmasking", "random"], "baseline"),
-        (["--model", "llada-8b/3"], "divided by one of"),
-        (["--model", "llada-8b/16", "--tasks", "names"], "random weights"),
-        (["--response", "4", "--block-length", "8"], "--block-length 8 is longer than --response 4"),
-        (["--prompt", "4000"], "2048 positions"),
-        (["--tasks", "riddles"], "unknown task"),
-        (["--tasks", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
-        (["--output", "nowhere/result.json"], "there is no folder nowhere"),
-        (["--quick", "--model", "demo"], "--quick chooses its models"),
-        (["--compare", "nowhere.json", "nowhere.json"], "nowhere.json: No such file or directory"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_tasks_must_have_a_prompt_and_an_answer(tmp_path):
     file = tmp_path / "tasks.jsonl"
     args = bench.filled(parsed("--tasks", str(file)), {})

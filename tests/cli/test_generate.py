@@ -49,16 +49,6 @@ def test_a_raw_prompt_gets_no_template(run, capsys):
     assert capsys.readouterr().out == "Hello! How can I help?\n"
 
 
-def test_parameters_may_leave_the_length_open(demo):
-    from dllm_engine import DiffusionParams
-
-    params = DiffusionParams(steps=8)
-    demo.check_params(params)
-    assert params.gen_length is None
-    with pytest.raises(ValueError, match="steps=2"):
-        demo.check_params(DiffusionParams(steps=2))
-
-
 def test_every_line_gets_one_record(run, tmp_path, demo):
     lines = [{"prompt": prompt, "id": f"p{i}"} for i, prompt in enumerate(PROMPTS)]
     assert run(*write_input(tmp_path, *lines)) == 0
@@ -144,12 +134,3 @@ def test_a_full_disk_ends_the_run_with_a_message(run, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "cannot write /dev/full: No space left on device; 0 of 2 requests are in it\n" in said
     assert "done" not in said
-
-
-def test_ctrl_c_ends_the_run_quietly(run, tmp_path, monkeypatch, capsys):
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "answer_lines", interrupt)
-    assert run(*write_input(tmp_path, {"prompt": "Hello!"})) == 130
-    assert capsys.readouterr().err.endswith("dllm: interrupted\n")

@@ -13,6 +13,8 @@ from dllm_engine.demo import demo_model_path
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks import server_start
 
+PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
+
 
 @pytest.fixture(autouse=True)
 def own_signal_handlers(monkeypatch):
@@ -42,12 +44,30 @@ def own_signal_handlers(monkeypatch):
         (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
         (["eval", "--unmasking-rules", "one,threshold=2"], "threshold=2"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
+        ([*PLAN, "--cache-method", "magic"], "unknown cache method"),
+        ([*PLAN, "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
+        ([*PLAN, "--prompt", "5000"], "--prompt 5000 and --response 256 need a canvas of 5256"),
+        ([*PLAN, "--gpu-memory", "15GiB"], "use --tensor-parallel-size 2, or raise --gpu-memory"),
+        ([*PLAN, "--tensor-parallel-size", "5"], "choose one of 1, 2, 4, 8, 16, 32"),
+        (["bench", "--methods", "lru"], "unknown cache method"),
+        (["bench", "--unmasking", "sureness"], "unmasking rule 'sureness' is unknown"),
+        (["bench", "--unmasking", "random"], "baseline"),
+        (["bench", "--model", "llada-8b/3"], "divided by one of"),
+        (["bench", "--model", "llada-8b/16", "--tasks", "names"], "random weights"),
+        (["bench", "--response", "4", "--block-length", "8"], "--block-length 8 is longer than --response 4"),
+        (["bench", "--prompt", "4000"], "2048 positions"),
+        (["bench", "--tasks", "riddles"], "unknown task"),
+        (["bench", "--tasks", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
+        (["bench", "--output", "nowhere/result.json"], "there is no folder nowhere"),
+        (["bench", "--quick", "--model", "demo"], "--quick chooses its models"),
+        (["bench", "--compare", "nowhere.json", "nowhere.json"], "nowhere.json: No such file or directory"),
         (["inspect", "Hello!", "--output", "picture.svg"], "an .html page"),
         (["inspect", "Hello!", "--output", "/no/such/folder/o.html"], "there is no folder /no/such/folder"),
         (["inspect", "--model", "some/model"], "give a PROMPT"),
     ],
 )
-def test_errors_are_one_line_and_exit_status_2(argv, message, capsys):
+def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

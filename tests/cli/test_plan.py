@@ -55,23 +55,6 @@ def test_the_command_serves_with_the_plans_settings(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--cache-method", "magic"], "unknown cache method"),
-        (["--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
-        (["--prompt", "5000"], "--prompt 5000 and --response 256 need a canvas of 5256"),
-        (["--gpu-memory", "15GiB"], "use --tensor-parallel-size 2, or raise --gpu-memory"),
-        (["--tensor-parallel-size", "5"], "choose one of 1, 2, 4, 8, 16, 32"),
-    ],
-)
-def test_errors_say_what_to_do(argv, message, capsys):
-    assert main([*LLADA, *argv]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("80GiB", 80 << 30),

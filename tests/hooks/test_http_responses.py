@@ -190,21 +190,6 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event(results):
     assert done == "data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize("before", [[], [step(passes=1)], [completion()]])
-def test_an_error_of_the_engine_ends_the_stream_with_an_error_event(before):
-    async def received():
-        async def source():
-            if before:
-                yield before
-            raise RuntimeError("the engine died")
-
-        return [e async for e in with_fields(as_vllm, source())]
-
-    *_, error, done = asyncio.run(received())
-    assert "the engine died" in error
-    assert done == "data: [DONE]\n\n"
-
-
 def test_an_error_of_vllms_generator_reaches_the_server():
     async def broken(results):
         async for _ in results:
@@ -246,24 +231,6 @@ def test_a_client_that_hangs_up_closes_the_engines_results():
 
     asyncio.run(hang_up())
     assert closed == [True]
-
-
-def test_chunks_that_were_merged_on_the_way_have_the_figures_of_the_last():
-    from vllm.outputs import CompletionOutput, RequestOutput
-
-    from dllm_engine.plugin import register
-
-    register()
-
-    def output(passes, tokens):
-        made = CompletionOutput(0, "x" * len(tokens), tokens, None, None)
-        made.diffusion = completion(passes=passes).diffusion
-        return RequestOutput("r", None, [1], None, [made], finished=False)
-
-    merged = output(1, [5])
-    merged.add(output(2, [6, 7]), aggregate=True)
-    assert merged.outputs[0].token_ids == [5, 6, 7]
-    assert merged.outputs[0].diffusion.forward_passes == 2
 
 
 def test_a_request_that_failed_says_why_to_http_clients():

@@ -65,13 +65,6 @@ def test_token_outside_the_vocabulary(llm, healthy, token):
     refuse(llm, healthy, [5, token], None, str(token), "vocabulary", gen_length=8, block_length=8)
 
 
-def test_canvas_of_exactly_the_model_length_is_served(llm):
-    from dllm_engine import DiffusionParams
-
-    (output,) = generate(llm, [[7] * 100], DiffusionParams(gen_length=28, ignore_eos=True))
-    assert len(output.outputs[0].token_ids) == 28
-
-
 def test_prompt_embeddings(llm, healthy):
     from dllm_engine import DiffusionParams
 
@@ -169,7 +162,6 @@ def test_lora_request(llm, healthy):
         ({"trace": "often"}, ("trace", "'often'")),
         ({"enable_lora": True}, ("enable_lora", "not supported")),
         ({"enable_prompt_embeds": True}, ("enable_prompt_embeds", "not supported")),
-        ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size", "not supported")),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -185,6 +177,7 @@ def test_engine_option_is_refused_by_name(llm, healthy, tiny_llada, settings, fr
     ("options", "fragments"),
     [
         ({"cache": 1}, ("'cache'", "cache_method, cache_options, page_size, dense_attention, refresh_ratio")),
+        ({"cache_metod": "none"}, ("unknown engine option 'cache_metod'='none'; did you mean 'cache_method'",)),
         ("none", ("additional_config['dllm']='none'",)),
     ],
 )

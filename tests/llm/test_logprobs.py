@@ -34,32 +34,23 @@ def replayed(folder, completion) -> dict[int, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_each_token_has_that_of_the_step_that_committed_it(engines, request, family, sampled):
+def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(engines, request, family, sampled):
     folder = request.getfixturevalue(f"tiny_{family}")
-    completion = complete(engines(folder), logprobs=0, **(SAMPLED if sampled else {}))
+    completion = complete(engines(folder), logprobs=3, **(SAMPLED if sampled else {}))
     rows = replayed(folder, completion)
     assert len(completion.logprobs) == len(completion.token_ids) == 16
-    for position, (token, of_token) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        assert set(of_token) == {token}
-        assert of_token[token].logprob == pytest.approx(rows[position][token].item(), abs=1e-3)
-        assert of_token[token].rank == 1 + (rows[position] > rows[position][token]).sum()
-    total = sum(
-        of_token[token].logprob for token, of_token in zip(completion.token_ids, completion.logprobs, strict=True)
-    )
-    assert completion.cumulative_logprob == pytest.approx(total)
-
-
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_alternatives_are_the_likeliest_tokens_of_that_step(engines, request, family):
-    folder = request.getfixturevalue(f"tiny_{family}")
-    completion = complete(engines(folder), logprobs=3, **SAMPLED)
-    rows = replayed(folder, completion)
     for position, (token, of_token) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         best = rows[position].topk(3)
         assert set(of_token) == {token, *best.indices.tolist()}
         for value, index, rank in zip(best.values.tolist(), best.indices.tolist(), (1, 2, 3), strict=True):
             assert of_token[index].logprob == pytest.approx(value, abs=1e-3)
             assert of_token[index].rank == rank
+        assert of_token[token].logprob == pytest.approx(rows[position][token].item(), abs=1e-3)
+        assert of_token[token].rank == 1 + (rows[position] > rows[position][token]).sum()
+    total = sum(
+        of_token[token].logprob for token, of_token in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
+    assert completion.cumulative_logprob == pytest.approx(total)
 
 
 @pytest.mark.parametrize("cache_method", ["sparse", "dkv"])

@@ -83,6 +83,7 @@ REFUSED = [
     ({"unmasking": "best"}, "unmasking='best' is unknown; choose one of low_confidence"),
     ({"threshold": 0.9, "margin": 0.5}, "threshold=0.9 and margin=0.5: a step unmasks by one rule"),
     ({"factor": 1.0, "unmasking": "entropy"}, "factor=1.0 goes by probability"),
+    ({"n": 2}, "n=2 needs a temperature above 0"),
     ({"stream_granularity": "word"}, "'block' or 'step'"),
     ({"retention_ratio": 1.5}, "retention_ratio=1.5"),
     ({"extra_args": {"steps": 0}}, "steps=0"),

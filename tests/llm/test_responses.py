@@ -182,14 +182,6 @@ def ask(llm, **settings):
     return llm.generate(["User: codes: Tom=48; Ida=07. Give Ida\nBot:"], params, use_tqdm=False)[0].outputs[0]
 
 
-def test_text_is_that_of_the_tokens(speaking):
-    completion = ask(speaking)
-    tokenizer = speaking.get_tokenizer()
-    assert len(completion.token_ids) == 32
-    assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    assert completion.text
-
-
 def test_stop_string_ends_before_it(speaking):
     whole = ask(speaking).text
     stop = whole[2:4]
@@ -200,33 +192,8 @@ def test_stop_string_ends_before_it(speaking):
     assert kept.text == whole[: whole.index(stop) + len(stop)]
 
 
-def test_text_prompt_with_the_mask_token_is_refused(speaking):
-    from dllm_engine import DiffusionParams
-
-    mask = speaking.get_tokenizer().mask_token
-    with pytest.raises(ValueError, match="mask token"):
-        speaking.generate([f"User: {mask}\nBot:"], DiffusionParams(gen_length=8), use_tqdm=False)
-    assert ask(speaking).text
-
-
 def test_empty_text_is_refused(speaking):
     from dllm_engine import DiffusionParams
 
     with pytest.raises(ValueError, match="empty"):
         speaking.generate([""], DiffusionParams(gen_length=8), use_tqdm=False)
-
-
-def test_chat_uses_the_models_template(speaking):
-    from dllm_engine import DiffusionParams
-
-    params = DiffusionParams(gen_length=16, block_length=8)
-    (chat,) = speaking.chat([{"role": "user", "content": "hello"}], params, use_tqdm=False)
-    (plain,) = speaking.generate(["User: hello\nBot:"], params, use_tqdm=False)
-    assert chat.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert chat.prompt_token_ids == plain.prompt_token_ids
-
-
-def test_default_of_the_demo_model_ends_by_itself(speaking):
-    completion = speaking.generate(["User: hello\nBot:"], use_tqdm=False)[0].outputs[0]
-    assert completion.finish_reason == "stop"
-    assert len(completion.token_ids) < 256
