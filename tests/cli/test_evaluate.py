@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.cli import evaluate
 from dllm_engine.cli.main import main
 from dllm_engine.demo.tasks import Example
@@ -37,8 +38,6 @@ def test_scores_count_whole_answers_items_and_passes():
 
 
 def test_the_command_prints_a_table_and_writes_json(demo, monkeypatch, tmp_path, capsys):
-    from dllm_engine import DiffusionParams
-
     monkeypatch.setattr(evaluate, "start_engine", lambda args: (demo, DiffusionParams()))
     report = tmp_path / "report.json"
     assert main(["eval", "--tasks", "chat,names", "--count", "3", "--json", str(report)]) == 0

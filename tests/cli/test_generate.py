@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.cli import generate
 from dllm_engine.cli.main import main
 
@@ -13,7 +14,6 @@ PROMPTS = ["Hello!", "Reverse: Rome Tom Oslo", "Copy: Tom Rome", "Goodbye!", "Hi
 @pytest.fixture
 def run(demo, monkeypatch, tmp_path):
     """``run(*arguments)``: the command, with the shared engine as the one it starts."""
-    from dllm_engine import DiffusionParams
 
     def start_engine(args):
         return demo, DiffusionParams(temperature=args.temperature, seed=args.seed)
@@ -119,8 +119,6 @@ def test_resumed_draws_are_those_of_an_uninterrupted_run(run, tmp_path):
 
 
 def test_parameters_that_suit_no_line_stop_the_run(run, tmp_path, monkeypatch, capsys, demo):
-    from dllm_engine import DiffusionParams
-
     params = DiffusionParams(gen_length=32, block_length=8, steps=2)
     monkeypatch.setattr(generate, "start_engine", lambda args: (demo, params))
     assert run(*write_input(tmp_path, {"prompt": "Hello!"})) == 2

@@ -110,12 +110,6 @@ def test_a_missing_vllm_is_named(monkeypatch, capsys):
     assert "vLLM is not installed" in capsys.readouterr().err
 
 
-def test_another_release_of_vllm_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("vllm.__version__", "0.30.1")
-    assert main(["serve", "demo", "--port", "0"]) == 2
-    assert "vLLM 0.30.1 is installed" in capsys.readouterr().err
-
-
 def test_the_command_line_loads_neither_vllm_nor_torch():
     check = "import sys, dllm_engine.cli.main; sys.exit(not {'vllm', 'torch'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

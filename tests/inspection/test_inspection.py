@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
 from dllm_engine.scheduler.request import Span
@@ -226,8 +227,6 @@ def sparse_demo(engines):
 
 
 def test_an_engine_shows_its_request(sparse_demo, tmp_path):
-    from dllm_engine import DiffusionParams
-
     prompt = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
     params = DiffusionParams(gen_length=32, block_length=8, retention_ratio=0.25)
     messages = [{"role": "user", "content": prompt}]
@@ -251,8 +250,6 @@ def test_an_engine_shows_its_request(sparse_demo, tmp_path):
 
 
 def test_a_prompt_of_token_ids_needs_no_tokenizer(engines, tiny_llada):
-    from dllm_engine import DiffusionParams
-
     inspection = engines(tiny_llada).inspect({"prompt_token_ids": [5, 6, 7]}, DiffusionParams(gen_length=8))
     assert inspection.prompt_pieces == ["5 ", "6 ", "7 "]
     assert inspection.model == tiny_llada.name
@@ -264,8 +261,6 @@ def test_an_engine_that_does_not_trace_says_how_to(engines, tiny_llada):
 
 
 def test_several_responses_cannot_be_shown_at_once(sparse_demo):
-    from dllm_engine import DiffusionParams
-
     with pytest.raises(ValueError, match="n=2"):
         sparse_demo.inspect("Hello!", DiffusionParams(n=2, temperature=1.0, gen_length=8))
 

@@ -6,6 +6,7 @@ import vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate, start_engine
 
@@ -24,16 +25,12 @@ def healthy(llm) -> list[int]:
 
 
 def answer(llm) -> list[int]:
-    from dllm_engine import DiffusionParams
-
     (output,) = generate(llm, [PROMPT], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True))
     return list(output.outputs[0].token_ids)
 
 
 def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) -> None:
     """The request fails with a message that holds all ``fragments``, and the engine answers as before."""
-    from dllm_engine import DiffusionParams
-
     with pytest.raises((ValueError, VLLMValidationError)) as error:
         generate(llm, [PROMPT if prompt is None else prompt], params or DiffusionParams(**settings))
     for fragment in fragments:
@@ -66,8 +63,6 @@ def test_token_outside_the_vocabulary(llm, healthy, token):
 
 
 def test_prompt_embeddings(llm, healthy):
-    from dllm_engine import DiffusionParams
-
     # vLLM 0.33 refuses them before our check does.
     with pytest.raises((ValueError, VLLMValidationError), match="embed"):
         llm.generate([{"prompt_embeds": torch.zeros(4, 64)}], DiffusionParams(gen_length=8), use_tqdm=False)
@@ -75,8 +70,6 @@ def test_prompt_embeddings(llm, healthy):
 
 
 def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
-    from dllm_engine import DiffusionParams
-
     with pytest.raises(ValueError, match="empty"):
         generate(llm, [PROMPT, [], PROMPT], DiffusionParams(gen_length=8, block_length=8))
     assert_nothing_left(llm)
@@ -91,6 +84,10 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
     [
         ({"block_length": 9}, ("block_length=9", "1 … gen_length", "here 8")),
         ({"gen_length": 25, "steps": 3}, ("steps=3", "4 blocks", "raise steps or block_length")),
+        (
+            {"extra_args": {"block_lenght": 8}},
+            ("unknown request option 'block_lenght'=8; did you mean 'block_length'",),
+        ),
         ({"extra_args": {"temprature": 1}}, ("'temprature'", "block_length, steps, unmasking")),
         ({"temperature": -0.5}, ("temperature", "-0.5")),
         ({"top_p": 0.0}, ("top_p", "0.0")),
@@ -118,8 +115,6 @@ def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
 
 
 def test_forbidden_words(llm, healthy):
-    from dllm_engine import DiffusionParams
-
     params = DiffusionParams(gen_length=8, block_length=8)
     params.bad_words = ["never"]
     refuse(llm, healthy, None, params, "bad_words", "not supported")
@@ -137,8 +132,6 @@ def test_beam_search(llm, healthy):
 
 def test_lora_request(llm, healthy):
     from vllm.lora.request import LoRARequest
-
-    from dllm_engine import DiffusionParams
 
     with pytest.raises((ValueError, VLLMValidationError), match="LoRA"):
         llm.generate(

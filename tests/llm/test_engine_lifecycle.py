@@ -4,14 +4,13 @@ import random
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
 def params(gen_length: int = 16, **settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(gen_length=gen_length, **({"block_length": 8, "ignore_eos": True} | settings))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dllm_engine import DiffusionParams
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
@@ -13,8 +14,6 @@ SAMPLED = {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 3}
 
 
 def complete(llm, prompt=PROMPT, **settings):
-    from dllm_engine import DiffusionParams
-
     return generate(llm, [prompt], DiffusionParams(**(SETTINGS | settings)))[0].outputs[0]
 
 
@@ -64,8 +63,6 @@ def test_asking_changes_no_token(engines, tiny_llada, cache_method):
 
 
 def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
-    from dllm_engine import DiffusionParams
-
     llm = engines(tiny_llada)
     wanted = [None, 0, 4]
     params = [DiffusionParams(**SETTINGS, logprobs=n) for n in wanted]

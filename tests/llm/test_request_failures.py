@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
@@ -35,8 +36,6 @@ NOT_FINITE = "the model produced logits that are NaN or infinite in forward pass
 
 
 def params(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**(SETTINGS | settings))
 
 

@@ -1,7 +1,9 @@
 """Where a response ends, and what a request that leaves things open gets."""
 
 import pytest
+from vllm import SamplingParams
 
+from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
 
@@ -10,8 +12,6 @@ SETTINGS = {"gen_length": 32, "block_length": 8}
 
 
 def complete(llm, **settings):
-    from dllm_engine import DiffusionParams
-
     return generate(llm, [PROMPT], DiffusionParams(**(SETTINGS | settings)))[0].outputs[0]
 
 
@@ -81,10 +81,6 @@ def roomy(engines, tmp_path_factory):
 
 @pytest.mark.parametrize("ask", ["DiffusionParams", "max_tokens=None", "no parameters"])
 def test_open_length_is_256(roomy, ask):
-    from vllm import SamplingParams
-
-    from dllm_engine import DiffusionParams
-
     params = {
         "DiffusionParams": DiffusionParams(ignore_eos=True, steps=8),
         "max_tokens=None": SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, extra_args={"steps": 8}),
@@ -100,8 +96,6 @@ def test_open_length_is_256(roomy, ask):
 
 
 def test_open_length_is_what_fits_where_256_does_not(engines, tiny_llada):
-    from vllm import SamplingParams
-
     params = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, extra_args={"steps": 4})
     llm = engines(tiny_llada, max_model_len=128)
     (output,) = generate(llm, [[7] * 28], params)
@@ -112,10 +106,6 @@ def test_open_length_is_what_fits_where_256_does_not(engines, tiny_llada):
 
 
 def test_plain_sampling_params_decode_like_diffusion_params(engines, tiny_llada, tiny_dream):
-    from vllm import SamplingParams
-
-    from dllm_engine import DiffusionParams
-
     for folder in (tiny_llada, tiny_dream):
         llm = engines(folder)
         plain = SamplingParams(
@@ -128,8 +118,6 @@ def test_plain_sampling_params_decode_like_diffusion_params(engines, tiny_llada,
 
 
 def test_gen_length_and_max_tokens_are_the_same_field():
-    from dllm_engine import DiffusionParams
-
     assert DiffusionParams(gen_length=12).max_tokens == 12
     assert DiffusionParams(max_tokens=12).gen_length == 12
     assert DiffusionParams(gen_length=12, max_tokens=12).gen_length == 12
@@ -138,9 +126,6 @@ def test_gen_length_and_max_tokens_are_the_same_field():
 
 def test_parameters_survive_a_clone_and_the_wire():
     import msgspec
-    from vllm import SamplingParams
-
-    from dllm_engine import DiffusionParams
 
     params = DiffusionParams(gen_length=12, block_length=4, steps=6, unmasking="random", top_p=0.5, top_k=3, seed=1)
     wanted = {"block_length": 4, "steps": 6, "unmasking": "random", "top_p": 0.5, "top_k": 3}
@@ -153,8 +138,6 @@ def test_parameters_survive_a_clone_and_the_wire():
 
 def test_stock_vllm_class_serves_the_model_through_the_plugin(engines, tiny_llada, full):
     import vllm
-
-    from dllm_engine import DiffusionParams
 
     llm = vllm.LLM(
         str(tiny_llada), dtype="float32", skip_tokenizer_init=True, max_model_len=128, enforce_eager=True,
@@ -176,8 +159,6 @@ def speaking(engines):
 
 
 def ask(llm, **settings):
-    from dllm_engine import DiffusionParams
-
     params = DiffusionParams(**({"gen_length": 32, "block_length": 8, "ignore_eos": True} | settings))
     return llm.generate(["User: codes: Tom=48; Ida=07. Give Ida\nBot:"], params, use_tqdm=False)[0].outputs[0]
 
@@ -193,7 +174,5 @@ def test_stop_string_ends_before_it(speaking):
 
 
 def test_empty_text_is_refused(speaking):
-    from dllm_engine import DiffusionParams
-
     with pytest.raises(ValueError, match="empty"):
         speaking.generate([""], DiffusionParams(gen_length=8), use_tqdm=False)

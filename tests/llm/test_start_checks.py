@@ -33,15 +33,6 @@ def test_an_argument_that_means_nothing_is_refused(tiny_llada, settings, message
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_request_option_is_suggested():
-    from vllm import SamplingParams
-
-    from dllm_engine.scheduler.request_options import request_options
-
-    with pytest.raises(ValueError, match="unknown request option 'block_lenght'=8; did you mean 'block_length'"):
-        request_options(SamplingParams(extra_args={"block_lenght": 8}))
-
-
 # Models of another kind
 
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from vllm.sampling_params import RequestOutputKind
 
+from dllm_engine import DiffusionParams
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader, ProvisionalBlock
 from tests.support import tiny_checkpoints
@@ -19,15 +21,11 @@ MASK = tiny_checkpoints.MASK
 
 
 def parameters(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**(SETTINGS | settings))
 
 
 def stream(llm, *, kind="DELTA", prompts=(PROMPT,), **settings) -> list:
     """What a streaming caller of ``LLMEngine`` gets."""
-    from vllm.sampling_params import RequestOutputKind
-
     params = parameters(**({"stream_granularity": "step"} | settings))
     params.output_kind = RequestOutputKind[kind]
     for i, prompt in enumerate(prompts):
@@ -110,8 +108,6 @@ def test_cumulative_outputs_keep_the_text_so_far(engines, tiny_llada):
 
 
 def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
-    from vllm.sampling_params import RequestOutputKind
-
     llm = engines(tiny_llada)
     for name, granularity in (("steps", "step"), ("blocks", "block"), ("default", None)):
         params = parameters(stream_granularity=granularity)
@@ -286,7 +282,6 @@ def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=
 
 @pytest.fixture
 def collector():
-    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
     from dllm_engine.plugin import register
@@ -345,7 +340,6 @@ def test_choices_overtake_only_their_own_steps(collector):
 
 def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
     """By the response: a state per block and its text."""
-    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
     outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)

@@ -13,6 +13,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 from tests.oracles.guided import Texts, plain_guided
@@ -118,8 +119,6 @@ def text_engine(engines, pairs):
 
 
 def ask(llm, lengths=LENGTHS, **options):
-    from dllm_engine import DiffusionParams
-
     params = [DiffusionParams(gen_length=g, block_length=b, ignore_eos=True, **options) for _, g, b in lengths]
     return generate(llm, [prompt(length) for length, _, _ in lengths], params)
 
@@ -188,8 +187,6 @@ def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine,
 
 def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
     """The demo guide with its tokens renumbered reads the same text as other ids, and says the same."""
-    from dllm_engine import DiffusionParams
-
     copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")
     asked = [
         [{"role": "user", "content": example.prompt}] for task in TASKS for example in make_examples(task, 3, seed=8)
@@ -211,8 +208,6 @@ def test_a_guide_of_another_tokenizer_in_a_batch(text_engine, cache_method):
 
 
 def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(text_engine):
-    from dllm_engine import DiffusionParams
-
     llm = text_engine("llada-tiny-a", guide_tokens_per_token=1.25)
     settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
     (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
@@ -303,8 +298,6 @@ def test_a_text_that_the_guide_cannot_read_ends_its_request_alone(engine, monkey
 
 
 def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, reference_checkpoints):
-    from dllm_engine import DiffusionParams
-
     llm = engine(cache_method="dual")
     plain = engines(reference_checkpoints / "llada-tiny-a", cache_method="dual", page_size=8, max_model_len=128)
     params = [
@@ -317,8 +310,6 @@ def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, re
 
 
 def test_pages_of_the_guide_come_from_the_pool_and_go_back(engine):
-    from dllm_engine import DiffusionParams
-
     llm = engine(cache_method="dual")
     pool = scheduler_of(llm).pages
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
@@ -340,8 +331,6 @@ def test_slots_that_hold_nothing_are_never_read(engine):
 
 
 def test_aborting_in_any_state_leaks_no_page(engine):
-    from dllm_engine import DiffusionParams
-
     params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
     abort_all(engine(cache_method="sparse"), [prompt(5 + i) for i in range(30)], [params] * 30, seed=4)
 
@@ -384,8 +373,6 @@ def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path
 
 
 def test_the_demo_guide_answers_in_few_passes(engines):
-    from dllm_engine import DiffusionParams
-
     llm = engines("demo", guide_model="demo", skip_tokenizer_init=False)
     asked = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
     params = DiffusionParams(gen_length=32, block_length=8)

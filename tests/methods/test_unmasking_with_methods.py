@@ -2,6 +2,7 @@
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.passes import PASSES
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
@@ -37,8 +38,6 @@ def engine(engines, tiny_llada, tiny_dream):
 
 
 def answer(llm, **params):
-    from dllm_engine import DiffusionParams
-
     asked = {"gen_length": 24, "block_length": 8, "ignore_eos": True} | params
     (output,) = generate(llm, [PROMPT], DiffusionParams(**asked))
     return list(output.outputs[0].token_ids), output.outputs[0].diffusion
@@ -79,8 +78,6 @@ def test_left_open_the_policy_is_the_one_that_measures_what_the_rule_goes_by(eng
 
 
 def test_requests_by_different_rules_share_a_batch(engine, family):
-    from dllm_engine import DiffusionParams
-
     llm = engine("dual", family)
     asked = [{rule: value} for values in (SOME, ONE_BY_ONE) for rule, value in values.items()] + [{}]
     params = [DiffusionParams(gen_length=24, block_length=8, ignore_eos=True, **rule) for rule in asked]

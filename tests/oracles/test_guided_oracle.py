@@ -60,8 +60,6 @@ def test_fallback() -> None:
     assert chosen([1, 0, 1], [0.4, 0.5, 0.9]) == {0: 2}
     assert chosen([1, 0, 1], [0.4, 0.5, 0.9], fallback="draft") == {0: 1}
     assert chosen([1, 0, 1], [0.4, 0.5, 0.9], confidence_threshold=0.8) == {2: 1}, "something is selected already"
-    with pytest.raises(ValueError):
-        chosen([1], [0.4], fallback="none")
 
 
 def test_correction_comes_after_the_selection() -> None:
