@@ -7,11 +7,12 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.cli import evaluate
-from dllm_engine.cli.main import main
+from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo.tasks import Example
 from dllm_engine.evaluation import comparison
 from dllm_engine.evaluation import score as task_score
 from dllm_engine.figures import DiffusionFigures
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 EXAMPLES = [
     Example("names", "Tom=48. Ida=07. Give: Ida, Tom", "Ida=07, Tom=48", ("Ida=07", "Tom=48")),
@@ -99,9 +100,6 @@ def test_what_is_left_out_of_a_comparison_is_the_commands_own(demo, monkeypatch,
 
 
 def test_all_stands_for_every_cache_method():
-    from dllm_engine.cli.main import build_parser
-    from dllm_engine.scheduler.methods import CACHE_METHODS
-
     asked = evaluate.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
     assert [combination.cache_method for combination in asked] == list(CACHE_METHODS)
 

@@ -1,9 +1,14 @@
 """Log-probabilities: of each token, when it was committed, under the model's own softmax."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.logprobs import FlatLogprobs
 
 from dllm_engine import DiffusionParams
+from dllm_engine.model_executor.models.decoder import VocabularyShard
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
@@ -86,19 +91,12 @@ def test_they_end_where_the_response_ends(engines, tmp_path, tiny_llada):
 
 
 def test_vllms_flat_form(engines, tiny_llada):
-    from vllm.logprobs import FlatLogprobs
-
     nested, flat = (complete(engines(tiny_llada), logprobs=2, flat_logprobs=form) for form in (False, True))
     assert isinstance(flat.logprobs, FlatLogprobs)
     assert list(flat.logprobs) == list(nested.logprobs)
 
 
 def test_a_token_that_is_unlikely_beyond_float32_has_a_finite_one():
-    from types import SimpleNamespace
-
-    from dllm_engine.model_executor.models.decoder import VocabularyShard
-    from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-
     predictor = TokenPredictor(lambda rows: VocabularyShard(rows, 0), 3, 1, SimpleNamespace(world_size=1))
     logits = torch.tensor([[0.0, 300.0, -5.0]])  # the mask token, which is never predicted, has nearly all
     count = Counters(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
