@@ -5,7 +5,9 @@ from importlib import import_module
 from operator import attrgetter
 
 import pytest
+from vllm import outputs
 
+from dllm_engine.plugin import register
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.patch import Patch, Private
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
@@ -24,8 +26,6 @@ def owner_of(target: str):
 
 @pytest.fixture(autouse=True)
 def _registered():
-    from dllm_engine.plugin import register
-
     register()
 
 
@@ -66,8 +66,6 @@ def test_a_module_that_is_not_loaded_is_left_alone():
 
 
 def test_where_one_attribute_is_gone_none_is_replaced(monkeypatch):
-    from vllm import outputs
-
     monkeypatch.setattr(outputs.RequestOutput, "add", original := lambda self, next_output, aggregate: None)
     with pytest.raises(IncompatibleVLLMError):
         patch.apply([*table.EVERY_PROCESS, Patch("vllm.outputs:gone", "admission:checked_inputs", "", "test")])

@@ -20,10 +20,10 @@ ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
-def refused(message: str, call: Kernel, *arguments: Any) -> None:
+def refused(message: str, call: Kernel, *arguments: Any, **named: Any) -> None:
     """The call raises a ``ValueError`` whose message matches."""
     with pytest.raises(ValueError, match=message):
-        call(*arguments)
+        call(*arguments, **named)
 
 
 class Draw:

@@ -4,7 +4,8 @@ import pytest
 import torch
 import vllm
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
@@ -50,16 +51,12 @@ def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) 
         ([7] * 100, 29, ("100 tokens", "gen_length=29", "129", "max_model_len is 128")),
         ([7] * 128, 1, ("128",)),
         ([7] * 200, 1, ("200", "128")),
+        *[([5, token], 8, (str(token), "vocabulary")) for token in (150, 5000, -1)],
     ],
-    ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length"],
+    ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length", "150", "5000", "-1"],
 )
 def test_prompt_that_cannot_be_served(llm, healthy, prompt, gen_length, fragments):
     refuse(llm, healthy, prompt, None, *fragments, gen_length=gen_length)
-
-
-@pytest.mark.parametrize("token", [150, 5000, -1])
-def test_token_outside_the_vocabulary(llm, healthy, token):
-    refuse(llm, healthy, [5, token], None, str(token), "vocabulary", gen_length=8, block_length=8)
 
 
 def test_prompt_embeddings(llm, healthy):
@@ -121,8 +118,6 @@ def test_forbidden_words(llm, healthy):
 
 
 def test_beam_search(llm, healthy):
-    from vllm.sampling_params import BeamSearchParams
-
     with pytest.raises(ValueError, match="beam search is not supported"):
         llm.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(ValueError, match="beam search is not supported"):
@@ -131,8 +126,6 @@ def test_beam_search(llm, healthy):
 
 
 def test_lora_request(llm, healthy):
-    from vllm.lora.request import LoRARequest
-
     with pytest.raises((ValueError, VLLMValidationError), match="LoRA"):
         llm.generate(
             [{"prompt_token_ids": PROMPT}],

@@ -47,13 +47,10 @@ def test_ignore_eos_returns_the_full_length(ending, full):
     assert completion.diffusion.forward_passes == 32
 
 
-def test_one_of_several_end_tokens_of_the_config_ends(engines, tmp_path, full, cut):
-    folder = tiny_checkpoints.write_llada(tmp_path, eos_token_id=[149, full[cut]])
-    assert list(complete(engines(folder)).token_ids) == full[: cut + 1]
-
-
-def test_end_of_turn_token_ends_too(engines, tmp_path, full, cut):
-    folder = tiny_checkpoints.write_llada(tmp_path, end_of_turn_token_id=full[cut])
+@pytest.mark.parametrize("key", ["eos_token_id", "end_of_turn_token_id"])
+def test_one_of_several_end_tokens_and_that_of_a_turn_end_too(engines, tmp_path, full, cut, key):
+    ends = [149, full[cut]] if key == "eos_token_id" else full[cut]
+    folder = tiny_checkpoints.write_llada(tmp_path, **{key: ends})
     assert list(complete(engines(folder)).token_ids) == full[: cut + 1]
 
 

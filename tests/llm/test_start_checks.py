@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import vllm
+from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.main import main
@@ -50,8 +51,6 @@ def test_our_options_for_a_llama_are_refused_by_stock_vllm():
 
 
 def test_stock_vllm_takes_a_llama_without_our_options():
-    from vllm.engine.arg_utils import EngineArgs
-
     config = EngineArgs(LLAMA, max_model_len=64, additional_config={"other": 1}).create_engine_config()
     assert config.model_config.architecture == "LlamaForCausalLM"
     assert config.scheduler_config.scheduler_cls is None

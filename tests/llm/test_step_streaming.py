@@ -7,13 +7,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from dllm_engine import DiffusionParams
 from dllm_engine.figures import DiffusionFigures
+from dllm_engine.plugin import register
 from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader, ProvisionalBlock
 from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.engines import assert_nothing_left, generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
@@ -135,8 +138,6 @@ def test_an_aborted_request_leaves_nothing(engines, tiny_llada):
     llm.llm_engine.step()
     llm.llm_engine.abort_request(["gone"])
     assert_nothing_left(llm)
-    assert not runner_of(llm).canvases
-    assert not scheduler_of(llm).states
 
 
 def test_latency_is_that_of_blocks(engines, tiny_llada):
@@ -272,8 +273,6 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
 
 
 def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=0):
-    from vllm.outputs import CompletionOutput, RequestOutput
-
     made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None)
     made.diffusion = DiffusionFigures(passes, passes, passes, 0)
     made.provisional = SimpleNamespace(masked=[masked, False]) if shown else None
@@ -282,10 +281,6 @@ def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=
 
 @pytest.fixture
 def collector():
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
-    from dllm_engine.plugin import register
-
     register()
     return RequestOutputCollector(RequestOutputKind.DELTA, "r")
 
@@ -340,8 +335,6 @@ def test_choices_overtake_only_their_own_steps(collector):
 
 def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
     """By the response: a state per block and its text."""
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
     outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     most = 0

@@ -103,31 +103,6 @@ def test_with_a_rule_steps_do_not_count(engine):
         answer(llm, threshold=1.0, steps=1, unmasking="entropy")
 
 
-@pytest.mark.parametrize(
-    ("settings", "fragments"),
-    [
-        ({"threshold": 0.9, "factor": 0.5}, ("threshold=0.9 and factor=0.5", "give one of")),
-        ({"entropy_bound": 0.1, "margin": 0.5}, ("entropy_bound=0.1 and margin=0.5", "give one of")),
-        ({"factor": 0.0}, ("factor=0.0", "greater than 0")),
-        ({"factor": float("inf")}, ("factor=inf", "finite")),
-        ({"factor": float("nan")}, ("factor=nan",)),
-        ({"threshold": float("nan")}, ("threshold=nan",)),
-        ({"entropy_bound": -0.1}, ("entropy_bound=-0.1", "greater than or equal to 0")),
-        ({"entropy_bound": "wide"}, ("entropy_bound='wide'", "number")),
-        ({"margin": 0.0}, ("margin=0.0", "greater than 0")),
-        ({"margin": 1.5}, ("margin=1.5", "less than or equal to 1")),
-    ],
-    ids=str,
-)
-def test_a_rule_that_cannot_be_followed_is_refused_by_name(engine, settings, fragments):
-    llm = engine("none")
-    with pytest.raises(ValueError) as error:
-        answer(llm, **settings)
-    for fragment in fragments:
-        assert fragment in str(error.value)
-    assert_nothing_left(llm)
-
-
 # Every cache method with every policy and rule
 
 

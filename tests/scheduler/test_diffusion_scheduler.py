@@ -329,15 +329,6 @@ def test_paused_new_finishes_what_runs_and_admits_nothing():
     assert_empty(scheduler)
 
 
-def test_requests_aborted_in_a_pause_are_reported_to_the_runner():
-    scheduler, runner = scheduler_with("a")
-    step(scheduler, runner)
-    scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert scheduler.has_requests()
-    assert scheduler.schedule().finished_req_ids == {"a"}
-
-
 def test_throttled_prefills_admit_nothing():
     scheduler = make_scheduler()
     scheduler.add_request(request("a"))
