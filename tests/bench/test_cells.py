@@ -1,14 +1,32 @@
 """What a cell's samples amount to."""
 
 import pytest
+import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.bench.cells import (
+    Cell,
+    CellFigures,
+    Distribution,
+    RequestSample,
+    Sample,
+    measure_floors,
+    repetition_rate,
+    run_engine,
+    run_plain,
+    visible_tokens,
+)
+from dllm_engine.bench.floor import PassShape
+from dllm_engine.bench.plain import PlainDecoder
+from dllm_engine.bench.subject import Unmasking
+from dllm_engine.checkpoints import load_config
+from dllm_engine.families import LLADA
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.resolve import resolve_decoding
 from tests.support.engines import assert_nothing_left, generate, runner_of
 
 
 def test_visible_tokens_end_before_the_end_token():
-    from dllm_engine.bench.cells import visible_tokens
-
     assert visible_tokens([5, 6, 1, 7, 1], frozenset({1})) == (5, 6)
     assert visible_tokens([5, 6], frozenset({1})) == (5, 6)
     assert visible_tokens([1, 5], frozenset({1})) == ()
@@ -26,23 +44,15 @@ def test_visible_tokens_end_before_the_end_token():
     ],
 )
 def test_repetition_is_the_share_of_4_grams_seen_before(tokens, rate):
-    from dllm_engine.bench.cells import repetition_rate
-
     assert repetition_rate([ord(c) for c in tokens]) == (rate if rate is None else pytest.approx(rate))
 
 
 def test_percentiles_are_linear_between_ranks():
-    from dllm_engine.bench.cells import Distribution
-
     assert Distribution.of_values([7.0]) == Distribution(7.0, 7.0, 7.0, 1)
     assert Distribution.of_values([1.0, 2.0, 3.0]) == Distribution(2.0, pytest.approx(2.8), pytest.approx(2.98), 3)
 
 
 def test_figures_of_made_up_samples():
-    from dllm_engine.bench.cells import Cell, CellFigures, RequestSample, Sample
-    from dllm_engine.bench.floor import PassShape
-    from dllm_engine.bench.subject import Unmasking
-
     block, canvas = PassShape(((8, 32),) * 2, 10), PassShape(((32, 32),) * 2, 16)
 
     def sample(seconds, step, floor, working):
@@ -77,8 +87,6 @@ def test_figures_of_made_up_samples():
 
 
 def test_a_cell_is_measured_on_an_engine(engines, tiny_llada):
-    from dllm_engine.bench.cells import measure_floors, run_engine
-
     llm = engines(tiny_llada, cache_method="sparse")
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
     prompts = [[5] * 24, [6] * 24]
@@ -104,15 +112,6 @@ def test_a_cell_is_measured_on_an_engine(engines, tiny_llada):
 
 
 def test_the_baseline_answers_one_request_after_the_other(tiny_llada):
-    import torch
-
-    from dllm_engine.bench.cells import run_plain
-    from dllm_engine.bench.plain import PlainDecoder
-    from dllm_engine.checkpoints import load_config
-    from dllm_engine.families import LLADA
-    from dllm_engine.options import EngineOptions
-    from dllm_engine.scheduler.resolve import resolve_decoding
-
     model = PlainDecoder.from_checkpoint(tiny_llada, load_config(str(tiny_llada)), torch.float32)
     params = DiffusionParams(gen_length=8, block_length=4, ignore_eos=True)
     spec = resolve_decoding(params, 24, LLADA, EngineOptions())

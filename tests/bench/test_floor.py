@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from dllm_engine.bench.floor import Floor, PassShape, attended_keys
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -43,14 +44,10 @@ def plan_of(method: str, step: int, **cache_options):
     ],
 )
 def test_keys_are_those_that_a_row_attends_to(method, options, step, rows, keys):
-    from dllm_engine.bench.floor import attended_keys
-
     assert attended_keys(plan_of(method, step, **options), rows, CANVAS) == keys
 
 
 def test_a_batch_of_plans_is_a_shape():
-    from dllm_engine.bench.floor import PassShape
-
     plans = [plan_of("dual", 3), plan_of("dual", 0)]
     shape = PassShape.of_plans(plans, [BLOCK, CANVAS], [CANVAS, CANVAS], head_rows=13)
     assert shape == PassShape(((BLOCK, CANVAS), (CANVAS, CANVAS)), 13)
@@ -59,8 +56,6 @@ def test_a_batch_of_plans_is_a_shape():
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, family, monkeypatch):
-    from dllm_engine.bench.floor import Floor, PassShape
-
     model = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model
     rows_of: Counter[tuple[str, int]] = Counter()
 

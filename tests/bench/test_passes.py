@@ -1,8 +1,12 @@
 """What the instruments see of an engine's dispatches, and that they leave nothing behind."""
 
+import time
+
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.bench.floor import PassShape
+from dllm_engine.bench.passes import InnerTime, observed_step
 from tests.support.engines import assert_nothing_left, runner_of
 
 PROMPT, RESPONSE, BLOCK = 24, 16, 8
@@ -10,8 +14,6 @@ CANVAS = PROMPT + RESPONSE
 
 
 def run_watched(llm, num_requests=2):
-    from dllm_engine.bench.passes import observed_step
-
     seen = []
     params = DiffusionParams(gen_length=RESPONSE, block_length=BLOCK, ignore_eos=True)
     for i in range(num_requests):
@@ -36,8 +38,6 @@ def test_passes_are_seen_with_their_kinds_and_shapes(engines, tiny_llada):
 
 
 def test_rows_are_those_that_layers_compute(engines, tiny_llada):
-    from dllm_engine.bench.floor import PassShape
-
     seen = run_watched(engines(tiny_llada, cache_method="dllm_cache"), num_requests=1)
     assert {forward.kind for forward in seen} == {"whole", "reuse", None}
     # Both layers recompute a quarter of the response, the first all of it.
@@ -47,10 +47,6 @@ def test_rows_are_those_that_layers_compute(engines, tiny_llada):
 
 @pytest.mark.parametrize("method", ["none", "sparse"])
 def test_time_in_the_model_is_part_of_a_dispatch(engines, tiny_llada, method):
-    import time
-
-    from dllm_engine.bench.passes import InnerTime
-
     llm = engines(tiny_llada, cache_method=method)
     inner = InnerTime(llm)
     llm.llm_engine.add_request("one", {"prompt_token_ids": [5] * PROMPT}, DiffusionParams(gen_length=4, block_length=4))

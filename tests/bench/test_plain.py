@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.bench.plain import PlainDecoder, check_baseline, decode
 from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
@@ -24,8 +25,6 @@ def checkpoint(request):
 
 
 def baseline(checkpoint, prompt, params):
-    from dllm_engine.bench.plain import PlainDecoder, decode
-
     config = load_config(str(checkpoint))
     model = PlainDecoder.from_checkpoint(checkpoint, config, torch.float32)
     spec = resolve_decoding(params, len(prompt), family_of(config), EngineOptions())
@@ -57,8 +56,6 @@ def test_a_response_ends_with_the_block_of_its_first_end_token(engines, tiny_lla
 
 
 def test_random_weights_have_the_shape_of_a_checkpoint(checkpoint):
-    from dllm_engine.bench.plain import PlainDecoder
-
     config = load_config(str(checkpoint))
     made = PlainDecoder.random(config, torch.float32)
     loaded = PlainDecoder.from_checkpoint(checkpoint, config, torch.float32)
@@ -68,8 +65,6 @@ def test_random_weights_have_the_shape_of_a_checkpoint(checkpoint):
 
 @pytest.mark.parametrize("options", [{"unmasking": "random"}, {"temperature": 1.0}, {"delay_eos": True}])
 def test_what_the_baseline_cannot_decode_is_refused(tiny_llada, options):
-    from dllm_engine.bench.plain import check_baseline
-
     config = load_config(str(tiny_llada))
     params = DiffusionParams(gen_length=8, block_length=4, **options)
     spec = resolve_decoding(params, 5, family_of(config), EngineOptions())

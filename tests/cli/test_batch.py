@@ -145,15 +145,6 @@ def test_two_runs_cannot_write_one_file(output):
     assert indices(output) == [0, 1, 3]
 
 
-def test_a_full_disk_is_reported():
-    """``/dev/full`` fails every write as a full disk does."""
-    with (
-        ResultFile("/dev/full", LINES, SETTINGS) as results,
-        pytest.raises(ValueError, match=r"cannot write /dev/full: No space left on device; 0 of 3 requests are in it$"),
-    ):
-        results.append([results.record(LINES[0], text="")])
-
-
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output, at_once):
     """A limit on the size of files cuts a write short like a full disk."""

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
+from dllm_engine.bench import benchmark
+from dllm_engine.bench.benchmark import Benchmark
+from dllm_engine.bench.subject import Subject, Unmasking
 from dllm_engine.cli import bench
 from dllm_engine.cli.main import build_parser, main
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 
 def parsed(*arguments):
@@ -15,7 +19,6 @@ def parsed(*arguments):
 @pytest.fixture
 def shared_engines(engines, monkeypatch):
     """The benchmark's engines are those of the session: one that ends takes vLLM's process groups along."""
-    from dllm_engine.bench.subject import Subject
 
     def start(self, method, unmaskings):
         return engines(
@@ -76,8 +79,6 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
 
 
 def test_methods_that_do_not_fit_side_by_side_are_measured_one_by_one(monkeypatch):
-    from dllm_engine.bench import benchmark
-
     settings = bench.settings(bench.filled(parsed("--model", "llada-8b/8", "--methods", "none,dual"), {}))
     made = benchmark.Benchmark(settings)
     assert made.groups() == [("none", "dual")]
@@ -102,43 +103,16 @@ def test_vllms_names_of_its_lengths_are_taken():
 
 
 def test_all_methods_are_measured_where_none_is_named():
-    from dllm_engine.scheduler.methods import CACHE_METHODS
-
     assert bench.settings(bench.filled(parsed(), {})).methods == tuple(CACHE_METHODS)
 
 
 def test_policies_and_rules_say_how_to_unmask():
-    from dllm_engine.bench.subject import Unmasking
-
     rules = bench.settings(bench.filled(parsed("--unmasking", "topk_margin,steps=8,entropy-bound=0.1"), {})).unmaskings
     assert rules == (
         Unmasking("topk_margin", {"unmasking": "topk_margin"}),
         Unmasking("steps=8", {"steps": 8}),
         Unmasking("entropy-bound=0.1", {"entropy_bound": 0.1}),
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "lru"], "unknown cache method"),
-        (["--unmasking", "sureness"], "unmasking rule 'sureness' is unknown"),
-        (["--unmasking", "random"], "baseline"),
-        (["--model", "llada-8b/3"], "divided by one of"),
-        (["--model", "llada-8b/16", "--tasks", "names"], "random weights"),
-        (["--response", "4", "--block-length", "8"], "--block-length 8 is longer than --response 4"),
-        (["--prompt", "4000"], "2048 positions"),
-        (["--tasks", "riddles"], "unknown task"),
-        (["--tasks", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
-        (["--output", "nowhere/result.json"], "there is no folder nowhere"),
-        (["--quick", "--model", "demo"], "--quick chooses its models"),
-        (["--compare", "nowhere.json", "nowhere.json"], "nowhere.json: No such file or directory"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_tasks_must_have_a_prompt_and_an_answer(tmp_path):
@@ -161,8 +135,6 @@ def test_another_file_is_no_result(tmp_path):
 
 
 def test_prompts_have_the_length_that_is_asked_for(shared_engines, engines):
-    from dllm_engine.bench.benchmark import Benchmark
-
     subject = Benchmark(bench.settings(bench.filled(parsed("--prompt", "30,100", "--dtype", "float32"), {}))).subject
     tokenizer = subject.start("none", ()).get_tokenizer()
     for length in (30, 100):

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.cli import chat
 from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
 from dllm_engine.cli.main import main
@@ -68,7 +69,6 @@ class Keyboard(io.StringIO):
 @pytest.fixture
 def run(demo, monkeypatch):
     """``run(text, terminal=None, **params)``: the command, with the text typed into it."""
-    from dllm_engine import DiffusionParams
 
     def run(text, terminal=None, **params):
         monkeypatch.setattr(chat, "start_engine", lambda args: (demo, DiffusionParams(**params)))

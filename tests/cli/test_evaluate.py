@@ -5,12 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.cli import evaluate
-from dllm_engine.cli.main import main
+from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo.tasks import Example
 from dllm_engine.evaluation import comparison
 from dllm_engine.evaluation import score as task_score
 from dllm_engine.figures import DiffusionFigures
+from dllm_engine.scheduler.methods import CACHE_METHODS
+
+
+@pytest.fixture(autouse=True)
+def engines_of_a_comparison_go_on(monkeypatch):
+    """They are those of other tests."""
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+
 
 EXAMPLES = [
     Example("names", "Tom=48. Ida=07. Give: Ida, Tom", "Ida=07, Tom=48", ("Ida=07", "Tom=48")),
@@ -37,8 +46,6 @@ def test_scores_count_whole_answers_items_and_passes():
 
 
 def test_the_command_prints_a_table_and_writes_json(demo, monkeypatch, tmp_path, capsys):
-    from dllm_engine import DiffusionParams
-
     monkeypatch.setattr(evaluate, "start_engine", lambda args: (demo, DiffusionParams()))
     report = tmp_path / "report.json"
     assert main(["eval", "--tasks", "chat,names", "--count", "3", "--json", str(report)]) == 0
@@ -73,7 +80,6 @@ def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, 
         return demo
 
     monkeypatch.setattr(evaluate, "load", load)
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     report = tmp_path / "report.json"
     arguments = ["--tasks", "chat,copy", "--count", "3", "--json", str(report)]
     rules = "one,steps=8,threshold=0.9,entropy-bound=0.1"
@@ -92,7 +98,6 @@ def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, 
 
 def test_what_is_left_out_of_a_comparison_is_the_commands_own(demo, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none", "--threshold", "0.9"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["none", "threshold=0.9"]
     assert main(["eval", "--tasks", "chat", "--count", "1", "--cache-method", "dual", "--unmasking-rules", "one"]) == 0
@@ -100,9 +105,6 @@ def test_what_is_left_out_of_a_comparison_is_the_commands_own(demo, monkeypatch,
 
 
 def test_all_stands_for_every_cache_method():
-    from dllm_engine.cli.main import build_parser
-    from dllm_engine.scheduler.methods import CACHE_METHODS
-
     asked = evaluate.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
     assert [combination.cache_method for combination in asked] == list(CACHE_METHODS)
 
@@ -114,7 +116,6 @@ def test_a_comparison_that_fails_late_shows_what_it_found(demo, monkeypatch, cap
         return demo
 
     monkeypatch.setattr(evaluate, "load", load)
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none,dual"]) != 0
     printed = capsys.readouterr()
     assert [row.split()[0] for row in printed.out.splitlines()] == ["METHOD", "none"]

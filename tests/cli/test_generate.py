@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.cli import generate
 from dllm_engine.cli.main import main
 
@@ -13,7 +14,6 @@ PROMPTS = ["Hello!", "Reverse: Rome Tom Oslo", "Copy: Tom Rome", "Goodbye!", "Hi
 @pytest.fixture
 def run(demo, monkeypatch, tmp_path):
     """``run(*arguments)``: the command, with the shared engine as the one it starts."""
-    from dllm_engine import DiffusionParams
 
     def start_engine(args):
         return demo, DiffusionParams(temperature=args.temperature, seed=args.seed)
@@ -47,16 +47,6 @@ def test_a_prompt_is_answered_on_stdout_and_its_figures_on_stderr(run, capsys):
 def test_a_raw_prompt_gets_no_template(run, capsys):
     assert run("User: Hello!\nBot:", "--raw") == 0
     assert capsys.readouterr().out == "Hello! How can I help?\n"
-
-
-def test_parameters_may_leave_the_length_open(demo):
-    from dllm_engine import DiffusionParams
-
-    params = DiffusionParams(steps=8)
-    demo.check_params(params)
-    assert params.gen_length is None
-    with pytest.raises(ValueError, match="steps=2"):
-        demo.check_params(DiffusionParams(steps=2))
 
 
 def test_every_line_gets_one_record(run, tmp_path, demo):
@@ -129,8 +119,6 @@ def test_resumed_draws_are_those_of_an_uninterrupted_run(run, tmp_path):
 
 
 def test_parameters_that_suit_no_line_stop_the_run(run, tmp_path, monkeypatch, capsys, demo):
-    from dllm_engine import DiffusionParams
-
     params = DiffusionParams(gen_length=32, block_length=8, steps=2)
     monkeypatch.setattr(generate, "start_engine", lambda args: (demo, params))
     assert run(*write_input(tmp_path, {"prompt": "Hello!"})) == 2
@@ -144,12 +132,3 @@ def test_a_full_disk_ends_the_run_with_a_message(run, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "cannot write /dev/full: No space left on device; 0 of 2 requests are in it\n" in said
     assert "done" not in said
-
-
-def test_ctrl_c_ends_the_run_quietly(run, tmp_path, monkeypatch, capsys):
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "answer_lines", interrupt)
-    assert run(*write_input(tmp_path, {"prompt": "Hello!"})) == 130
-    assert capsys.readouterr().err.endswith("dllm: interrupted\n")

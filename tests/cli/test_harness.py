@@ -82,7 +82,6 @@ def test_likelihoods_have_no_speed_to_plot(started, tmp_path, capsys):
         (["--tasks", "chat", "--plot", "plot.png"], "--plot shows combinations"),
         (["--lm-eval", "nothing.yaml"], "knows no task 'nothing.yaml'"),
         (["--lm-eval", NAMES, *QUICK, "--metric", "bleu"], "no metric 'bleu'; choose one of exact_match,stripped"),
-        (["--paper-task", "gsm9k"], "benchmark 'gsm9k' is unknown"),
         (["--paper-task", "gsm8k", "--paper", "nobody"], "paper 'nobody' is unknown"),
     ],
 )

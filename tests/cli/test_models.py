@@ -8,6 +8,8 @@ from dllm_engine.cli.main import main
 from dllm_engine.cli.models import as_tables, describe
 from dllm_engine.families import FAMILIES
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 
 class Options(BaseModel):
@@ -16,9 +18,6 @@ class Options(BaseModel):
 
 
 def test_tables_name_everything(capsys):
-    from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
-    from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
-
     assert main(["models"]) == 0
     words = capsys.readouterr().out.split()
     checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]

@@ -4,9 +4,12 @@ import argparse
 import json
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.plan import byte_size, share
+from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.scheduler.methods import CACHE_METHODS
 
 LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
@@ -35,11 +38,6 @@ def test_json_holds_bytes_and_the_command(capsys):
 
 def test_the_command_serves_with_the_plans_settings(capsys):
     """As `dllm serve` and vLLM's own parser read it."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from dllm_engine.cli.serve import vllm_arguments
-
     settings = ["--page-size", "16", "--tensor-parallel-size", "2", "--dtype", "half", "--max-num-seqs", "9"]
     settings += ["--cache-option", "scope=prefix", "--json"]
     command = json.loads(planned(capsys, *LLADA, *settings))["serve"]
@@ -52,23 +50,6 @@ def test_the_command_serves_with_the_plans_settings(capsys):
     assert read.additional_config["dllm"]["cache_options"] == {"scope": "prefix"}
     assert (read.tensor_parallel_size, read.dtype, read.max_num_seqs) == (2, "half", 9)
     assert (read.max_model_len, read.max_num_batched_tokens) == (1280, 8192)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--cache-method", "magic"], "unknown cache method"),
-        (["--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
-        (["--prompt", "5000"], "--prompt 5000 and --response 256 need a canvas of 5256"),
-        (["--gpu-memory", "15GiB"], "use --tensor-parallel-size 2, or raise --gpu-memory"),
-        (["--tensor-parallel-size", "5"], "choose one of 1, 2, 4, 8, 16, 32"),
-    ],
-)
-def test_errors_say_what_to_do(argv, message, capsys):
-    assert main([*LLADA, *argv]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -86,13 +67,11 @@ def test_sizes_have_units(text, size):
     assert byte_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "80 horses", "-1GiB", "nan"])
-def test_sizes_that_are_none_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="80GiB"):
-        byte_size(text)
-
-
-@pytest.mark.parametrize("text", ["0", "1.1", "nan", "half", "-0.5"])
-def test_shares_are_above_0_and_at_most_1(text):
-    with pytest.raises(argparse.ArgumentTypeError):
-        share(text)
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [(byte_size, text, "80GiB") for text in ("", "GiB", "80 horses", "-1GiB", "nan")]
+    + [(share, text, "") for text in ("0", "1.1", "nan", "half", "-0.5")],  # above 0, and at most 1
+)
+def test_sizes_and_shares_that_are_none_are_refused(read, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        read(text)

@@ -34,15 +34,14 @@ def checkpoint(request, tiny_llada, tiny_dream):
     return {"llada": tiny_llada, "dream": tiny_dream}[request.param]
 
 
-@pytest.mark.parametrize("continuation", [[20], [20, 30], [20, 30, 40, 20]])
-def test_short_continuations_are_exact(engines, checkpoint, continuation):
-    (found,) = log_likelihoods(engines(checkpoint), [(PROMPT, continuation)], num_samples=15)
-    assert found == pytest.approx(plain_bound(checkpoint, PROMPT, continuation), rel=1e-4)
-
-
-def test_without_a_prompt_the_first_position_predicts_itself(engines, checkpoint):
-    (found,) = log_likelihoods(engines(checkpoint), [([], [20, 30])])
-    assert found == pytest.approx(plain_bound(checkpoint, [], [20, 30]), rel=1e-4)
+@pytest.mark.parametrize(
+    ("prompt", "continuation"),
+    # Without a prompt the first position predicts itself.
+    [(PROMPT, [20]), (PROMPT, [20, 30]), (PROMPT, [20, 30, 40, 20]), ([], [20, 30])],
+)
+def test_short_continuations_are_exact(engines, checkpoint, prompt, continuation):
+    (found,) = log_likelihoods(engines(checkpoint), [(prompt, continuation)], num_samples=15)
+    assert found == pytest.approx(plain_bound(checkpoint, prompt, continuation), rel=1e-4)
 
 
 def test_one_token_takes_one_pass_and_an_empty_continuation_none():

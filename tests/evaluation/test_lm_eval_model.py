@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo import demo_model_path
 from tests.evaluation.test_likelihood import plain_bound
 
@@ -41,7 +42,6 @@ def evaluate(model, *names, **settings):
 
 
 def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
-    from dllm_engine import DiffusionParams
     from dllm_engine.demo.tasks import make_examples
     from dllm_engine.evaluation.score import score_task
 

@@ -7,7 +7,9 @@ import pytest
 from dllm_engine.evaluation.paper_tasks import PAPER_TASKS, PAPERS, paper_task
 from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.resolve import resolve_decoding
 
 ROWS = [(row, family) for row in PAPER_TASKS for family in FAMILIES.values() if row.is_for(family)]
 FOLDERS = ("arc", "bbh", "benchmarks", "gpqa", "gsm8k", "humaneval", "longbench", "mbpp", "minerva_math", "mmlu")
@@ -25,9 +27,6 @@ def harness():
 
 @pytest.mark.parametrize(("row", "family"), ROWS, ids=lambda value: getattr(value, "benchmark", None))
 def test_settings_are_servable_with_every_cache_method(row, family):
-    from dllm_engine.params import DiffusionParams
-    from dllm_engine.scheduler.resolve import resolve_decoding
-
     block_length = row.block_length or row.gen_length
     params = DiffusionParams(gen_length=row.gen_length, steps=row.steps, block_length=block_length)
     for method in CACHE_METHODS:

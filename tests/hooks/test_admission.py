@@ -13,7 +13,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions
 from dllm_engine.vllm_hooks import admission
-from dllm_engine.vllm_hooks.admission import CheckedPrompt, checked_generate, checked_respond
+from dllm_engine.vllm_hooks.admission import CheckedPrompt, checked_generate
 from dllm_engine.vllm_hooks.request_bodies import checked_fields
 from tests.support.engines import assert_nothing_left
 
@@ -82,23 +82,6 @@ def test_what_is_no_request_option_is_refused_in_vllm_xargs(engines, tiny_llada,
     assert "max_tokens" in str(error.value) or "option of the engine" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("stated", "length"), [({}, None), ({"max_tokens": 16}, 16), ({"max_tokens": None}, None)], ids=str
-)
-def test_a_completion_of_no_stated_length_does_not_get_openais_16(engines, tiny_llada, stated, length):
-    engines(tiny_llada)
-    assert CompletionRequest.model_validate({"prompt": "x", **stated}).max_tokens == length
-
-
-def test_several_greedy_responses_are_refused_with_what_to_send(engines, tiny_llada):
-    engines(tiny_llada)
-    for params in (SamplingParams, DiffusionParams):
-        with pytest.raises(InvalidRequestError, match=r"n=2 needs a temperature above 0.*set temperature"):
-            params(n=2, temperature=0.0)
-        assert params(n=2, temperature=0.5).n == 2
-        assert params(n=1, temperature=0.0).n == 1
-
-
 # One check per request
 
 
@@ -133,18 +116,6 @@ def test_a_request_is_checked_once_and_when_it_is_made(engine):
     assert (request.request_id, request.priority, request.sampling_params.max_tokens) == ("a", 3, 16)
     assert type(request.sampling_params) is SamplingParams
     assert "request" not in PROMPT
-
-
-def test_a_request_of_the_responses_api_is_checked_once(engine):
-    def respond(self, request_id, engine_input, sampling_params, context):
-        yield from self.engine_client.generate(engine_input, sampling_params, f"{request_id}_0")
-
-    serving = SimpleNamespace(engine_client=engine)
-    results = checked_respond(respond)(serving, "a", PROMPT, DiffusionParams(**PARAMS), None)
-    assert len(engine.checked) == 1
-    (request,) = results
-    assert len(engine.checked) == 1
-    assert request.request_id == "a_0"
 
 
 def test_a_checked_prompt_that_is_used_again_is_checked_again(engine):

@@ -62,12 +62,6 @@ def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
     assert text.rstrip().endswith("[DONE]")
 
 
-def test_a_chat_without_options_answers_as_the_model_was_trained(client):
-    path, body = CHAT
-    answer = client.post(path, json={"model": "demo"} | body).json()
-    assert answer["choices"][0]["message"]["content"].strip() == "Ida=07, Tom=48"
-
-
 @pytest.mark.parametrize(
     ("fields", "fragments"),
     [

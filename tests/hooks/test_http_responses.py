@@ -6,9 +6,13 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+from vllm.exceptions import GenerationError
+from vllm.outputs import CompletionOutput, RequestOutput
 
-from dllm_engine.figures import DiffusionFigures
+from dllm_engine.figures import DiffusionFigures, error_reason
+from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
+from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields, whole_completion
 
 
@@ -176,10 +180,7 @@ async def as_vllm(results):
 @pytest.mark.parametrize(
     "results",
     [
-        pytest.param([], id="before the first result"),
         pytest.param([[completion()]], id="after a block"),
-        pytest.param([[step(passes=1)]], id="amid a block"),
-        pytest.param([[completion(tokens=(), finish_reason="abort")]], id="aborted before the first token"),
         pytest.param([[completion()], [completion(tokens=(), finish_reason="abort")]], id="aborted after a block"),
         pytest.param([[completion(0, **END), completion(1)]], id="one choice is missing"),
     ],
@@ -187,21 +188,6 @@ async def as_vllm(results):
 def test_a_stream_that_is_cut_off_ends_with_an_error_event(results):
     *_, error, done = stream(results, as_vllm)
     assert error == {"error": {"message": "the server ended the request before its response was complete"}}
-    assert done == "data: [DONE]\n\n"
-
-
-@pytest.mark.parametrize("before", [[], [step(passes=1)], [completion()]])
-def test_an_error_of_the_engine_ends_the_stream_with_an_error_event(before):
-    async def received():
-        async def source():
-            if before:
-                yield before
-            raise RuntimeError("the engine died")
-
-        return [e async for e in with_fields(as_vllm, source())]
-
-    *_, error, done = asyncio.run(received())
-    assert "the engine died" in error
     assert done == "data: [DONE]\n\n"
 
 
@@ -248,33 +234,9 @@ def test_a_client_that_hangs_up_closes_the_engines_results():
     assert closed == [True]
 
 
-def test_chunks_that_were_merged_on_the_way_have_the_figures_of_the_last():
-    from vllm.outputs import CompletionOutput, RequestOutput
-
-    from dllm_engine.plugin import register
-
-    register()
-
-    def output(passes, tokens):
-        made = CompletionOutput(0, "x" * len(tokens), tokens, None, None)
-        made.diffusion = completion(passes=passes).diffusion
-        return RequestOutput("r", None, [1], None, [made], finished=False)
-
-    merged = output(1, [5])
-    merged.add(output(2, [6, 7]), aggregate=True)
-    assert merged.outputs[0].token_ids == [5, 6, 7]
-    assert merged.outputs[0].diffusion.forward_passes == 2
-
-
 def test_a_request_that_failed_says_why_to_http_clients():
     """Also where its last output was merged with one before, or came from another process."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.exceptions import GenerationError
-    from vllm.outputs import CompletionOutput, RequestOutput
-
-    from dllm_engine.figures import error_reason
-    from dllm_engine.plugin import register
-    from dllm_engine.vllm_hooks import patch, table
 
     register()
     patch.apply(table.SERVING)
@@ -304,8 +266,6 @@ def vllm_stream(endpoint, results) -> list[str]:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-
-    from dllm_engine.vllm_hooks import patch, table
 
     patch.apply(table.SERVING)
     is_chat = endpoint == "chat"
@@ -339,8 +299,6 @@ def vllm_stream(endpoint, results) -> list[str]:
 
 
 def engine_output(*, tokens=(), shown=None, finish_reason=None):
-    from vllm.outputs import CompletionOutput, RequestOutput
-
     made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
     made.diffusion, made.provisional = DiffusionFigures(1, 1, 1, 1), shown
     return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from vllm.benchmarks.serve import fetch_diffusion_metrics
 
+from dllm_engine import DiffusionParams
 from dllm_engine.metrics import METRICS
 from tests.support.engines import generate
 
@@ -21,8 +22,6 @@ PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
 @pytest.fixture(scope="module")
 def measured(engines, tiny_llada):
     """(figures of some requests, the metrics after them, by name; what `/metrics` would show)."""
-    from dllm_engine import DiffusionParams
-
     llm = engines(
         tiny_llada,
         cache_method="sparse",

@@ -5,30 +5,18 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
-from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState
+from tests.support.plans import spec_of
 
 MARKUP = '<script>alert("&amp;")</script>'
 PROMPT = ["User:", f" {MARKUP}", "\n", "Bot", ":"]
+SPEC = spec_of(prompt_length=len(PROMPT), gen_length=12, block_length=4, steps=12)
 RETAINED = [[[0, 1, 4, 9, 10], [0, 2, 3, 4, 12]], [[0, 1, 2, 5, 6], [3, 4, 5, 7, 8]]]
 """Per block and layer."""
-
-
-def make_spec(**settings):
-    defaults = {
-        "prompt_length": len(PROMPT),
-        "gen_length": 12,
-        "block_length": 4,
-        "steps": 12,
-        "schedule": "uniform",
-        "unmasking": "low_confidence",
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-    }
-    return DecodingSpec(**(defaults | settings))
 
 
 def make_figures(states, unmasked, computed, retained):
@@ -44,7 +32,6 @@ def make_figures(states, unmasked, computed, retained):
 
 def make_inspection(**changes):
     """Two layers, two of three blocks; the second ends with an end token at its second position."""
-    spec = make_spec()
     figures = make_figures(
         states=["full", "update", "reuse", "update", "reuse"],
         unmasked=[[6], [5, 8], [7], [9, 11], [10, 12]],
@@ -62,8 +49,8 @@ def make_inspection(**changes):
         "response_tokens": [10, 11, 12, 13, 14, 1],
         "response_pieces": [" a", MARKUP, "\n", "", "é", "<|endoftext|>"],
         "gen_length": 12,
-        "block_spans": [spec.block_span(block) for block in range(3)],
-        "blocks": replay(spec, figures),
+        "block_spans": [SPEC.block_span(block) for block in range(3)],
+        "blocks": replay(SPEC, figures),
     }
     return Inspection(**(fields | changes))
 
@@ -128,23 +115,9 @@ def test_a_block_that_ends_before_its_update_retained_nothing():
         computed=[None] * 4,
         retained=RETAINED[1:],
     )
-    inspection = make_inspection(blocks=replay(make_spec(), figures))
+    inspection = make_inspection(blocks=replay(SPEC, figures))
     assert [block.retained for block in inspection.blocks] == [[], RETAINED[1], []]
     assert inspection.prompt_share == [0.5, 0.5, 0.5, 0.5, 0.5]
-
-
-def test_each_response_position_has_its_step():
-    assert make_inspection().unmasked_at == [2, 1, 3, 2, 4, 5, 4, 5, None, None, None, None]
-
-
-def test_the_share_of_a_prompt_token_is_the_mean_over_blocks():
-    assert make_inspection().prompt_share == [0.75, 0.5, 0.5, 0.5, 0.75]
-
-
-def test_pages_are_counted_per_layer():
-    inspection = make_inspection()
-    assert [inspection.pages(block) for block in inspection.blocks] == [4, 4]  # five tokens take two pages of four
-    assert [inspection.outside(block) for block in inspection.blocks] == [13, 13]
 
 
 def test_what_reuse_steps_compute_is_not_evicted():
@@ -152,7 +125,7 @@ def test_what_reuse_steps_compute_is_not_evicted():
     suffix = list(range(5, 17))
     prefix = [list(range(5))] * 2
     figures = make_figures(["update", "reuse"], [[5, 6], [7, 8]], [None, suffix], [prefix])
-    inspection = make_inspection(cache_method="prefix", cache_options={}, blocks=replay(make_spec(), figures))
+    inspection = make_inspection(cache_method="prefix", cache_options={}, blocks=replay(SPEC, figures))
     (block,) = inspection.blocks
     assert block.recomputed == suffix
     assert not inspection.evicts(block)
@@ -228,7 +201,7 @@ def test_response_tokens_carry_their_steps(tmp_path):
 
 def test_a_method_that_keeps_nothing_shows_the_order_alone(tmp_path):
     figures = make_figures(["full"] * 2, [[5, 6], [7, 8]], [None] * 2, [])
-    inspection = make_inspection(cache_method="none", cache_options={}, blocks=replay(make_spec(), figures))
+    inspection = make_inspection(cache_method="none", cache_options={}, blocks=replay(SPEC, figures))
     source = saved_page(inspection, tmp_path)
     Page(source)
     assert "<figure>" not in source
@@ -254,8 +227,6 @@ def sparse_demo(engines):
 
 
 def test_an_engine_shows_its_request(sparse_demo, tmp_path):
-    from dllm_engine import DiffusionParams
-
     prompt = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
     params = DiffusionParams(gen_length=32, block_length=8, retention_ratio=0.25)
     messages = [{"role": "user", "content": prompt}]
@@ -279,8 +250,6 @@ def test_an_engine_shows_its_request(sparse_demo, tmp_path):
 
 
 def test_a_prompt_of_token_ids_needs_no_tokenizer(engines, tiny_llada):
-    from dllm_engine import DiffusionParams
-
     inspection = engines(tiny_llada).inspect({"prompt_token_ids": [5, 6, 7]}, DiffusionParams(gen_length=8))
     assert inspection.prompt_pieces == ["5 ", "6 ", "7 "]
     assert inspection.model == tiny_llada.name
@@ -292,8 +261,6 @@ def test_an_engine_that_does_not_trace_says_how_to(engines, tiny_llada):
 
 
 def test_several_responses_cannot_be_shown_at_once(sparse_demo):
-    from dllm_engine import DiffusionParams
-
     with pytest.raises(ValueError, match="n=2"):
         sparse_demo.inspect("Hello!", DiffusionParams(n=2, temperature=1.0, gen_length=8))
 
@@ -305,6 +272,6 @@ def test_a_method_that_keeps_every_position_evicts_nothing():
         computed=[None, None, [5, 7], None, [10, 12]],
         retained=[],
     )
-    inspection = make_inspection(cache_method="dkv", blocks=replay(make_spec(), figures))
+    inspection = make_inspection(cache_method="dkv", blocks=replay(SPEC, figures))
     assert "nothing was evicted, pages held every position of the canvas" in inspection.summary[0]
     assert inspection.updated_blocks == []

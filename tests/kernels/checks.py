@@ -7,6 +7,7 @@ memory that must not be read holds NaN.
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +18,12 @@ from tests.support.paged_cases import TOLERANCE, PagedCase, error
 Kernel = Callable[..., Any]
 ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
+
+
+def refused(message: str, call: Kernel, *arguments: Any, **named: Any) -> None:
+    """The call raises a ``ValueError`` whose message matches."""
+    with pytest.raises(ValueError, match=message):
+        call(*arguments, **named)
 
 
 class Draw:

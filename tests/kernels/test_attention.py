@@ -98,14 +98,3 @@ def test_inputs_are_left_as_they_are_and_need_not_be_contiguous():
 def test_shapes_that_do_not_belong_together_are_named(q, k, v, cu_seqlens, message):
     with pytest.raises(ValueError, match=message):
         bidirectional_attention(torch.zeros(q), torch.zeros(k), torch.zeros(v), cu_seqlens)
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_operator_is_registered_correctly(kv_heads):
-    """Schema, fake implementation and tracing, as torch.compile and graphs need them."""
-    arguments = inputs([3, 3, 5], 4, kv_heads, 8)
-    torch.library.opcheck(
-        torch.ops.dllm.bidirectional_attention.default,
-        arguments,
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )

@@ -114,14 +114,6 @@ def sdpa_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return calls
 
 
-@pytest.mark.parametrize("attend_fresh", [True, False])
-def test_requests_of_equal_shape_share_one_call(monkeypatch, attend_fresh):
-    calls = sdpa_calls(monkeypatch)
-    case = paged_case([8] * 6, [[30, 30]] * 6, heads=4, dim=8)
-    paged_attention(*case, attend_fresh=attend_fresh)
-    assert calls == [(6, 2, 16, 8)]
-
-
 @pytest.mark.parametrize(("bytes_at_once", "sizes"), [(1, [1] * 7), (20_000, [2, 2, 2, 1]), (1 << 20, [7])])
 @pytest.mark.parametrize("semantics", SEMANTICS)
 def test_requests_whose_keys_would_not_stay_in_a_cache_take_turns(monkeypatch, bytes_at_once, sizes, semantics):
@@ -135,18 +127,23 @@ def test_requests_whose_keys_would_not_stay_in_a_cache_take_turns(monkeypatch, b
     assert calls == [(size, 2, 16, 8) for size in sizes]
 
 
-def test_a_batch_takes_one_call_per_shape_in_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "retained", "heads", "packed", "expected"),
+    [
+        (
+            [8, 20, 8, 20, 8],
+            [[n, n] for n in (30, 0, 30, 0, 31)],
+            2,
+            False,
+            [(1, 2, 8, 8), (2, 2, 8, 8), (2, 2, 20, 8)],
+        ),
+        ([8, 8, 8], [[3, 17], [20, 1], [0, 5]], 4, True, [(3, 2, 16, 8)]),  # budgets per head
+    ],
+)
+def test_a_batch_takes_one_call_per_shape_in_it(monkeypatch, rows, retained, heads, packed, expected):
     calls = sdpa_calls(monkeypatch)
-    case = paged_case([8, 20, 8, 20, 8], [[30, 30], [0, 0], [30, 30], [0, 0], [31, 31]], heads=2, dim=8)
-    paged_attention(*case, attend_fresh=True)
-    assert sorted(calls) == [(1, 2, 8, 8), (2, 2, 8, 8), (2, 2, 20, 8)]
-
-
-def test_requests_with_budgets_per_head_share_one_call_where_they_have_equal_rows(monkeypatch):
-    calls = sdpa_calls(monkeypatch)
-    case = paged_case([8, 8, 8], [[3, 17], [20, 1], [0, 5]], heads=4, dim=8, packed=True)
-    paged_attention(*case, attend_fresh=True)
-    assert calls == [(3, 2, 16, 8)]
+    paged_attention(*paged_case(rows, retained, heads, dim=8, packed=packed), attend_fresh=True)
+    assert sorted(calls) == expected
 
 
 def test_rows_may_be_views_of_one_projection_and_bounds_a_list():
@@ -192,17 +189,6 @@ def test_other_errors_say_what_is_wrong():
     ):
         with pytest.raises(ValueError, match=message):
             paged_attention(*case[:4], case.tokens._replace(**change), attend_fresh=True)
-
-
-@pytest.mark.parametrize("semantics", SEMANTICS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_operator_is_registered_correctly(semantics, packed):
-    """Schema, fake implementation and tracing, as torch.compile and graphs need them."""
-    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    case = paged_case([3, 3, 5], [[6, 6], [6, 6], [9, 2]], heads=4, dim=8, packed=packed)
-    for return_lse in (False, True):
-        arguments = case.arguments(*semantics, return_lse)
-        torch.library.opcheck(torch.ops.dllm.paged_attention.default, arguments, test_utils=utils)
 
 
 def test_kernels_work_on_a_cpu_without_triton():

@@ -91,15 +91,6 @@ def test_errors_name_what_does_not_fit(shape, forbidden, with_margin, message):
         token_statistics(torch.zeros(shape), forbidden, False, with_margin)
 
 
-@pytest.mark.parametrize("wanted", [(True, True), (False, False)])
-def test_operator_is_registered_correctly(wanted):
-    torch.library.opcheck(
-        torch.ops.dllm.token_statistics.default,
-        (torch.randn(4, 9), 2, *wanted),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
-    )
-
-
 @pytest.mark.parametrize("vocab_size", [255, 256, 300, 1024, 1025])
 def test_the_first_of_equal_logits_wins_wherever_it_lies(vocab_size):
     for columns in (

@@ -18,6 +18,12 @@ from tests.support.paged_cases import DEVICE, INTERPRETED, TOLERANCE, compile_la
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 each_type = pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16] if INTERPRETED else [FLOAT32, FLOAT16, BFLOAT16])
+
+
+def in_each_type(test):
+    return runs_triton(each_type(test))
+
+
 compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 SHARED_MEMORY = 96 << 10
 """Bytes that every GPU since 2020 lets a program have."""
@@ -66,38 +72,33 @@ def test_every_case_of_attention_in_every_type_and_head_dim_on_a_gpu(dim, dtype)
             )
 
 
-@runs_triton
-@each_type
+@in_each_type
 @pytest.mark.parametrize(("rows", "kv_heads", "missing"), [(30, 1, 0.0), (30, 3, 0.4), (0, 2, 0.0)])
 def test_write_slots(rows, kv_heads, missing, dtype):
     checks.check_write_slots(slots.write_slots, rows, kv_heads, 7, missing, dtype, device=DEVICE)
 
 
-@runs_triton
-@each_type
+@in_each_type
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 3), 96), ((14, 2), 128)])
 @pytest.mark.parametrize("candidates", [70, 0])
 def test_mean_query_scores(candidates, heads, dim, dtype):
     checks.check_mean_query_scores(eviction.mean_query_scores, 19, candidates, heads, dim, dtype, device=DEVICE)
 
 
-@runs_triton
-@each_type
+@in_each_type
 @pytest.mark.parametrize(("num_rows", "width"), [(25, 24), (25, 150), (25, 1100), (0, 16)])
 def test_features(num_rows, width, dtype):
     kernels = features.write_features, features.read_features, features.add_features
     checks.check_features(kernels, num_rows, width, 70, 0.25, dtype, device=DEVICE)
 
 
-@runs_triton
-@each_type
+@in_each_type
 @pytest.mark.parametrize(("num_rows", "num_heads", "head_dim"), [(5, 3, 64), (1, 1, 2), (9, 2, 96), (0, 4, 32)])
 def test_rotary(num_rows, num_heads, head_dim, dtype):
     checks.check_rotate(rotary.rotate_, num_rows, num_heads, head_dim, dtype, device=DEVICE)
 
 
-@runs_triton
-@each_type
+@in_each_type
 @pytest.mark.parametrize("missing", [0.0, 0.4])
 @pytest.mark.parametrize(("rows", "kv_heads", "dim"), [(60, 1, 24), (60, 3, 64), (60, 4, 96), (0, 3, 8)])
 def test_similarity_sums(rows, kv_heads, dim, missing, dtype):
@@ -105,16 +106,14 @@ def test_similarity_sums(rows, kv_heads, dim, missing, dtype):
     checks.check_similarity_sums(similarity.similarity_sums, **case, device=DEVICE)
 
 
-@runs_triton
-@each_type
+@in_each_type
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 8), ((3, 3), 96), ((14, 2), 64)])
 @pytest.mark.parametrize(("voters", "keys", "others"), [(19, 139, 2), (1, 1, 158), (64, 96, 0), (0, 5, 1), (3, 0, 1)])
 def test_voting_scores(voters, keys, others, heads, dim, dtype):
     checks.check_voting_scores(voting.voting_scores, voters, keys, others, heads, dim, dtype, device=DEVICE)
 
 
-@runs_triton
-@each_type
+@in_each_type
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("vocab_size", [5, 150, 5000])
 def test_token_statistics(vocab_size, splits, dtype):

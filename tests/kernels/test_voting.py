@@ -9,7 +9,7 @@ from dllm_engine.kernels import voting
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.voting import voting_scores
 from tests.kernels import formulas
-from tests.kernels.checks import check_voting_scores, log_sum_exp
+from tests.kernels.checks import check_voting_scores, log_sum_exp, refused
 from tests.support.paged_cases import TOLERANCE
 
 
@@ -71,25 +71,12 @@ def test_what_nobody_votes_on_or_for():
 
 def test_errors_name_what_does_not_fit():
     q, k, lse = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8), torch.zeros(3, 4)
-    with pytest.raises(ValueError, match=r"q \[3, 4, 8\] torch.float32 and k \[5, 16\] torch.float32 do not belong"):
-        voting_scores(q, k.flatten(1), lse)
-    with pytest.raises(ValueError, match=r"k \[5, 2, 7\]"):
-        voting_scores(q, k[..., :7], lse)
-    with pytest.raises(ValueError, match=r"torch.float32 and k \[5, 2, 8\] torch.float16"):
-        voting_scores(q, k.half(), lse)
-    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2 KV heads"):
-        voting_scores(q[:, :3], k, lse[:, :3])
-    with pytest.raises(ValueError, match="4 query heads are not a multiple of 0 KV heads"):
-        voting_scores(q, k[:, :0], lse)
-    with pytest.raises(ValueError, match=r"lse \[4, 3\] torch.float32 is not float32 \[3, 4\]"):
-        voting_scores(q, k, lse.T)
-    with pytest.raises(ValueError, match=r"lse \[3, 4\] torch.float16 is not float32"):
-        voting_scores(q, k, lse.half())
-
-
-def test_operator_is_registered_correctly():
-    torch.library.opcheck(
-        torch.ops.dllm.voting_scores.default,
-        (torch.randn(3, 4, 8), torch.randn(5, 2, 8), torch.randn(3, 4)),
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    refused(
+        r"q \[3, 4, 8\] torch.float32 and k \[5, 16\] torch.float32 do not belong", voting_scores, q, k.flatten(1), lse
     )
+    refused(r"k \[5, 2, 7\]", voting_scores, q, k[..., :7], lse)
+    refused(r"torch.float32 and k \[5, 2, 8\] torch.float16", voting_scores, q, k.half(), lse)
+    refused("3 query heads are not a multiple of 2 KV heads", voting_scores, q[:, :3], k, lse[:, :3])
+    refused("4 query heads are not a multiple of 0 KV heads", voting_scores, q, k[:, :0], lse)
+    refused(r"lse \[4, 3\] torch.float32 is not float32 \[3, 4\]", voting_scores, q, k, lse.T)
+    refused(r"lse \[3, 4\] torch.float16 is not float32", voting_scores, q, k, lse.half())

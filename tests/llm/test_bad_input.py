@@ -4,8 +4,10 @@ import pytest
 import torch
 import vllm
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
+from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate, start_engine
 
@@ -24,16 +26,12 @@ def healthy(llm) -> list[int]:
 
 
 def answer(llm) -> list[int]:
-    from dllm_engine import DiffusionParams
-
     (output,) = generate(llm, [PROMPT], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True))
     return list(output.outputs[0].token_ids)
 
 
 def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) -> None:
     """The request fails with a message that holds all ``fragments``, and the engine answers as before."""
-    from dllm_engine import DiffusionParams
-
     with pytest.raises((ValueError, VLLMValidationError)) as error:
         generate(llm, [PROMPT if prompt is None else prompt], params or DiffusionParams(**settings))
     for fragment in fragments:
@@ -53,28 +51,15 @@ def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) 
         ([7] * 100, 29, ("100 tokens", "gen_length=29", "129", "max_model_len is 128")),
         ([7] * 128, 1, ("128",)),
         ([7] * 200, 1, ("200", "128")),
+        *[([5, token], 8, (str(token), "vocabulary")) for token in (150, 5000, -1)],
     ],
-    ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length"],
+    ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length", "150", "5000", "-1"],
 )
 def test_prompt_that_cannot_be_served(llm, healthy, prompt, gen_length, fragments):
     refuse(llm, healthy, prompt, None, *fragments, gen_length=gen_length)
 
 
-@pytest.mark.parametrize("token", [150, 5000, -1])
-def test_token_outside_the_vocabulary(llm, healthy, token):
-    refuse(llm, healthy, [5, token], None, str(token), "vocabulary", gen_length=8, block_length=8)
-
-
-def test_canvas_of_exactly_the_model_length_is_served(llm):
-    from dllm_engine import DiffusionParams
-
-    (output,) = generate(llm, [[7] * 100], DiffusionParams(gen_length=28, ignore_eos=True))
-    assert len(output.outputs[0].token_ids) == 28
-
-
 def test_prompt_embeddings(llm, healthy):
-    from dllm_engine import DiffusionParams
-
     # vLLM 0.33 refuses them before our check does.
     with pytest.raises((ValueError, VLLMValidationError), match="embed"):
         llm.generate([{"prompt_embeds": torch.zeros(4, 64)}], DiffusionParams(gen_length=8), use_tqdm=False)
@@ -82,8 +67,6 @@ def test_prompt_embeddings(llm, healthy):
 
 
 def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
-    from dllm_engine import DiffusionParams
-
     with pytest.raises(ValueError, match="empty"):
         generate(llm, [PROMPT, [], PROMPT], DiffusionParams(gen_length=8, block_length=8))
     assert_nothing_left(llm)
@@ -98,6 +81,10 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
     [
         ({"block_length": 9}, ("block_length=9", "1 … gen_length", "here 8")),
         ({"gen_length": 25, "steps": 3}, ("steps=3", "4 blocks", "raise steps or block_length")),
+        (
+            {"extra_args": {"block_lenght": 8}},
+            ("unknown request option 'block_lenght'=8; did you mean 'block_length'",),
+        ),
         ({"extra_args": {"temprature": 1}}, ("'temprature'", "block_length, steps, unmasking")),
         ({"temperature": -0.5}, ("temperature", "-0.5")),
         ({"top_p": 0.0}, ("top_p", "0.0")),
@@ -125,16 +112,12 @@ def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
 
 
 def test_forbidden_words(llm, healthy):
-    from dllm_engine import DiffusionParams
-
     params = DiffusionParams(gen_length=8, block_length=8)
     params.bad_words = ["never"]
     refuse(llm, healthy, None, params, "bad_words", "not supported")
 
 
 def test_beam_search(llm, healthy):
-    from vllm.sampling_params import BeamSearchParams
-
     with pytest.raises(ValueError, match="beam search is not supported"):
         llm.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(ValueError, match="beam search is not supported"):
@@ -143,10 +126,6 @@ def test_beam_search(llm, healthy):
 
 
 def test_lora_request(llm, healthy):
-    from vllm.lora.request import LoRARequest
-
-    from dllm_engine import DiffusionParams
-
     with pytest.raises((ValueError, VLLMValidationError), match="LoRA"):
         llm.generate(
             [{"prompt_token_ids": PROMPT}],
@@ -169,7 +148,6 @@ def test_lora_request(llm, healthy):
         ({"trace": "often"}, ("trace", "'often'")),
         ({"enable_lora": True}, ("enable_lora", "not supported")),
         ({"enable_prompt_embeds": True}, ("enable_prompt_embeds", "not supported")),
-        ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size", "not supported")),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -185,6 +163,7 @@ def test_engine_option_is_refused_by_name(llm, healthy, tiny_llada, settings, fr
     ("options", "fragments"),
     [
         ({"cache": 1}, ("'cache'", "cache_method, cache_options, page_size, dense_attention, refresh_ratio")),
+        ({"cache_metod": "none"}, ("unknown engine option 'cache_metod'='none'; did you mean 'cache_method'",)),
         ("none", ("additional_config['dllm']='none'",)),
     ],
 )

@@ -4,14 +4,13 @@ import random
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
 def params(gen_length: int = 16, **settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(gen_length=gen_length, **({"block_length": 8, "ignore_eos": True} | settings))
 
 
@@ -36,16 +35,6 @@ def llm(engines, tiny_llada):
     assert_nothing_left(llm)
 
 
-def test_aborted_request_leaves_and_the_others_are_unmoved(llm):
-    expected = list(generate(llm, [PROMPT], params())[0].outputs[0].token_ids)
-    for name in ("a", "b", "c"):
-        add(llm, name)
-    for _ in range(3):
-        llm.llm_engine.step()
-    llm.llm_engine.abort_request(["b"])
-    assert finish(llm) == {"a": expected, "c": expected}
-
-
 def test_abort_while_waiting_and_before_the_first_step(llm):
     for i in range(12):
         add(llm, f"r{i}")
@@ -54,17 +43,6 @@ def test_abort_while_waiting_and_before_the_first_step(llm):
     assert len(runner_of(llm).canvases) == 8
     llm.llm_engine.abort_request(["r9"])
     assert set(finish(llm)) == {f"r{i}" for i in (*range(9), 10)}
-
-
-def test_blocks_arrive_as_they_are_finished(llm):
-    from vllm.sampling_params import RequestOutputKind
-
-    add(llm, "a", output_kind=RequestOutputKind.DELTA)
-    pieces = []
-    while llm.llm_engine.has_unfinished_requests():
-        pieces.append([len(output.outputs[0].token_ids) for output in llm.llm_engine.step()])
-    assert [piece for piece in pieces if piece] == [[8], [8]]
-    assert len(pieces) == 16
 
 
 def test_pause_keeps_requests_and_resume_finishes_them(llm):

@@ -6,6 +6,7 @@ import math
 import pytest
 from vllm.exceptions import VLLMValidationError
 
+from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import RequestOptions
 from tests.support.engines import assert_nothing_left, tokens_of
@@ -26,8 +27,6 @@ BEYOND_64_BITS = "extra_args integers must be between -2**63 and 2**64 - 1"
 
 def ask(llm, name, value, temperature):
     """One request with an odd number; its output, or None if it is refused."""
-    from dllm_engine import DiffusionParams
-
     settings = REQUEST | {"temperature": temperature}
     priority = value if name == "priority" else 0
     if name == "max_tokens":

@@ -1,8 +1,14 @@
 """Log-probabilities: of each token, when it was committed, under the model's own softmax."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from vllm.logprobs import FlatLogprobs
 
+from dllm_engine import DiffusionParams
+from dllm_engine.model_executor.models.decoder import VocabularyShard
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
@@ -13,8 +19,6 @@ SAMPLED = {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 3}
 
 
 def complete(llm, prompt=PROMPT, **settings):
-    from dllm_engine import DiffusionParams
-
     return generate(llm, [prompt], DiffusionParams(**(SETTINGS | settings)))[0].outputs[0]
 
 
@@ -34,32 +38,23 @@ def replayed(folder, completion) -> dict[int, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_each_token_has_that_of_the_step_that_committed_it(engines, request, family, sampled):
+def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(engines, request, family, sampled):
     folder = request.getfixturevalue(f"tiny_{family}")
-    completion = complete(engines(folder), logprobs=0, **(SAMPLED if sampled else {}))
+    completion = complete(engines(folder), logprobs=3, **(SAMPLED if sampled else {}))
     rows = replayed(folder, completion)
     assert len(completion.logprobs) == len(completion.token_ids) == 16
-    for position, (token, of_token) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        assert set(of_token) == {token}
-        assert of_token[token].logprob == pytest.approx(rows[position][token].item(), abs=1e-3)
-        assert of_token[token].rank == 1 + (rows[position] > rows[position][token]).sum()
-    total = sum(
-        of_token[token].logprob for token, of_token in zip(completion.token_ids, completion.logprobs, strict=True)
-    )
-    assert completion.cumulative_logprob == pytest.approx(total)
-
-
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_alternatives_are_the_likeliest_tokens_of_that_step(engines, request, family):
-    folder = request.getfixturevalue(f"tiny_{family}")
-    completion = complete(engines(folder), logprobs=3, **SAMPLED)
-    rows = replayed(folder, completion)
     for position, (token, of_token) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         best = rows[position].topk(3)
         assert set(of_token) == {token, *best.indices.tolist()}
         for value, index, rank in zip(best.values.tolist(), best.indices.tolist(), (1, 2, 3), strict=True):
             assert of_token[index].logprob == pytest.approx(value, abs=1e-3)
             assert of_token[index].rank == rank
+        assert of_token[token].logprob == pytest.approx(rows[position][token].item(), abs=1e-3)
+        assert of_token[token].rank == 1 + (rows[position] > rows[position][token]).sum()
+    total = sum(
+        of_token[token].logprob for token, of_token in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
+    assert completion.cumulative_logprob == pytest.approx(total)
 
 
 @pytest.mark.parametrize("cache_method", ["sparse", "dkv"])
@@ -73,8 +68,6 @@ def test_asking_changes_no_token(engines, tiny_llada, cache_method):
 
 
 def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
-    from dllm_engine import DiffusionParams
-
     llm = engines(tiny_llada)
     wanted = [None, 0, 4]
     params = [DiffusionParams(**SETTINGS, logprobs=n) for n in wanted]
@@ -98,19 +91,12 @@ def test_they_end_where_the_response_ends(engines, tmp_path, tiny_llada):
 
 
 def test_vllms_flat_form(engines, tiny_llada):
-    from vllm.logprobs import FlatLogprobs
-
     nested, flat = (complete(engines(tiny_llada), logprobs=2, flat_logprobs=form) for form in (False, True))
     assert isinstance(flat.logprobs, FlatLogprobs)
     assert list(flat.logprobs) == list(nested.logprobs)
 
 
 def test_a_token_that_is_unlikely_beyond_float32_has_a_finite_one():
-    from types import SimpleNamespace
-
-    from dllm_engine.model_executor.models.decoder import VocabularyShard
-    from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-
     predictor = TokenPredictor(lambda rows: VocabularyShard(rows, 0), 3, 1, SimpleNamespace(world_size=1))
     logits = torch.tensor([[0.0, 300.0, -5.0]])  # the mask token, which is never predicted, has nearly all
     count = Counters(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))

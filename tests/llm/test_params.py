@@ -1,6 +1,7 @@
 """``DiffusionParams``: made, shown, changed, copied."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -82,7 +83,18 @@ REFUSED = [
     ({"gen_length": 8, "max_tokens": 9}, "name the same length"),
     ({"unmasking": "best"}, "unmasking='best' is unknown; choose one of low_confidence"),
     ({"threshold": 0.9, "margin": 0.5}, "threshold=0.9 and margin=0.5: a step unmasks by one rule"),
+    ({"threshold": 0.9, "factor": 0.5}, "threshold=0.9 and factor=0.5"),
+    ({"entropy_bound": 0.1, "margin": 0.5}, "entropy_bound=0.1 and margin=0.5"),
+    ({"threshold": math.nan}, "threshold=nan"),
+    ({"factor": 0.0}, "factor=0.0: Input should be greater than 0"),
+    ({"factor": math.inf}, "factor=inf: Input should be a finite number"),
+    ({"factor": math.nan}, "factor=nan"),
+    ({"entropy_bound": -0.1}, "entropy_bound=-0.1: Input should be greater than or equal to 0"),
+    ({"entropy_bound": "wide"}, "entropy_bound='wide': Input should be a valid number"),
+    ({"margin": 0.0}, "margin=0.0: Input should be greater than 0"),
+    ({"margin": 1.5}, "margin=1.5: Input should be less than or equal to 1"),
     ({"factor": 1.0, "unmasking": "entropy"}, "factor=1.0 goes by probability"),
+    ({"n": 2}, "n=2 needs a temperature above 0"),
     ({"stream_granularity": "word"}, "'block' or 'step'"),
     ({"retention_ratio": 1.5}, "retention_ratio=1.5"),
     ({"extra_args": {"steps": 0}}, "steps=0"),

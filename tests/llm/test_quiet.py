@@ -31,18 +31,13 @@ def vllm_logger():
     root.handlers[:] = before[2]
 
 
-def test_an_engine_is_quiet_where_nobody_says_what_to_log():
-    assert quiet.quiet_arguments({}) == {"log_level": "ERROR", "use_tqdm_on_load": False}
-
-
-@pytest.mark.parametrize("name", ["VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
-def test_vllms_variables_decide(monkeypatch, name):
-    monkeypatch.setenv(name, "INFO")
-    assert quiet.quiet_arguments({}) == {}
-
-
-def test_vllms_arguments_decide():
+@pytest.mark.parametrize("variable", [None, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
+def test_an_engine_is_quiet_where_nobody_says_what_to_log(monkeypatch, variable):
     assert quiet.quiet_arguments({"log_level": "INFO"}) == {}
+    if variable is not None:
+        monkeypatch.setenv(variable, "INFO")
+    expected = {"log_level": "ERROR", "use_tqdm_on_load": False} if variable is None else {}
+    assert quiet.quiet_arguments({}) == expected
 
 
 @pytest.mark.parametrize(

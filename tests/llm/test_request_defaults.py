@@ -27,17 +27,35 @@ def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):
     return resolve_decoding(DiffusionParams(gen_length=gen_length, **asked), 10, family, options)
 
 
-def test_they_are_for_requests_that_name_nothing():
-    defaults = {"block_length": 16, "steps": 32, "unmasking": "random"}
-    spec = resolved(defaults)
-    assert (spec.block_length, spec.steps, spec.unmasking) == (16, 32, "random")
-    spec = resolved(defaults, block_length=8, steps=64, unmasking="low_confidence")
-    assert (spec.block_length, spec.steps, spec.unmasking) == (8, 64, "low_confidence")
+DEFAULTS = {"block_length": 16, "steps": 32, "unmasking": "random"}
+THRESHOLD = {"threshold": 0.9}
 
 
-def test_they_come_before_the_familys():
-    assert resolved({}, DREAM).block_length == 64
-    assert resolved({"block_length": 16}, DREAM).block_length == 16
+@pytest.mark.parametrize(
+    ("defaults", "asked", "expected"),
+    [
+        (DEFAULTS, {}, DEFAULTS),
+        (DEFAULTS, OWN := {"block_length": 8, "steps": 64, "unmasking": "low_confidence"}, OWN),
+        # A rule is for requests that name neither steps nor another rule.
+        (THRESHOLD, {}, {"parallel": ("threshold", 0.9)}),
+        (THRESHOLD, {"threshold": 0.5}, {"parallel": ("threshold", 0.5)}),
+        (THRESHOLD, {"factor": 1.5}, {"parallel": ("factor", 1.5)}),
+        (THRESHOLD, {"steps": 16}, {"parallel": None}),
+        (THRESHOLD, {"steps": 16, "threshold": 0.5}, {"parallel": ("threshold", 0.5)}),
+        ({}, {"family": DREAM}, {"block_length": 64}),
+        ({"block_length": 16}, {"family": DREAM}, {"block_length": 16}),
+    ],
+    ids=str,
+)
+def test_they_are_for_requests_that_name_nothing_and_come_before_the_familys(defaults, asked, expected):
+    spec = resolved(defaults, **asked)
+    assert {name: getattr(spec, name) for name in expected} == expected
+
+
+def test_a_lower_retention_ratio():
+    engine = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.6}}
+    assert resolved({"retention_ratio": 0.4}, engine=engine).cache.retention_ratio == 0.4
+    assert resolved({"retention_ratio": 0.4}, engine=engine, retention_ratio=0.5).cache.retention_ratio == 0.5
 
 
 @pytest.mark.parametrize(
@@ -55,20 +73,6 @@ def test_what_a_request_names_itself_is_not_fitted():
         resolved({"block_length": 4}, gen_length=16, block_length=32)
     with pytest.raises(InvalidRequestError, match="steps=2 is out of range"):
         resolved({"block_length": 4}, gen_length=16, steps=2)
-
-
-def test_a_rule_is_for_requests_that_name_neither_steps_nor_another():
-    assert resolved({"threshold": 0.9}).parallel == ("threshold", 0.9)
-    assert resolved({"threshold": 0.9}, threshold=0.5).parallel == ("threshold", 0.5)
-    assert resolved({"threshold": 0.9}, factor=1.5).parallel == ("factor", 1.5)
-    assert resolved({"threshold": 0.9}, steps=16).parallel is None
-    assert resolved({"threshold": 0.9}, steps=16, threshold=0.5).parallel == ("threshold", 0.5)
-
-
-def test_a_lower_retention_ratio():
-    engine = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.6}}
-    assert resolved({"retention_ratio": 0.4}, engine=engine).cache.retention_ratio == 0.4
-    assert resolved({"retention_ratio": 0.4}, engine=engine, retention_ratio=0.5).cache.retention_ratio == 0.5
 
 
 @pytest.mark.parametrize(

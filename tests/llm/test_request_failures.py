@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dllm_engine import DiffusionParams
+from dllm_engine.model_executor import model_runner, step_report
 from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.scheduler.messages import failure_of
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.request_state import RequestState
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
 
 BROKEN, EARLIER = 120, 119
@@ -35,8 +40,6 @@ NOT_FINITE = "the model produced logits that are NaN or infinite in forward pass
 
 
 def params(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**(SETTINGS | settings))
 
 
@@ -81,8 +84,6 @@ def failed(output) -> int:
 
 def accepted(llm, ways):
     """Those that the engine does not refuse at admission."""
-    from dllm_engine.scheduler.request_options import InvalidRequestError
-
     found = []
     for way in ways:
         try:
@@ -173,8 +174,6 @@ def test_a_pass_that_unmasks_nothing_ends_its_request(engine, family, monkeypatc
 def test_passes_that_may_unmask_nothing_are_bounded(engine, monkeypatch):
     """By chance a pass fills nothing until the schedule's last step; here none ever does, and no pass is said to
     have to."""
-    from dllm_engine.model_executor import step_report
-
     llm = engine("none", "Dream")
     monkeypatch.setattr(BatchCandidates, "choose", lambda self, *_: torch.zeros_like(self.requests, dtype=torch.bool))
     monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
@@ -187,9 +186,6 @@ def test_passes_that_may_unmask_nothing_are_bounded(engine, monkeypatch):
     "where", ["canvas", "page table", "report", "plan", "pages", "account", "plan of a later step", "finished block"]
 )
 def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where, steps_per_dispatch, monkeypatch):
-    from dllm_engine.model_executor import model_runner, step_report
-    from dllm_engine.scheduler.request_state import RequestState
-
     llm = engine("sparse")
     scheduler, runner = scheduler_of(llm), runner_of(llm)
     set_steps_per_dispatch(llm, steps_per_dispatch, monkeypatch)
@@ -246,8 +242,6 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
 
 
 def test_errors_of_memory_and_devices_are_nobodys(engine, monkeypatch):
-    from dllm_engine.scheduler.messages import failure_of
-
     for error in (MemoryError("no"), torch.OutOfMemoryError("no"), torch.AcceleratorError("no")):
         with pytest.raises(type(error)):
             failure_of("a", error)

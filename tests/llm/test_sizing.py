@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.families import FAMILIES
 from dllm_engine.options import EngineOptions
@@ -44,8 +45,6 @@ def deployment(model, method="sparse", **settings):
 
 def run_one(llm, response):
     """(pages reserved, most tokens retained, rows of all steps) of one request, as the scheduler has them."""
-    from dllm_engine import DiffusionParams
-
     params = DiffusionParams(gen_length=response, block_length=BLOCK_LENGTH, ignore_eos=True)
     llm.llm_engine.add_request("one", {"prompt_token_ids": [5] * PROMPT}, params)
     scheduler = scheduler_of(llm)

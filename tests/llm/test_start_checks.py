@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import vllm
+from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.main import main
@@ -33,20 +34,6 @@ def test_an_argument_that_means_nothing_is_refused(tiny_llada, settings, message
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_options_of_stock_vllm_are_suggested_too(tiny_llada):
-    with pytest.raises(ValueError, match="unknown engine option 'cache_metod'='none'; did you mean 'cache_method'"):
-        vllm.LLM(str(tiny_llada), additional_config={"dllm": {"cache_metod": "none"}}, skip_tokenizer_init=True)
-
-
-def test_an_unknown_request_option_is_suggested():
-    from vllm import SamplingParams
-
-    from dllm_engine.scheduler.request_options import request_options
-
-    with pytest.raises(ValueError, match="unknown request option 'block_lenght'=8; did you mean 'block_length'"):
-        request_options(SamplingParams(extra_args={"block_lenght": 8}))
-
-
 # Models of another kind
 
 
@@ -64,8 +51,6 @@ def test_our_options_for_a_llama_are_refused_by_stock_vllm():
 
 
 def test_stock_vllm_takes_a_llama_without_our_options():
-    from vllm.engine.arg_utils import EngineArgs
-
     config = EngineArgs(LLAMA, max_model_len=64, additional_config={"other": 1}).create_engine_config()
     assert config.model_config.architecture == "LlamaForCausalLM"
     assert config.scheduler_config.scheduler_cls is None

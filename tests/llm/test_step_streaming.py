@@ -7,11 +7,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from dllm_engine import DiffusionParams
 from dllm_engine.figures import DiffusionFigures
+from dllm_engine.plugin import register
 from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader, ProvisionalBlock
 from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.engines import assert_nothing_left, generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
@@ -19,15 +24,11 @@ MASK = tiny_checkpoints.MASK
 
 
 def parameters(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**(SETTINGS | settings))
 
 
 def stream(llm, *, kind="DELTA", prompts=(PROMPT,), **settings) -> list:
     """What a streaming caller of ``LLMEngine`` gets."""
-    from vllm.sampling_params import RequestOutputKind
-
     params = parameters(**({"stream_granularity": "step"} | settings))
     params.output_kind = RequestOutputKind[kind]
     for i, prompt in enumerate(prompts):
@@ -110,8 +111,6 @@ def test_cumulative_outputs_keep_the_text_so_far(engines, tiny_llada):
 
 
 def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
-    from vllm.sampling_params import RequestOutputKind
-
     llm = engines(tiny_llada)
     for name, granularity in (("steps", "step"), ("blocks", "block"), ("default", None)):
         params = parameters(stream_granularity=granularity)
@@ -139,8 +138,6 @@ def test_an_aborted_request_leaves_nothing(engines, tiny_llada):
     llm.llm_engine.step()
     llm.llm_engine.abort_request(["gone"])
     assert_nothing_left(llm)
-    assert not runner_of(llm).canvases
-    assert not scheduler_of(llm).states
 
 
 def test_latency_is_that_of_blocks(engines, tiny_llada):
@@ -276,8 +273,6 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
 
 
 def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=0):
-    from vllm.outputs import CompletionOutput, RequestOutput
-
     made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None)
     made.diffusion = DiffusionFigures(passes, passes, passes, 0)
     made.provisional = SimpleNamespace(masked=[masked, False]) if shown else None
@@ -286,11 +281,6 @@ def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=
 
 @pytest.fixture
 def collector():
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
-    from dllm_engine.plugin import register
-
     register()
     return RequestOutputCollector(RequestOutputKind.DELTA, "r")
 
@@ -345,9 +335,6 @@ def test_choices_overtake_only_their_own_steps(collector):
 
 def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
     """By the response: a state per block and its text."""
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.output_processor import RequestOutputCollector
-
     outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     most = 0

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 from tests.support.stepped_engines import Poison, abort_all, run_in_steps
@@ -54,8 +55,6 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def request(gen_length: int, block_length: int, steps: int | None):
-    from dllm_engine import DiffusionParams
-
     rule = {"threshold": 0.3} if steps is None else {"steps": steps}
     asked = {"gen_length": gen_length, "block_length": block_length, "unmasking": "maskgit_plus", "ignore_eos": True}
     return DiffusionParams(**asked, **rule)

@@ -23,6 +23,18 @@ EQUAL: dict[str, tuple[Setting, Setting]] = {
     "dllm_cache refreshes in every pass": (("dllm_cache", refreshes(1, 1, 0.25)), ("none", {})),
     "dllm_cache updates every row": (("dllm_cache", refreshes(3, 7, 1.0)), ("dllm_cache", refreshes(3, 1, 0.0))),
     "maskkv without a budget": (("maskkv", refreshes(1, 1, 0.25, kv_budget=None)), ("none", {})),
+    "maskkv evicts nothing": (
+        ("maskkv", refreshes(6, 3, 0.25, kv_budget=99, profile=PROFILE, refresh_first_layer=True)),
+        ("dllm_cache", refreshes(6, 3, 0.25)),
+    ),
+    "maskkv updates every row": (
+        ("maskkv", refreshes(99, 99, 1.0, kv_budget=6, profile=PROFILE)),
+        ("maskkv", refreshes(99, 1, 0.0, kv_budget=6, profile=PROFILE)),
+    ),
+    "freecache has one block": (
+        ("freecache", {"include_suffix": False}, ONE_BLOCK),
+        ("dllm_cache", refreshes(99, 1, 0.0), ONE_BLOCK),
+    ),
     "es_dllm keeps every row": (
         ("es_dllm", SKIPS | {"keep_schedule": [[1, 0]]}),
         ("es_dllm", SKIPS | {"block_refresh_interval": 1}),
@@ -56,7 +68,7 @@ ASKED = {"gen_length": 20, "block_length": 8}
         (name, model)
         for name in EQUAL
         for model in MODELS
-        if (name, model) != ("es_dllm refreshes everything", MODELS[1])
+        if model == MODELS[0] or name not in ("es_dllm refreshes everything", "freecache has one block")
     ],
 )
 def test_settings_that_mean_the_same(engines, reference_checkpoints, name, model):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import maskkv
@@ -91,8 +92,6 @@ def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
 
 @pytest.mark.parametrize(("model", "expected"), [("llada-tiny-a", (50, 7)), ("dream-tiny-a", (50, 2))])
 def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoints, model, expected):
-    from dllm_engine import DiffusionParams
-
     llm = engines(reference_checkpoints / model, page_size=8, max_model_len=96, cache_method="dllm_cache")
     cache = scheduler_of(llm).options.cache
     assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
@@ -106,8 +105,6 @@ def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoint
 
 @pytest.mark.parametrize("method", ["dual", "dllm_cache"])
 def test_lowering_retention_needs_a_method_that_evicts(engines, tiny_llada, method):
-    from dllm_engine import DiffusionParams
-
     llm = engines(tiny_llada, cache_method=method)
     with pytest.raises(ValueError, match=f"'{method}' evicts nothing"):
         generate(llm, [[1, 2, 3]], DiffusionParams(gen_length=8, retention_ratio=0.5))

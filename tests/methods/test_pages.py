@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
@@ -17,8 +18,6 @@ LLADA, DREAM = "llada-tiny-a", "dream-tiny-a"
 
 
 def params_of(gen_length: int, block_length: int, **asked: Any):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(gen_length=gen_length, block_length=block_length, ignore_eos=True, **asked)
 
 

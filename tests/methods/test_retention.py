@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
+from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
 from tests.oracles.models import PlainModel
 from tests.support.answers import answers
 
@@ -138,9 +140,6 @@ def test_votes_are_those_of_plain_attention(ask, reference_checkpoints, name, sc
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize(("model", "heads"), [("llada-tiny-a", 4), ("dream-tiny-a", 2)])
 def test_every_combination_keeps_to_its_budget(per_head, model, heads, scorer):
-    from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
-    from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
-
     for layer_budget, head_budget, redistribute in itertools.product(LAYER_BUDGETS, HEAD_BUDGETS, (False, True)):
         chosen = {"layer_budget": layer_budget, "head_budget": head_budget, "redistribute": redistribute}
         retained = per_head(model, kv_budget=12, profile=PROFILE, scorer=scorer, asked={"gen_length": 8}, **chosen)

@@ -72,8 +72,6 @@ def select(
     correction: bool = False,
 ) -> dict[int, int]:
     """The tokens that one step unmasks, by index in the window; ``ranks`` of the drafts, ``guided`` in their place."""
-    if fallback not in ("guide", "draft"):
-        raise ValueError(f"unknown fallback: {fallback}")
     chosen = {i: drafts[i] for i in range(agreeing_prefix(ranks, top_k))}
     if confidence_threshold is not None:
         chosen |= {i: drafts[i] for i in range(len(drafts)) if probabilities[i] > confidence_threshold}
@@ -215,8 +213,6 @@ def plain_guided(
     texts: Texts | None = None,
 ) -> Decoding:
     """Decode with a guide; without ``block_length`` the response is one block; with ``texts`` the guide reads text."""
-    if not prompt_ids:
-        raise ValueError("the guide needs a prompt")
     run = Decoding(model, prompt_ids, gen_length, block_length or gen_length)
     for block, _ in run.passes():
         window = run.masked(*run.blocks[block])[:speculation_length]

@@ -64,11 +64,6 @@ def keep_top(votes: torch.Tensor, count: int) -> list[int]:
     return sorted(votes.argsort(descending=True, stable=True)[:count].tolist())
 
 
-def layer_importance(h_in: torch.Tensor, h_out: torch.Tensor) -> float:
-    """How much a layer turns its tokens: 1 - mean cosine between its inputs and outputs, both ``[tokens, width]``."""
-    return float(1 - torch.cosine_similarity(h_in.double(), h_out.double(), dim=-1).mean())
-
-
 def largest_remainder(shares: Sequence[float], total: int, cap: int) -> list[int]:
     """Whole numbers near the shares, none above the cap, that sum to ``total`` or, if less, all caps."""
     out = [min(cap, math.floor(share)) for share in shares]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.methods.dllm_cache import live_start
-from dllm_engine.scheduler.methods.maskkv import average_budget, prompt_budgets
+from dllm_engine.scheduler.methods.maskkv import average_budget
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, ParallelRule, Progress
 from tests.support.plans import (
@@ -156,16 +156,6 @@ def test_average_budget_is_the_lower_of_tokens_and_share(kv_budget, retention_ra
     assert average_budget(options, prompt_length) == average
 
 
-def test_prompt_budgets_follow_the_options():
-    profile = (0.3, 0.1, 0.1, 0.5)
-    assert prompt_budgets(cache_of("maskkv", kv_budget=12, profile=profile), 40, 4) == [16, 7, 7, 16]
-    assert prompt_budgets(cache_of("maskkv", kv_budget=12, profile=profile, beta=1.0), 40, 4) == [12] * 4
-    exact = prompt_budgets(cache_of("maskkv", kv_budget=12, profile=profile, redistribute=True), 40, 4)
-    # 4 + 25.6 / 2 = 16.8 and 4 + 6.4 / 2 = 7.2.
-    assert exact == [17, 7, 7, 17]
-    assert prompt_budgets(cache_of("maskkv", kv_budget=40, profile=profile), 40, 4) == [40] * 4
-
-
 _RATIO = st.floats(0, 1)
 _ADAPTIVE = {
     "prompt_refresh_interval": st.integers(1, 9),
@@ -254,34 +244,3 @@ def test_every_method_is_among_those_drawn():
     assert {name for name, method in CACHE_METHODS.items() if method.options.model_fields} <= {
         name for name, options in METHOD_OPTIONS.items() if options
     }
-
-
-@pytest.mark.parametrize("method", ["dllm_cache", "maskkv"])
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_every_plan_reads_what_is_kept_and_computes_no_more_than_it_is_charged_for(method, data):
-    options = data.draw(st.fixed_dictionaries(_ADAPTIVE))
-    cache = cache_of(method, **options)
-    prompt_length, gen_length = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 30))
-    block_length = data.draw(st.integers(1, gen_length))
-    shifts = data.draw(st.booleans())
-    request = spec(
-        cache,
-        prompt_length=prompt_length,
-        gen_length=gen_length,
-        block_length=block_length,
-        steps=data.draw(st.integers(-(-gen_length // block_length), gen_length)),
-        shifts_logits=shifts,
-    )
-    for number, plan in enumerate(plans_of(request, method)):
-        prompt_due, response_due = (
-            number % options[f"{part}_refresh_interval"] == 0 for part in ("prompt", "response")
-        )
-        assert plan.state.value == ("update" if prompt_due or response_due else "reuse")
-        assert (plan.scope.value in ("all", "prompt")) == prompt_due
-        assert (plan.scope.value in ("all", "response")) == response_due
-        assert plan.max_rows == plan.span.size
-        assert plan.span.stop == request.canvas_length
-        assert plan.span.start <= max(prompt_length - shifts, 0)
-        assert (plan.span.start == 0) or not prompt_due
-        assert plan.num_updated is None or (0 <= plan.num_updated <= gen_length and not response_due)

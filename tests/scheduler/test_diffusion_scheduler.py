@@ -108,6 +108,14 @@ def request(name: str, *, prompt_length=10, priority=0, arrival=0.0, client=0, p
     )
 
 
+def scheduler_with(*requests, **settings):
+    """A scheduler with these requests, some named only, and a runner for it."""
+    scheduler = make_scheduler(**settings)
+    for each in requests:
+        scheduler.add_request(request(each) if isinstance(each, str) else each)
+    return scheduler, StandInRunner()
+
+
 def step(scheduler, runner):
     """One step; returns (ids that ran, outputs per client)."""
     output = scheduler.schedule()
@@ -139,62 +147,39 @@ def assert_empty(scheduler) -> None:
 def test_request_runs_its_steps_and_returns_a_block_at_a_time():
     scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
     scheduler.add_request(request("a"))
-    received = []
+    received, figures = [], []
     while scheduler.has_unfinished_requests():
         _, outputs = step(scheduler, runner)
         received.append([(o.new_token_ids, o.finish_reason) for o in outputs[0].outputs] if outputs else [])
+        figures += [o.kv_transfer_params["diffusion"] for o in outputs[0].outputs] if outputs else []
     assert received == [[], [([10, 11, 12, 13], None)], [], [([14, 15, 16, 17], FinishReason.LENGTH)]]
+    counts = [(f["forward_passes"], f["tokens_unmasked"], f["tokens_computed"]) for f in figures]
+    assert counts == [(2, 4, 36), (4, 8, 72)], "they accumulate over the response"
     assert_empty(scheduler)
-
-
-def test_figures_accumulate_over_the_response():
-    scheduler, runner = make_scheduler(), StandInRunner()
-    scheduler.add_request(request("a"))
-    messages = []
-    while scheduler.has_unfinished_requests():
-        for per_client in step(scheduler, runner)[1].values():
-            messages += [o.kv_transfer_params["diffusion"] for o in per_client.outputs]
-    assert [(m["forward_passes"], m["tokens_unmasked"], m["tokens_computed"]) for m in messages] == [
-        (2, 4, 36),
-        (4, 8, 72),
-    ]
 
 
 # Order
 
 
 def test_first_come_first_served_under_max_num_seqs():
-    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
-    for name in "abcd":
-        scheduler.add_request(request(name))
+    scheduler, runner = scheduler_with(*"abcd", max_num_seqs=2)
     ran, _, _ = run(scheduler, runner)
     assert [sorted(ids) for ids in ran] == [["a", "b"]] * 4 + [["c", "d"]] * 4
 
 
 def test_place_is_taken_as_soon_as_a_request_ends():
-    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
-    scheduler.add_request(request("short", gen_length=4, steps=2))
-    scheduler.add_request(request("long"))
-    scheduler.add_request(request("next"))
+    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", max_num_seqs=2)
     ran, _, _ = run(scheduler, runner)
     assert [sorted(ids) for ids in ran] == [["long", "short"]] * 2 + [["long", "next"]] * 2 + [["next"]] * 2
 
 
-def test_priority_goes_before_arrival():
+def test_priority_goes_before_arrival_and_arrival_breaks_ties():
     scheduler, runner = make_scheduler(max_num_seqs=1, policy="priority"), StandInRunner()
-    for name, priority in (("late", 5), ("soon", 1), ("sooner", -1), ("soon too", 1)):
+    for name, priority in (("late", 5), ("soon too", 1), ("soon", 1), ("sooner", -1)):
         scheduler.add_request(request(name, priority=priority, arrival=float(len(name))))
     ran, _, _ = run(scheduler, runner)
     order = list(dict.fromkeys(name for ids in ran for name in ids))
     assert order == ["sooner", "soon", "soon too", "late"]
-
-
-def test_arrival_breaks_ties_of_priority():
-    scheduler, runner = make_scheduler(max_num_seqs=1, policy="priority"), StandInRunner()
-    scheduler.add_request(request("second", arrival=2.0))
-    scheduler.add_request(request("first", arrival=1.0))
-    ran, _, _ = run(scheduler, runner)
-    assert ran[0] == ["first"]
 
 
 # Budgets
@@ -261,9 +246,7 @@ def test_requests_run_together_when_their_rows_fit_exactly(max_rows, together):
 
 
 def test_canvas_beyond_the_budget_is_refused_and_others_go_on():
-    scheduler, runner = make_scheduler(max_rows=18), StandInRunner()
-    scheduler.add_request(request("large", prompt_length=11))
-    scheduler.add_request(request("fits"))
+    scheduler, runner = scheduler_with(request("large", prompt_length=11), "fits", max_rows=18)
     _, tokens, reasons = run(scheduler, runner)
     assert reasons == {"large": FinishReason.ERROR, "fits": FinishReason.LENGTH}
     assert tokens["large"] == []
@@ -271,9 +254,7 @@ def test_canvas_beyond_the_budget_is_refused_and_others_go_on():
 
 
 def test_pages_are_reserved_at_admission_and_held_until_the_end():
-    scheduler, runner = make_scheduler(num_pages=11, page_demand=lambda spec: 4), StandInRunner()
-    for name in "abc":
-        scheduler.add_request(request(name))
+    scheduler, runner = scheduler_with(*"abc", num_pages=11, page_demand=lambda spec: 4)
     ran = []
     while scheduler.has_unfinished_requests():
         ids, _ = step(scheduler, runner)
@@ -283,29 +264,11 @@ def test_pages_are_reserved_at_admission_and_held_until_the_end():
     assert scheduler.get_kv_cache_usage() == 0.0
 
 
-# End of a response
-
-
 # Abort
 
 
-def test_abort_while_waiting():
-    scheduler, runner = make_scheduler(max_num_seqs=1), StandInRunner()
-    scheduler.add_request(request("a"))
-    scheduler.add_request(request("b"))
-    step(scheduler, runner)
-    (aborted,) = scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
-    assert aborted.status == RequestStatus.FINISHED_ABORTED
-    assert scheduler.get_request_counts() == (1, 0)
-    _, tokens, _ = run(scheduler, runner)
-    assert set(tokens) == {"a"}
-    assert_empty(scheduler)
-
-
 def test_abort_while_running_tells_the_runner_and_frees_the_place():
-    scheduler, runner = make_scheduler(max_num_seqs=1, page_demand=lambda spec: 3), StandInRunner()
-    scheduler.add_request(request("a"))
-    scheduler.add_request(request("b"))
+    scheduler, runner = scheduler_with("a", "b", max_num_seqs=1, page_demand=lambda spec: 3)
     step(scheduler, runner)
     scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
     assert scheduler.pages.num_reserved == 0
@@ -317,9 +280,7 @@ def test_abort_while_running_tells_the_runner_and_frees_the_place():
 
 
 def test_abort_in_the_middle_of_a_step_drops_its_result():
-    scheduler, runner = make_scheduler(), StandInRunner()
-    scheduler.add_request(request("a", gen_length=4, steps=1))
-    scheduler.add_request(request("b", gen_length=4, steps=1))
+    scheduler, runner = scheduler_with(request("a", gen_length=4, steps=1), request("b", gen_length=4, steps=1))
     output = scheduler.schedule()
     result = runner.execute(output)
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
@@ -329,28 +290,19 @@ def test_abort_in_the_middle_of_a_step_drops_its_result():
 
 
 def test_abort_of_all_and_of_strangers():
-    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
-    for name in "abcd":
-        scheduler.add_request(request(name))
+    scheduler, runner = scheduler_with(*"abcd", max_num_seqs=2)
     step(scheduler, runner)
     assert scheduler.finish_requests(["stranger"], RequestStatus.FINISHED_ABORTED) == []
-    assert len(scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)) == 4
+    assert len(scheduler.finish_requests(["a", "a"], RequestStatus.FINISHED_ABORTED)) == 1
+    assert len(scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)) == 3
     assert_empty(scheduler)
     assert scheduler.has_requests(), "the runner has yet to be told"
     assert scheduler.schedule().finished_req_ids == set("abcd")
     assert not scheduler.has_requests()
 
 
-def test_naming_a_request_twice_aborts_it_once():
-    scheduler = make_scheduler()
-    scheduler.add_request(request("a"))
-    assert len(scheduler.finish_requests(["a", "a"], RequestStatus.FINISHED_ABORTED)) == 1
-
-
 def test_id_in_use_is_refused_and_can_be_used_again_afterwards():
-    scheduler, runner = make_scheduler(), StandInRunner()
-    scheduler.add_request(request("a", client=0))
-    scheduler.add_request(request("a", client=1))
+    scheduler, runner = scheduler_with(request("a", client=0), request("a", client=1))
     _, outputs = step(scheduler, runner)
     (refused,) = outputs[1].outputs
     assert refused.finish_reason == FinishReason.ERROR
@@ -365,8 +317,7 @@ def test_id_in_use_is_refused_and_can_be_used_again_afterwards():
 
 
 def test_paused_new_finishes_what_runs_and_admits_nothing():
-    scheduler, runner = make_scheduler(max_num_seqs=2), StandInRunner()
-    scheduler.add_request(request("a"))
+    scheduler, runner = scheduler_with("a", max_num_seqs=2)
     step(scheduler, runner)
     scheduler.set_pause_state(PauseState.PAUSED_NEW)
     scheduler.add_request(request("b"))
@@ -376,29 +327,6 @@ def test_paused_new_finishes_what_runs_and_admits_nothing():
     scheduler.set_pause_state(PauseState.UNPAUSED)
     assert run(scheduler, runner)[0] == [["b"]] * 4
     assert_empty(scheduler)
-
-
-def test_paused_all_runs_nothing_and_loses_nothing():
-    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
-    scheduler.add_request(request("a"))
-    step(scheduler, runner)
-    scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    assert step(scheduler, runner)[0] == []
-    assert not scheduler.has_unfinished_requests()
-    scheduler.set_pause_state(PauseState.UNPAUSED)
-    ran, tokens, _ = run(scheduler, runner)
-    assert len(ran) == 3
-    assert tokens == {"a": list(range(10, 18))}
-
-
-def test_requests_aborted_in_a_pause_are_reported_to_the_runner():
-    scheduler, runner = make_scheduler(), StandInRunner()
-    scheduler.add_request(request("a"))
-    step(scheduler, runner)
-    scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert scheduler.has_requests()
-    assert scheduler.schedule().finished_req_ids == {"a"}
 
 
 def test_throttled_prefills_admit_nothing():
@@ -412,8 +340,7 @@ def test_throttled_prefills_admit_nothing():
 
 
 def test_new_requests_are_described_once():
-    scheduler, runner = make_scheduler(), StandInRunner()
-    scheduler.add_request(request("a", seed=5))
+    scheduler, runner = scheduler_with(request("a", seed=5))
     output = scheduler.schedule()
     assert output.new_requests["a"].prompt_token_ids == list(range(1, 11))
     assert output.new_requests["a"].seed == 5
@@ -438,9 +365,7 @@ def test_seeds_of_requests_that_name_none_differ_and_repeat_with_the_engine():
 
 
 def test_stats_count_running_and_waiting_requests():
-    scheduler, runner = make_scheduler(max_num_seqs=2, log_stats=True, page_demand=lambda spec: 9), StandInRunner()
-    for name in "abc":
-        scheduler.add_request(request(name))
+    scheduler, runner = scheduler_with(*"abc", max_num_seqs=2, log_stats=True, page_demand=lambda spec: 9)
     _, outputs = step(scheduler, runner)
     stats = outputs[0].scheduler_stats
     assert (stats.num_running_reqs, stats.num_waiting_reqs) == (2, 1)
@@ -449,26 +374,25 @@ def test_stats_count_running_and_waiting_requests():
 
 
 def test_one_client_alone_gets_the_stats():
-    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
-    scheduler.add_request(request("a", client=0, gen_length=4, steps=1))
-    scheduler.add_request(request("b", client=2, gen_length=4, steps=1))
+    scheduler, runner = scheduler_with(
+        request("a", client=0, gen_length=4, steps=1), request("b", client=2, gen_length=4, steps=1), log_stats=True
+    )
     _, outputs = step(scheduler, runner)
     assert set(outputs) == {0, 2}
     assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1
 
 
 def test_events_of_a_request_are_queued_then_scheduled():
-    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
-    scheduler.add_request(request("a", gen_length=4, steps=1))
+    scheduler, runner = scheduler_with(request("a", gen_length=4, steps=1), log_stats=True)
     _, outputs = step(scheduler, runner)
     events = [event.type for event in outputs[0].outputs[0].events]
     assert events == [EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED]
 
 
 def test_finished_ids_go_to_the_client_that_asked():
-    scheduler, runner = make_scheduler(include_finished_set=True), StandInRunner()
-    scheduler.add_request(request("a", client=1, gen_length=4, steps=1))
-    scheduler.add_request(request("b", client=2))
+    scheduler, runner = scheduler_with(
+        request("a", client=1, gen_length=4, steps=1), request("b", client=2), include_finished_set=True
+    )
     _, outputs = step(scheduler, runner)
     assert outputs[1].finished_requests == {"a"}
     assert 2 not in outputs

@@ -1,5 +1,6 @@
 """What the scheduler counts for the metrics, and how it rides on vLLM's message."""
 
+import pytest
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
@@ -10,8 +11,11 @@ from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats, take_s
 from tests.scheduler.test_diffusion_scheduler import StandInRunner, make_scheduler, request, step
 
 
-def messages(scheduler, runner):
-    """What each step reports, until all is done."""
+def messages(*names, **settings):
+    """What each step reports, until all requests are done."""
+    scheduler, runner = make_scheduler(log_stats=True, **settings), StandInRunner()
+    for name in names:
+        scheduler.add_request(request(name))
     while scheduler.has_unfinished_requests():
         _, outputs = step(scheduler, runner)
         (per_client,) = outputs.values()
@@ -24,37 +28,26 @@ def test_every_metric_is_a_field():
 
 
 def test_counts_start_anew_with_each_message():
-    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
-    scheduler.add_request(request("a"))  # 4 steps of 2 tokens over a canvas of 18
-    reported = list(messages(scheduler, runner))
+    reported = list(messages("a"))  # 2 blocks of 4 tokens, 2 steps each, over a canvas of 18
     assert [m["denoising_steps"] for m in reported] == [{"full": 1}] * 4
     assert [m["engine_steps"] for m in reported] == [1] * 4
     assert [m["num_committed_tokens"] for m in reported] == [2] * 4
     assert [m["tokens_computed"] for m in reported] == [18] * 4
     assert [m["request_tokens_per_forward"] for m in reported] == [[], [], [], [2.0]]
     assert {m["pages_total"] for m in reported} == {99}
-
-
-def test_two_requests_are_one_batch_and_two_forward_passes():
-    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
-    scheduler.add_request(request("a"))
-    scheduler.add_request(request("b"))
-    first = next(messages(scheduler, runner))
-    assert (first["engine_steps"], first["denoising_steps"]) == (1, {"full": 2})
-
-
-def test_a_complete_block_counts_a_step_more_as_in_vllm():
-    scheduler, runner = make_scheduler(log_stats=True), StandInRunner()
-    scheduler.add_request(request("a"))  # 2 blocks of 4 tokens, 2 steps each
-    reported = list(messages(scheduler, runner))
+    # A complete block counts a step more, as in vLLM.
     assert [m["num_denoising_steps"] for m in reported] == [1, 2, 1, 2]
     assert [m["num_canvas_positions"] for m in reported] == [4, 8, 4, 8]
 
 
+def test_two_requests_are_one_batch_and_two_forward_passes():
+    first = next(messages("a", "b"))
+    assert (first["engine_steps"], first["denoising_steps"]) == (1, {"full": 2})
+
+
 def test_pages_and_retained_tokens_come_and_go_with_their_request():
-    scheduler, runner = make_scheduler(log_stats=True, cache_method="dual", page_size=4), StandInRunner()
-    scheduler.add_request(request("a"))  # canvas 18, blocks of 4: 14 tokens outside, 4 pages in each of 2 layers
-    reported = list(messages(scheduler, runner))
+    # Canvas 18, blocks of 4: 14 tokens outside, 4 pages in each of 2 layers.
+    reported = list(messages("a", cache_method="dual", page_size=4))
     assert [m["denoising_steps"] for m in reported] == [{"update": 1}, {"reuse": 1}] * 2
     assert [m["pages_reserved"] for m in reported] == [8, 8, 8, 0]
     assert [m["pages_allocated"] for m in reported] == [8, 8, 8, 0]
@@ -63,19 +56,14 @@ def test_pages_and_retained_tokens_come_and_go_with_their_request():
     assert reported[-1]["request_pages_held"] == [8]
 
 
-def test_eviction_shows_as_candidates_that_were_not_retained():
-    options = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.5, "update_delay": 0}}
-    scheduler, runner = make_scheduler(log_stats=True, **options), StandInRunner()
-    scheduler.add_request(request("a"))
-    first = next(messages(scheduler, runner))
-    assert (first["eviction_retained"], first["eviction_candidates"]) == (7, 14)
-
-
-def test_a_method_that_keeps_the_running_block_has_the_whole_canvas_as_candidates():
-    scheduler, runner = make_scheduler(log_stats=True, cache_method="dkv"), StandInRunner()
-    scheduler.add_request(request("a"))
-    first = next(messages(scheduler, runner))
-    assert (first["eviction_retained"], first["eviction_candidates"]) == (18, 18)
+@pytest.mark.parametrize(
+    ("method", "options", "retained", "candidates"),
+    # A method that keeps the running block has the whole canvas as candidates.
+    [("sparse", {"retention_ratio": 0.5, "update_delay": 0}, 7, 14), ("dkv", {}, 18, 18)],
+)
+def test_eviction_shows_as_candidates_that_were_not_retained(method, options, retained, candidates):
+    first = next(messages("a", cache_method=method, cache_options=options))
+    assert (first["eviction_retained"], first["eviction_candidates"]) == (retained, candidates)
 
 
 def test_an_aborted_request_is_told_with_the_next_step():

@@ -147,32 +147,6 @@ def test_budgets_sum_to_no_more_than_the_average(kind, average, importance, base
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    average=st.integers(0, 80),
-    importance=IMPORTANCE,
-    base_share=st.floats(0, 1),
-    prompt_length=st.integers(81, 100),
-    redistribute=st.booleans(),
-)
-def test_boundary_is_as_the_plain_version_has_it(average, importance, base_share, prompt_length, redistribute):
-    ours = budgets("boundary", average, importance, prompt_length, base_share=base_share, redistribute=redistribute)
-    plain = plain_maskkv.layer_budgets(
-        average,
-        importance,
-        len(importance),
-        beta=base_share,
-        redistribute=redistribute,
-        prompt_length=prompt_length,
-    )
-    if redistribute:
-        # Shares that lack the same up to rounding may come in another order.
-        assert sorted(ours) == sorted(plain)
-        assert all(abs(a - b) <= 1 for a, b in zip(ours, plain, strict=True))
-    else:
-        assert ours == plain
-
-
-@settings(max_examples=80, deadline=None)
 @given(average=st.integers(1, 80), num_layers=st.integers(1, 12))
 def test_a_pyramid_falls(average, num_layers):
     amounts = budgets("pyramid", average, None, num_layers=num_layers)

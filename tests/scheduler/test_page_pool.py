@@ -56,8 +56,12 @@ def test_a_table_may_grow_on_what_another_gives_back():
 def test_freed_pages_and_reservation_can_be_used_again(pool):
     pool.reserve("a", 10)
     pool.resize("a", [7])
-    pool.free("a")
+    for name in ("a", "a", "stranger"):
+        pool.free(name)
     assert (pool.num_reserved, pool.num_allocated, pool.usage) == (0, 0, 0.0)
+    assert PagePool(num_pages=1, hash_block_size=16).usage == 0.0, "an empty pool is not in use"
+    pool.reserve("none", 0)
+    assert pool.resize("none", [0, 0]) == [[], []]
     pool.reserve("b", 10)
     assert len(pool.resize("b", [10])[0]) == 10
 
@@ -70,38 +74,16 @@ def test_request_cannot_allocate_more_than_it_reserved(pool):
     assert pool.num_allocated == 3
 
 
-def test_reservation_beyond_the_pool_is_refused_with_numbers(pool):
-    pool.reserve("a", 8)
-    with pytest.raises(ValueError, match=r"3 pages wanted, 2 of 10 left"):
-        pool.reserve("b", 3)
-    assert pool.num_reserved == 8
-
-
-def test_second_reservation_of_a_request_is_refused(pool):
+def test_a_request_reserves_once_before_it_allocates(pool):
+    with pytest.raises(KeyError):
+        pool.resize("a", [1])
     pool.reserve("a", 1)
     with pytest.raises(ValueError, match="request a has reserved pages already"):
         pool.reserve("a", 1)
 
 
-def test_allocation_without_reservation_is_refused(pool):
-    with pytest.raises(KeyError):
-        pool.resize("a", [1])
-
-
-def test_freeing_twice_or_a_stranger_changes_nothing(pool):
-    pool.reserve("a", 2)
-    pool.resize("a", [2])
-    pool.free("a")
-    pool.free("a")
-    pool.free("stranger")
-    assert (pool.num_reserved, pool.num_allocated) == (0, 0)
-
-
-def test_request_may_need_no_pages(pool):
-    pool.reserve("a", 0)
-    assert pool.resize("a", [0, 0]) == [[], []]
-    pool.free("a")
-
-
-def test_empty_pool_is_not_in_use():
-    assert PagePool(num_pages=1, hash_block_size=16).usage == 0.0
+def test_reservation_beyond_the_pool_is_refused_with_numbers(pool):
+    pool.reserve("a", 8)
+    with pytest.raises(ValueError, match=r"3 pages wanted, 2 of 10 left"):
+        pool.reserve("b", 3)
+    assert pool.num_reserved == 8

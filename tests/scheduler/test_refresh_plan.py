@@ -11,7 +11,6 @@ from tests.support.plans import spec_of as spec
 def test_blocks_follow_the_prompt_and_the_last_may_be_shorter():
     request = spec()
     assert request.canvas_length == 31
-    assert request.num_blocks == 3
     assert [request.block_span(block) for block in range(3)] == [(10, 18), (18, 26), (26, 31)]
     assert request.block_span(2).size == 5
     assert request.steps_per_block == (4, 4, 3)
