@@ -14,8 +14,7 @@ import pytest
 from dllm_engine import playground
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
-from tests.support.engines import start_engine
-from tests.support.server import Server, running, scrape
+from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +24,8 @@ BLOCK = {"vllm_xargs": {"block_length": 8}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
-    with running("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN), log=log) as server:
-        yield server
+def server(servers):
+    return servers("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN))
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +44,11 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def offline(examples):
+def offline(engines, examples):
     """The same questions answered by ``LLM.chat``."""
     from dllm_engine import DiffusionParams
 
-    llm = start_engine(demo_model_path(), skip_tokenizer_init=False, dtype="auto", max_model_len=MAX_MODEL_LEN)
+    llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=MAX_MODEL_LEN, trace=False)
     outputs = llm.chat(
         [[{"role": "user", "content": example.prompt}] for example in examples],
         DiffusionParams(gen_length=GEN_LENGTH, block_length=8),
@@ -437,32 +434,3 @@ def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (8, 0)
     assert result["total_output_tokens"] == 8 * 24
-
-
-def test_dllm_serve_decodes_by_its_arguments_and_ends_with_status_0_at_sigterm(tmp_path):
-    flags = ["--cache-method", "sparse", "--retention-ratio", "0.5", "--page-size", "8", "--block-length", "8"]
-    flags += ["--steps", "16", "--max-model-len", "256", "--api-key", "open-sesame"]
-    server = Server("dllm", "serve", "demo", *flags, log=tmp_path / "log", logging_level="INFO")
-    server.wait_until_ready()
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="open-sesame")
-    messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
-
-    def figures(**options) -> dict:
-        extra = {"ignore_eos": True} | options
-        answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=32, extra_body=extra)
-        return figures_of(answer.choices[0])
-
-    by_default = figures()
-    assert by_default["forward_passes"] == 16
-    assert by_default["tokens_retained"] == (10 + 24) // 2
-    assert by_default["pages_held"] % 3 == 0, "17 tokens are three pages in each layer"
-    assert figures(vllm_xargs={"steps": 32})["forward_passes"] == 32
-    assert figures(vllm_xargs={"retention_ratio": 0.25})["tokens_retained"] == (10 + 24) // 4
-    with pytest.raises(openai.BadRequestError, match=r"retention_ratio=0\.75 is out of range"):
-        figures(vllm_xargs={"retention_ratio": 0.75})
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="swordfish").models.list()
-    assert server.stop() == 0, server.tail()
-    log = server.log.read_text()
-    assert "POST /v1/chat/completions" in log
-    assert not [word for word in ("Reverse", "Oslo", "sesame", "swordfish") if word in log], "neither prompts nor keys"
