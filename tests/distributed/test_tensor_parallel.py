@@ -57,35 +57,38 @@ def check_reference_cases(engines, reference_checkpoints, model, backend):
 
 
 RULES: list[dict[str, float]] = [{}, {"threshold": 0.5}, {"factor": 2.0}, {"entropy_bound": 1.0}, {"margin": 0.4}]
-OF_BLOCKS = ("unmasked_per_step", "retained_positions")
-OF_SKIPS = ("selected_positions", "retained_positions")
-OF_PASSES = ("unmasked_per_step", "forward_passes")
+SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
+RETAINED = ("unmasked_per_step", "retained_positions")
+SKIPPED = ("selected_positions", "retained_positions")
 
 
 def es_dllm(**options):
     return {"cache_method": "es_dllm", "cache_options": {"block_refresh_interval": 4} | options}
 
 
-@pytest.mark.parametrize(
-    ("model", "rules", "figures", "engine"),
-    [
-        ("llada-tiny-a", RULES, OF_BLOCKS, {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}),
-        ("dream-tiny-a", RULES, OF_BLOCKS, {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}),
-        ("llada-tiny-a", RULES, OF_BLOCKS, {"cache_method": "freecache"}),
-        ("dream-tiny-a", RULES, OF_BLOCKS, {"cache_method": "freecache"}),
-        ("llada-tiny-a", [{}], OF_SKIPS, es_dllm(indicator="query")),
-        ("dream-tiny-a", [{}], OF_SKIPS, es_dllm(indicator="key")),
-        ("dream-tiny-a", [{}], OF_SKIPS, es_dllm(indicator="hidden_state", retention_ratio=0.4)),
-        # Every rank plans the steps after the first by itself.
-        ("llada-tiny-a", RULES, OF_PASSES, {"cache_method": "dllm_cache", "steps_per_dispatch": 6}),
-    ],
-    ids=str,
-)
-def test_two_ranks_compute_retain_and_unmask_what_one_does(
-    engines, reference_checkpoints, model, rules, figures, engine
-):
+CASES = {
+    "sparse llada": ("llada-tiny-a", SPARSE, RULES, RETAINED),
+    "sparse dream": ("dream-tiny-a", SPARSE, RULES, RETAINED),
+    "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
+    "freecache dream": ("dream-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
+    "es_dllm query": ("llada-tiny-a", es_dllm(indicator="query"), [{}], SKIPPED),
+    "es_dllm key": ("dream-tiny-a", es_dllm(indicator="key"), [{}], SKIPPED),
+    "es_dllm hidden_state": ("dream-tiny-a", es_dllm(indicator="hidden_state", retention_ratio=0.4), [{}], SKIPPED),
+    # Every rank plans the steps after the first by itself.
+    "steps per dispatch": (
+        "llada-tiny-a",
+        {"cache_method": "dllm_cache", "steps_per_dispatch": 6},
+        RULES,
+        ("unmasked_per_step", "forward_passes"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_checkpoints, case):
     from dllm_engine import DiffusionParams
 
+    model, engine, rules, figures = CASES[case]
     engine = engine | {"page_size": 16}
     prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
     asked = {"gen_length": 40, "block_length": 16, "ignore_eos": True}
