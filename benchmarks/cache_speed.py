@@ -1,109 +1,174 @@
-"""Speed of the cache methods over recomputing everything, and over what their shapes alone would take.
+"""Speed of whole responses by cache method: over recomputing everything, and over the floors of their steps.
 
-For each method the same request is decoded once. The prediction is the sum over its steps of the measured time of that
-step's matrix products and attention at that step's shapes (rows computed, keys attended to), with nothing around them.
+Each method decodes the same requests, one token per step; the methods take turns. The floor of a response is the sum
+over its forward passes of the time of their linear layers, attention and head alone at their shapes
+(``dllm_engine/bench/floor.py``), measured in the same run.
 
-    python benchmarks/cache_speed.py [--hidden-size 512 --layers 8 --canvas 1024 --gen-length 64] [--output FILE.json]
+    python benchmarks/cache_speed.py [--canvas 1024 --gen-length 64] [--methods none dual sparse] [--output FILE.json]
+    python benchmarks/cache_speed.py --canvas 512 2048 8192 --hidden-size 256 --layers 4 --none-steps 4
+    python benchmarks/cache_speed.py --methods sparse --requests 32 --loop --layers 2 --canvas 256 --gen-length 32
+
+`--loop` compares `sparse` with the same method in plain PyTorch, one request after the other. Steps of `none` are all
+alike: `--none-steps` runs only the first ones and counts them for all.
 """
 
 import argparse
-import json
 import statistics
-import time
-from pathlib import Path
+from collections import defaultdict
 
-from random_engine import random_llada
-from step_plans import plans_of, request_spec
+import torch
+import torch.nn.functional as F
+from program import (
+    Rows,
+    add_model_arguments,
+    argument_parser,
+    finish_requests,
+    llada_config,
+    parse,
+    report,
+    start_engine,
+)
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
-from dllm_engine.bench.machine import machine
-from dllm_engine.bench.passes import runner_of
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.bench.machine import seconds_of
+from dllm_engine.bench.passes import ObservedPass, observed_step, runner_of
+from dllm_engine.bench.plain import KeysValues, PlainCanvas, PlainDecoder
+from dllm_engine.bench.random_model import config_folder
+from dllm_engine.checkpoints import load_config
+from dllm_engine.families import family_of
+from dllm_engine.scheduler.methods.sparse import SparseOptions
+from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.step_plan import unmask_quota
 
-METHODS: dict[str, dict[str, float]] = {"none": {}, "prefix": {}, "dual": {}, "sparse": {"retention_ratio": 0.5}}
-BLOCK_LENGTH = 32
-
-
-def predict(model: DiffusionDecoder, plans: list[StepPlan], canvas: int) -> float:
-    """Sum of the steps' floors, each distinct shape measured as the median of seven, taking turns."""
-    shapes = [PassShape.of_plans([plan], [plan.span.size], [canvas], BLOCK_LENGTH // 2) for plan in plans]
-    floors = {shape: Floor(model, shape) for shape in shapes}
-    times: dict[PassShape, list[float]] = {shape: [] for shape in floors}
-    for _ in range(7):
-        for shape, floor in floors.items():
-            times[shape].append(floor.seconds())
-    return sum(statistics.median(times[shape]) for shape in shapes)
+FLOOR_REPEATS = 3
 
 
-def decode_seconds(llm: LLM, canvas: int, gen_length: int) -> float:
-    prompt = {"prompt_token_ids": [5 + i % 1000 for i in range(canvas - gen_length)]}
-    params = DiffusionParams(gen_length=gen_length, block_length=BLOCK_LENGTH, ignore_eos=True)
-    start = time.perf_counter()
-    llm.generate([prompt], params, use_tqdm=False)
-    return time.perf_counter() - start
+def params_of(options: argparse.Namespace) -> DiffusionParams:
+    return DiffusionParams(gen_length=options.gen_length, block_length=options.block_length, ignore_eos=True)
+
+
+def decode(llm: LLM, canvas: int, options: argparse.Namespace, max_passes: float) -> tuple[float, list[ObservedPass]]:
+    """Seconds of all requests at once, or of their first ``max_passes`` forward passes, and these passes."""
+    request_ids = [str(i) for i in range(options.requests)]
+    for i, request_id in enumerate(request_ids):
+        prompt = [5 + (i + j) % 1000 for j in range(canvas - options.gen_length)]
+        llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params_of(options))
+    seconds, passes = 0.0, []
+    while llm.llm_engine.has_unfinished_requests() and len(passes) < max_passes:
+        dispatch = observed_step(llm)
+        seconds += dispatch.seconds
+        passes += dispatch.passes
+    finish_requests(llm, request_ids)
+    return seconds, passes
+
+
+def floor_seconds(llm: LLM, passes: list[ObservedPass]) -> float:
+    """Sum of the floors; passes of equal rows and keys count with the mean of their head's rows."""
+    head_rows: dict[tuple[tuple[int, int], ...], list[int]] = defaultdict(list)
+    for forward in passes:
+        head_rows[forward.shape.requests].append(forward.shape.head_rows)
+    total = 0.0
+    for requests, rows in head_rows.items():
+        floor = Floor(runner_of(llm).model, PassShape(requests, round(statistics.mean(rows))))
+        total += len(rows) * floor.median_seconds(FLOOR_REPEATS)
+    return total
+
+
+@torch.inference_mode()
+def decode_sparse(model: PlainDecoder, prompt: list[int], spec: DecodingSpec) -> None:
+    """Sparse-dLLM, Algorithm 4, for one request with one token per step."""
+    cache = spec.cache
+    assert isinstance(cache, SparseOptions)
+    canvas = PlainCanvas(model, prompt, spec)
+    everywhere = torch.arange(spec.canvas_length)
+    num_forwards = 0
+    for block in range(spec.num_blocks):
+        span, step = slice(*spec.block_span(block)), 0
+        outside = torch.cat((everywhere[: span.start], everywhere[span.stop :]))
+        kept: list[KeysValues] = []
+        while left := canvas.masked(spec.block_span(block)).numel():
+            reuses = step > cache.update_delay
+            rows = everywhere[span] if reuses else everywhere
+            x, phases = model.embed(canvas.tokens[rows]), model.phases(rows)
+            for number in range(model.shape.num_layers):
+                x, q, (k, v) = model.layer(number, x, phases, kept[number] if reuses else None)
+                if step == cache.update_delay:
+                    mean = q[:, span].mean(dim=1).unflatten(0, (k.shape[0], -1)).sum(dim=1)
+                    scores = torch.einsum("gd,gtd->t", mean, k[:, outside])
+                    pooled = F.max_pool1d(scores[None], cache.pool_kernel_size, 1, cache.pool_kernel_size // 2)[0]
+                    retained = int(len(outside) * cache.retention_ratio)
+                    chosen = outside[pooled.topk(retained).indices.sort().values]
+                    kept.append((k[:, chosen], v[:, chosen]))
+            quota = unmask_quota(spec, Progress(block, step, left, num_forwards), block_alone=reuses)
+            canvas.fill(x, int(rows[0]), quota)
+            num_forwards += 1
+            step += 1
+
+
+def plain_loop(llm: LLM, canvas: int, options: argparse.Namespace) -> float:
+    """Seconds of the same requests in plain PyTorch; the weights' values do not change them."""
+    with config_folder(llada_config(options, canvas)) as folder:
+        config = load_config(str(folder))
+    model = PlainDecoder.random(config, getattr(torch, options.dtype))
+    prompt = [5 + i % 1000 for i in range(canvas - options.gen_length)]
+    spec = resolve_decoding(params_of(options), len(prompt), family_of(config), runner_of(llm).options)
+    decode_sparse(model, prompt, spec)  # warms up
+    return sum(seconds_of(lambda: decode_sparse(model, prompt, spec)) for _ in range(options.requests))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--vocab-size", type=int, default=32_768)
-    parser.add_argument("--canvas", type=int, default=1024)
+    parser = argument_parser(__doc__)
+    add_model_arguments(parser, hidden_size=512, layers=8, heads=8, vocab_size=32_768)
+    parser.add_argument("--methods", nargs="+", default=["none", "prefix", "dual", "sparse"], help="`none` first")
+    parser.add_argument("--canvas", type=int, nargs="+", default=[1024])
     parser.add_argument("--gen-length", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--block-length", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=1, help="at once")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
-    options = parser.parse_args()
+    parser.add_argument("--none-steps", type=int, help="steps of `none` that are run (default: all)")
+    parser.add_argument("--loop", action="store_true", help="also a plain loop of `sparse` over the requests")
+    options = parse(parser)
     engines = {
-        method: random_llada(
-            hidden_size=options.hidden_size,
-            num_layers=options.layers,
-            num_heads=options.heads,
-            vocab_size=options.vocab_size,
-            max_model_len=options.canvas,
-            dtype=options.dtype,
-            max_num_seqs=1,
-            cache_method=method,
-            cache_options=cache_options,
-        )
-        for method, cache_options in METHODS.items()
+        method: start_engine(options, max(options.canvas), options.requests, cache_method=method)
+        for method in options.methods
     }
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
-    predictions: dict[str, list[float]] = {method: [] for method in METHODS}
-    for _ in range(options.rounds):
-        for method, llm in engines.items():
-            runner = runner_of(llm)
-            spec = request_spec(options.canvas, options.gen_length, BLOCK_LENGTH, runner.options.cache)
-            predictions[method].append(predict(runner.model, plans_of(method, spec), options.canvas))
-            seconds[method].append(decode_seconds(llm, options.canvas, options.gen_length))
-    print(
-        f"canvas {options.canvas}, response {options.gen_length}, block {BLOCK_LENGTH}, one token per step, "
-        f"d={options.hidden_size}, {options.layers} layers, {options.dtype}, batch 1"
-    )
-    print(f"{machine()}; medians of {options.rounds} rounds")
-    print(f"{'method':>8} {'seconds':>9} {'predicted':>10} {'predicted/measured':>19} {'over none':>10}")
-    base = statistics.median(seconds["none"])
-    figures = []
-    for method in METHODS:
-        measured, predicted = statistics.median(seconds[method]), statistics.median(predictions[method])
-        row = {
-            "method": method,
-            "seconds": measured,
-            "predicted_seconds": predicted,
-            "predicted_over_measured": predicted / measured,
-            "speed_over_none": base / measured,
-        }
-        figures.append(row)
-        print(
-            f"{method:>8} {measured:>9.2f} {predicted:>10.2f} {row['predicted_over_measured']:>19.2f} "
-            f"{row['speed_over_none']:>10.2f}"
-        )
-    if options.output:
-        settings = {k: v for k, v in vars(options).items() if k != "output"}
-        options.output.write_text(json.dumps({"machine": machine(), **settings, "figures": figures}, indent=1) + "\n")
+    figures: Rows = []
+    for canvas in options.canvas:
+        times: dict[str, list[tuple[float, float]]] = {method: [] for method in engines}
+        loops: list[float] = []
+        for number in range(options.rounds + 1):
+            for method, llm in engines.items():
+                some = options.none_steps if method == "none" else None
+                seconds, passes = decode(llm, canvas, options, some or float("inf"))
+                if number:  # the first round warms up
+                    share = len(passes) / options.gen_length if some else 1
+                    times[method].append((seconds / share, floor_seconds(llm, passes) / share))
+                    if method == "sparse" and options.loop:
+                        loops.append(plain_loop(llm, canvas, options))
+        rows: Rows = []
+        for method, measured in times.items():
+            seconds = statistics.median(engine for engine, _ in measured)
+            row = {
+                "canvas": canvas,
+                "method": method,
+                "seconds": seconds,
+                "lowest_seconds": min(engine for engine, _ in measured),
+                "highest_seconds": max(engine for engine, _ in measured),
+                "floor_seconds": statistics.median(floor for _, floor in measured),
+                "floor_over_engine": statistics.median(floor / engine for engine, floor in measured),
+            }
+            rows.append(row)
+            if rows[0]["method"] == "none":
+                row["speed_over_none"] = rows[0]["seconds"] / seconds
+            if loops and method == "sparse":
+                row["loop_seconds"] = statistics.median(loops)
+                row["loop_over_engine"] = statistics.median(
+                    loop / engine for loop, (engine, _) in zip(loops, measured, strict=True)
+                )
+        figures += rows
+    report(options, figures=figures)
 
 
 if __name__ == "__main__":

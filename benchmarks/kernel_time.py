@@ -9,20 +9,17 @@ measured in the same run, taking turns with the calls.
 On a CPU one thread computes and processor seconds are counted; on CUDA the time between events.
 """
 
-import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
+from program import argument_parser, parse, report
 
-from dllm_engine.bench.machine import machine
+from dllm_engine.bench.machine import MachineRates, seconds_of
 from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.scheduler.page_layout import pages_for
 
 PAGE_SIZE = 32
@@ -82,103 +79,83 @@ def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
         "k": heads(case.kv_heads),
         "v": heads(case.kv_heads),
         "cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=device),
-        "k_pages": pages[:, 0],
-        "v_pages": pages[:, 1],
-        "page_tables": tables.to(torch.int32).to(device),
-        "head_start": per_head(starts),
-        "token_stride": torch.full(
-            (case.requests,), 1 if case.packed else case.kv_heads, dtype=torch.int32, device=device
+        "tokens": PagedTokens(
+            k_pages=pages[:, 0],
+            v_pages=pages[:, 1],
+            page_tables=tables.to(torch.int32).to(device),
+            head_start=per_head(starts),
+            token_stride=torch.full((case.requests,), 1 if case.packed else case.kv_heads).to(device, torch.int32),
+            head_len=per_head(lengths),
+            max_head_len=int(lengths.max()),
         ),
-        "head_len": per_head(lengths),
         "attend_fresh": case.attend_fresh,
         "max_seqlen": case.rows,
-        "max_head_len": int(lengths.max()),
     }
 
 
 def costs(call: dict[str, Any]) -> tuple[int, int]:
     """Bytes and operations of a call: each retained key and value, row and result once."""
     q, k = call["q"], call["k"]
-    num_requests, kv_heads = call["head_len"].shape
+    head_len = call["tokens"].head_len
+    num_requests, kv_heads = head_len.shape
     rows = q.shape[0] // num_requests
-    retained = int(call["head_len"].sum())
+    retained = int(head_len.sum())
     fresh = k.numel() // HEAD_DIM if call["attend_fresh"] else 0
     numbers = 2 * q.numel() + 2 * (retained + fresh) * HEAD_DIM
     return numbers * q.element_size(), 4 * rows * (retained + fresh) * (q.shape[1] // kv_heads) * HEAD_DIM
 
 
-def seconds_of(work: Callable[[], object], device: str) -> float:
-    if device != "cuda":
-        start = time.process_time()
-        work()
-        return time.process_time() - start
+def seconds_of_call(call: dict[str, Any]) -> float:
+    """Of the device between events on CUDA; processor seconds on a CPU."""
+    if not call["q"].is_cuda:
+        return seconds_of(lambda: paged_attention(**call))
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
-    work()
+    paged_attention(**call)
     last.record()
     last.synchronize()
     return first.elapsed_time(last) / 1e3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
-    options = parser.parse_args()
+    parser.set_defaults(clock="wall" if torch.cuda.is_available() else "processor")
+    options = parse(parser)
     device = options.device
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    options.dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    dtype = getattr(torch, options.dtype)
     if device == "cpu":
         torch.set_num_threads(1)
     calls = {case: arguments(case, device, dtype) for case in CASES}
-    source = torch.ones((1 << 31 if device == "cuda" else 1 << 28) // dtype.itemsize, device=device, dtype=dtype)
-    target = torch.empty_like(source)
-    side = 8192 if device == "cuda" else 1024
-    square = torch.randn(side, side, device=device).to(dtype)
-    works: dict[Any, Callable[[], object]] = {case: lambda c=call: paged_attention(**c) for case, call in calls.items()}
-    works |= {"copy": lambda: target.copy_(source), "product": lambda: square @ square}
-    times: dict[Any, list[float]] = {key: [] for key in works}
+    rates = MachineRates(torch.device(device), dtype)
+    times: dict[Case, list[float]] = {case: [] for case in CASES}
     for number in range(options.rounds + 2):
-        for key, work in works.items():
-            seconds = seconds_of(work, device)
+        rates.measure()
+        for case, call in calls.items():
+            seconds = seconds_of_call(call)
             if number >= 2:  # the first calls warm up
-                times[key].append(seconds)
-    medians = {key: statistics.median(seconds) for key, seconds in times.items()}
-    bandwidth = 2 * source.numel() * source.element_size() / medians["copy"]
-    rate = 2 * side**3 / medians["product"]
-    where = torch.cuda.get_device_name() if device == "cuda" else machine()
-    print(f"{where}; {dtype}, head_dim {HEAD_DIM}, pages of {PAGE_SIZE}; medians of {options.rounds}")
-    print(f"copy {bandwidth / 1e9:.1f} GB/s, product of {side}: {rate / 1e12:.3f} TFLOP/s")
-    print(f"{'':>33} {'ms':>9} {'bytes ms':>9} {'FLOPs ms':>9} {'floor/time':>11}")
+                times[case].append(seconds)
     figures = []
     for case, call in calls.items():
         num_bytes, num_flops = costs(call)
-        floor = max(num_bytes / bandwidth, num_flops / rate)
-        row = asdict(case) | {
-            "seconds": medians[case],
-            "bytes": num_bytes,
-            "flops": num_flops,
-            "floor_seconds": floor,
-            "floor_over_time": floor / medians[case],
-        }
-        figures.append(row)
-        print(
-            f"{case.name:>33} {1e3 * medians[case]:>9.3f} {1e3 * num_bytes / bandwidth:>9.3f} "
-            f"{1e3 * num_flops / rate:>9.3f} {row['floor_over_time']:>11.2f}"
+        floor = max(num_bytes / rates.copy_bytes_per_second, num_flops / rates.product_flops_per_second)
+        seconds = statistics.median(times[case])
+        figures.append(
+            asdict(case)
+            | {
+                "ms": 1e3 * seconds,
+                "lowest_ms": 1e3 * min(times[case]),
+                "highest_ms": 1e3 * max(times[case]),
+                "bytes": num_bytes,
+                "flops": num_flops,
+                "floor_ms": 1e3 * floor,
+                "floor_over_time": floor / seconds,
+            }
         )
-    if options.output:
-        report = {
-            "machine": where,
-            "dtype": str(dtype).removeprefix("torch."),
-            "rounds": options.rounds,
-            "head_dim": HEAD_DIM,
-            "page_size": PAGE_SIZE,
-            "copy_bytes_per_second": bandwidth,
-            "product_flops_per_second": rate,
-            "figures": figures,
-        }
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    report(options, head_dim=HEAD_DIM, page_size=PAGE_SIZE, rates=rates.to_json(), figures=figures)
 
 
 if __name__ == "__main__":

@@ -7,121 +7,128 @@ layers and the head on the masked rows of the block, on the same weights, in the
     python benchmarks/step_time.py [--hidden-size 1024 --layers 8 --canvas 512 --pairs 9] [--output FILE.json]
 
 ``none`` shows whole-canvas (FULL) steps, ``dual`` and ``sparse`` show REUSE steps too.
+
+With ``--overhead`` it measures what a dispatch costs beside the model instead: the time of ``LLMEngine.step`` less that
+of embedding, layers, final norm and head. What is left is scheduling, building the batch, token statistics (which grow
+with rows and vocabulary, and are shown on their own as well), unmasking, reports and vLLM's front end.
+
+    python benchmarks/step_time.py --overhead --hidden-size 256 --layers 4 --heads 4 --vocab-size 8192 --canvas 96 \
+        --gen-length 32 --methods sparse --batch 1 32 --steps-per-dispatch 1 8
 """
 
 import argparse
-import json
 import statistics
-from pathlib import Path
+from collections import defaultdict
 from typing import Any
 
-from random_engine import random_llada
+from program import Rows, add_model_arguments, argument_parser, finish_requests, parse, report, start_engine
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
-from dllm_engine.bench.machine import CLOCKS, machine, now, use_clock
-from dllm_engine.bench.passes import PassWatch, runner_of
+from dllm_engine.bench.passes import Dispatch, InnerTime, InnerTimes, observed_step, runner_of
 
 BLOCK_LENGTH = 32
 
 
-def measure(llm: LLM, method: str, batch: int, canvas: int, pairs: int) -> list[dict[str, Any]]:
+def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]:
+    request_ids = [f"{batch}-{i}" for i in range(batch)]
+    params = DiffusionParams(gen_length=options.gen_length, block_length=BLOCK_LENGTH, ignore_eos=True)
+    for i, request_id in enumerate(request_ids):
+        prompt = {"prompt_token_ids": [1 + i] * (options.canvas - options.gen_length)}
+        llm.llm_engine.add_request(request_id, prompt, params)
+    return request_ids
+
+
+def steps_over_floors(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     """Medians of engine step, floor, and their ratio, in milliseconds, per kind of step that the method has."""
-    engine = llm.llm_engine
-    model = runner_of(llm).model
-    gen_length = canvas // 2
-    for i in range(batch):
-        engine.add_request(
-            f"{batch}-{i}",
-            {"prompt_token_ids": [1 + i] * (canvas - gen_length)},
-            DiffusionParams(gen_length=gen_length, block_length=BLOCK_LENGTH, ignore_eos=True),
-        )
-    watch = PassWatch(llm)
+    request_ids = add_requests(llm, batch, options)
     floors: dict[PassShape, Floor] = {}
-    times: dict[str, list[tuple[float, float]]] = {}
-    wanted = {"whole"} if method == "none" else {"whole", "reuse"}
-    with watch.watching():
-        engine.step()  # warms up
-        watch.take()
-        while any(len(times.get(kind, ())) < pairs for kind in wanted) and engine.has_unfinished_requests():
-            watch.before_dispatch()
-            start = now()
-            engine.step()
-            seconds = now() - start
-            passes = watch.take()
-            kinds = {forward.kind for forward in passes}
-            if len(kinds) != 1 or (kind := kinds.pop()) is None or len(times.setdefault(kind, [])) >= pairs:
-                continue
-            floor = 0.0
-            for forward in passes:
-                if forward.shape not in floors:
-                    floors[forward.shape] = Floor(model, forward.shape)
-                    floors[forward.shape].seconds()
-                floor += floors[forward.shape].seconds()
-            times[kind].append((seconds, floor))
-    engine.abort_request([f"{batch}-{i}" for i in range(batch)])
-    while engine.has_unfinished_requests():
-        engine.step()
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    wanted = {"whole"} if runner_of(llm).options.cache_method == "none" else {"whole", "reuse"}
+    observed_step(llm)  # warms up
+    while any(len(times[kind]) < options.pairs for kind in wanted) and llm.llm_engine.has_unfinished_requests():
+        dispatch = observed_step(llm)
+        if dispatch.kind is None or len(times[dispatch.kind]) >= options.pairs:
+            continue
+        floor = 0.0
+        for shape in (forward.shape for forward in dispatch.passes):
+            if shape not in floors:
+                floors[shape] = Floor(runner_of(llm).model, shape)
+                floors[shape].seconds()
+            floor += floors[shape].seconds()
+        times[dispatch.kind].append((dispatch.seconds, floor))
+    finish_requests(llm, request_ids)
     return [
         {
-            "method": method,
             "kind": kind,
-            "batch": batch,
-            "pairs": len(of_kind),
-            "step_ms": 1e3 * statistics.median(step for step, _ in of_kind),
-            "floor_ms": 1e3 * statistics.median(floor for _, floor in of_kind),
-            "floor_over_step": statistics.median(floor / step for step, floor in of_kind),
+            "pairs": len(pairs),
+            "step_ms": 1e3 * statistics.median(step for step, _ in pairs),
+            "floor_ms": 1e3 * statistics.median(floor for _, floor in pairs),
+            "floor_over_step": statistics.median(floor / step for step, floor in pairs),
+            "lowest": min(floor / step for step, floor in pairs),
+            "highest": max(floor / step for step, floor in pairs),
         }
-        for kind, of_kind in sorted(times.items())
+        for kind, pairs in sorted(times.items())
+        if pairs
+    ]
+
+
+def overheads(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
+    """Medians over the dispatches of whole responses, in milliseconds, per kind of step; each first one warms up."""
+    made: dict[str, list[tuple[Dispatch, InnerTimes]]] = defaultdict(list)
+    inner_time = InnerTime(llm)
+    for _ in range(options.rounds):
+        add_requests(llm, batch, options)
+        is_first = True
+        with inner_time.watching():
+            while llm.llm_engine.has_unfinished_requests():
+                dispatch, inner = observed_step(llm), inner_time.take()
+                if dispatch.kind is not None and not is_first:
+                    made[dispatch.kind].append((dispatch, inner))
+                is_first = False
+    return [
+        {
+            "kind": kind,
+            "dispatches": len(of_kind),
+            "passes_per_dispatch": statistics.median(len(dispatch.passes) for dispatch, _ in of_kind),
+            "dispatch_ms": 1e3 * statistics.median(dispatch.seconds for dispatch, _ in of_kind),
+            "model_ms": 1e3 * statistics.median(inner.model for _, inner in of_kind),
+            "overhead_ms": 1e3 * statistics.median(d.seconds - inner.model for d, inner in of_kind),
+            "overhead_per_pass_ms": 1e3
+            * statistics.median((d.seconds - inner.model) / len(d.passes) for d, inner in of_kind),
+            "token_statistics_ms": 1e3 * statistics.median(inner.statistics for _, inner in of_kind),
+        }
+        for kind, of_kind in sorted(made.items(), reverse=True)
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--vocab-size", type=int, default=32_768)
+    parser = argument_parser(__doc__)
+    add_model_arguments(parser, hidden_size=1024, layers=8, heads=16, vocab_size=32_768)
     parser.add_argument("--canvas", type=int, default=512)
+    parser.add_argument("--gen-length", type=int, help="default: half the canvas")
     parser.add_argument("--methods", nargs="+", default=["none", "dual", "sparse"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps-per-dispatch", type=int, nargs="+", default=[1])
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: hardly sees what else runs here")
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
-    options = parser.parse_args()
-    use_clock(options.clock)
-    print(f"canvas {options.canvas}, d={options.hidden_size}, {options.layers} layers, {options.dtype}")
-    print(f"{'method':>8} {'kind':>6} {'batch':>6} {'pairs':>6} {'step ms':>10} {'floor ms':>10} {'floor/step':>11}")
-    # All at once: an engine that ends takes vLLM's process groups along.
+    parser.add_argument("--overhead", action="store_true", help="time beside the model instead of time over the floor")
+    parser.add_argument("--rounds", type=int, default=3, help="responses that --overhead is measured over")
+    options = parse(parser)
+    options.gen_length = options.gen_length or options.canvas // 2
     engines = {
-        method: random_llada(
-            hidden_size=options.hidden_size,
-            num_layers=options.layers,
-            num_heads=options.heads,
-            vocab_size=options.vocab_size,
-            max_model_len=options.canvas,
-            dtype=options.dtype,
-            max_num_seqs=max(options.batch),
-            cache_method=method,
-            kv_cache_memory_bytes=1 << 30,
+        (method, steps): start_engine(
+            options, options.canvas, max(options.batch), cache_method=method, steps_per_dispatch=steps
         )
         for method in options.methods
+        for steps in options.steps_per_dispatch
     }
-    figures = []
-    for method, llm in engines.items():
+    figures: Rows = []
+    for (method, steps), llm in engines.items():
         for batch in options.batch:
-            for row in measure(llm, method, batch, options.canvas, options.pairs):
-                figures.append(row)
-                print(
-                    f"{row['method']:>8} {row['kind']:>6} {row['batch']:>6} {row['pairs']:>6} {row['step_ms']:>10.1f} "
-                    f"{row['floor_ms']:>10.1f} {row['floor_over_step']:>11.2f}",
-                    flush=True,
-                )
-    print(f"{machine()}, {options.clock} clock; medians of interleaved pairs")
-    if options.output:
-        settings = {k: v for k, v in vars(options).items() if k != "output"}
-        options.output.write_text(json.dumps({"machine": machine(), **settings, "figures": figures}, indent=1) + "\n")
+            cell: dict[str, Any] = {"method": method, "steps_per_dispatch": steps, "batch": batch}
+            measure = overheads if options.overhead else steps_over_floors
+            figures += [cell | row for row in measure(llm, batch, options)]
+    report(options, figures=figures)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from dllm_engine.version import __version__
+
 __all__ = ["LLM", "DiffusionParams", "__version__"]
 
 if TYPE_CHECKING:

@@ -11,15 +11,16 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.admission import default_gen_length
+from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.resolve import resolve_decoding
-from dllm_engine.start_checks import check_argument_names, check_start
 
 
 class LLM(vllm.LLM):
@@ -83,9 +84,11 @@ class LLM(vllm.LLM):
             "request_defaults": request_defaults or {},
             "trace": trace,
         }
-        check_argument_names(kwargs, _argument_names())
+        known = _argument_names()
+        for name in kwargs.keys() - known:
+            raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
         EngineOptions.parse(options)
-        # vLLM loads plugins later, but the arguments below are checked against the model's config class.
+        # vLLM loads plugins later, but the check below needs the model's config class.
         register()
         check_start(model, kwargs)
         additional = kwargs.pop("additional_config", None) or {}
@@ -124,10 +127,7 @@ class LLM(vllm.LLM):
         (output,) = ask(prompt, params, use_tqdm=False)
         completion = output.outputs[0]
         prompt_tokens, response_tokens = list(output.prompt_token_ids), list(completion.token_ids)
-        if params.max_tokens is None:
-            params = params.clone()
-            params.max_tokens = default_gen_length(len(prompt_tokens), self.model_config)
-        spec = resolve_decoding(params, len(prompt_tokens), family_of(self.model_config.hf_config), engine)
+        spec = self._resolve(params, len(prompt_tokens))
         decode = None if self.model_config.skip_tokenizer_init else self.get_tokenizer().decode
         return Inspection(
             model=_model_name(self.model_config.model),
@@ -144,6 +144,22 @@ class LLM(vllm.LLM):
             blocks=replay(spec, completion.diffusion),
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer can turn messages into a prompt."""
+        return bool(getattr(self.get_tokenizer(), "chat_template", None))
+
+    def check_params(self, params: vllm.SamplingParams) -> None:
+        """Raise ``ValueError`` for parameters that no prompt could be answered with."""
+        self._resolve(params, prompt_length=1)
+
+    def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
+        if params.max_tokens is None:
+            params = params.clone()
+            params.max_tokens = default_gen_length(prompt_length, self.model_config)
+        engine = EngineOptions.from_vllm_config(self.llm_engine.vllm_config)
+        return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), engine)
+
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> list[float]:
         """How much each layer changes its tokens in a forward pass over a prompt and a masked response.
 
@@ -154,8 +170,7 @@ class LLM(vllm.LLM):
         if not prompt_token_ids or length > limit:
             raise ValueError(f"prompt and response of {length} tokens: at least 1 of prompt, together at most {limit}")
         # Every rank measures the same.
-        importance: list[float] = self.collective_rpc("profile_layers", args=(prompt_token_ids, gen_length))[0]
-        return importance
+        return self.collective_rpc("profile_layers", args=(prompt_token_ids, gen_length))[0]
 
     def masked_logprobs(self, canvases: Iterable[tuple[list[int], list[int]]]) -> Iterator[list[float]]:
         """Log-probabilities of masked tokens given all others, from forward passes without a cache.
@@ -190,11 +205,10 @@ class LLM(vllm.LLM):
     def _masked_logprobs(self, batch: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         sequences, masked = zip(*batch, strict=True)
         # Every rank finds the same.
-        found: list[list[float]] = self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))[0]
-        return found
+        return self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))[0]
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
-        """The model's. A length that is only a default stays open, so that admission takes it or what fits."""
+        """The model's. A default length stays open, so that admission takes it or what fits."""
         params = super().get_default_sampling_params().clone()
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
@@ -202,7 +216,7 @@ class LLM(vllm.LLM):
 
 
 def _argument_names() -> set[str]:
-    """Every keyword argument of ``LLM``: ours, ``vllm.LLM``'s, and vLLM's engine arguments."""
+    """All keyword arguments of ``LLM``: our own, those of ``vllm.LLM`` and vLLM's engine arguments."""
     own = (inspect.signature(cls.__init__).parameters for cls in (LLM, vllm.LLM))
     names = set().union(*own, (field.name for field in fields(EngineArgs)))
     return names - {"self", "kwargs"}

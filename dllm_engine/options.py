@@ -72,32 +72,37 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache_method: str = "none"
+    """What steps compute and what they keep in pages."""
     cache_options: dict[str, Any] | Literal["paper"] = {}
+    """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
     dense_attention: Literal["sdpa", "xformers"] = "sdpa"
-    """Library that computes attention without pages: PyTorch's, or xformers where it is installed (CUDA)."""
+    """Library for attention that reads no pages: PyTorch's, or xformers where it is installed (CUDA)."""
     refresh_ratio: float | None = Field(default=1.0, gt=0)
-    """Rows of a request's FULL and UPDATE steps per row that smaller requests run meanwhile; None: no bound."""
+    """How much a long request may refresh beside short ones: rows of its FULL and UPDATE steps per row that requests of
+    at most a quarter of its length compute meanwhile. None: no limit."""
     steps_per_dispatch: int = Field(default=1, ge=1)
-    """Denoising steps that workers run on their own while nobody waits and no block is complete."""
+    """Denoising steps that workers run on their own while no request waits and no block is complete."""
     guide_model: str | None = None
-    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama), which checks drafts (Guided Diffusion).
-    Requests are then guided unless they ask otherwise."""
+    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
+    ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
     guide_tokens_per_token: float = Field(default=2.0, gt=0)
-    """Tokens of the guide that pages are reserved for per token of the model, where it has another tokenizer."""
+    """Guide tokens that pages are reserved for per token of the model, where the guide has another tokenizer."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
     cuda_graphs: bool = False
-    """Record REUSE steps as CUDA graphs and replay them; for the methods that can, on CUDA."""
+    """Record REUSE steps as CUDA graphs and replay them. For CUDA, and for cache methods whose REUSE steps always do
+    the same work."""
     batch_invariant: bool = False
-    """Compute every request on its own, so that not a bit of its response depends on what else is running."""
+    """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
+    requests."""
     trace: bool = False
-    """Record per forward pass which positions were unmasked and computed."""
+    """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True
     """Whether the HTTP server has the page ``/playground``."""
     request_defaults: dict[str, Any] = {}
-    """Request options for requests that name none; see ``params.DEFAULTABLE_OPTIONS``."""
+    """Request options for requests that do not set them."""
 
     def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
         """The cache options that were left open filled with what the method's paper has for a model.

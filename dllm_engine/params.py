@@ -23,62 +23,63 @@ class DiffusionParams(SamplingParams):
 
     temperature: float = 0.0
     top_p: float = 1.0
-    """Applied to greedy requests too: Dream's confidences are those of the filtered distribution."""
+    """Sample from the smallest set of likeliest tokens whose probabilities reach this sum. It applies to greedy
+    requests too: Dream's confidences are those of the filtered distribution."""
     top_k: int = 0
-    """As ``top_p``; 0 keeps all tokens."""
+    """Sample from this many likeliest tokens; 0 or -1 means all. It applies to greedy requests as ``top_p`` does."""
     extra_args: dict[str, Any] | None = None
     """Filled from the fields below; what the caller puts there as well is kept."""
     max_tokens: int | None = None
     """The same as ``gen_length``, under vLLM's name."""
     gen_length: int | None = None
-    """Response tokens; None: 256 (or the checkpoint's ``max_new_tokens``), or what fits where that is less."""
+    """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or what fits the context if that
+    is less."""
     block_length: int | None = None
-    """Response tokens denoised together; default 32 for LLaDA, the whole response for Dream."""
+    """Response tokens denoised together, at most ``gen_length``. The last block may be shorter."""
     steps: int | None = None
-    """Denoising steps over the whole response, 1 … ``gen_length``; default one per token. Blocks share them by their
-    length."""
+    """Denoising steps over the whole response, at most ``gen_length``. Blocks share them by their length; each block
+    gets at least one."""
     unmasking: str | None = None
-    """Unmasking policy; default ``low_confidence`` for LLaDA, ``entropy`` for Dream, and with parallel unmasking the
-    one that measures what the rule goes by."""
+    """Unmasking policy: which masked positions are filled first. With a rule of parallel unmasking, the default is the
+    policy that measures what the rule needs."""
     threshold: float | None = None
-    """Parallel unmasking (Fast-dLLM): each step unmasks every position of the block whose probability reaches this,
-    and at least the best one, until none is left; ``steps`` is ignored, as with the other rules below, of which a
-    request may name one. For policies that measure a probability (``low_confidence``, ``maskgit_plus``); the others,
-    where named, keep to their fixed count, as Fast-dLLM's own code does."""
+    """Parallel unmasking (Fast-dLLM): fill every position of the block with at least this probability. For the policies
+    ``low_confidence`` and ``maskgit_plus``. Other policies, if named, ignore it and keep their fixed count, as in
+    Fast-dLLM's code."""
     factor: float | None = None
-    """Parallel unmasking (Fast-dLLM): the n most probable positions, n the largest with
-    (n + 1) · (1 − n-th probability) < factor, at least one. Policies as for ``threshold``, others are refused."""
+    """Parallel unmasking (Fast-dLLM): fill the n most probable positions, for the largest n with (n + 1) · (1 − n-th
+    probability) < ``factor``. For ``low_confidence`` and ``maskgit_plus``; other policies are refused."""
     entropy_bound: float | None = None
-    """Parallel unmasking (EB-Sampler): positions in ascending order of entropy, as many as have a sum of entropies
-    less the largest of at most this (in nats), so at least one. For the policy ``entropy``."""
+    """Parallel unmasking (EB-Sampler): fill the lowest-entropy positions while their total, excluding the largest,
+    stays within this bound (in nats). For the policy ``entropy``."""
     margin: float | None = None
-    """Parallel unmasking: every position whose two likeliest tokens differ in probability by at least this, and at
-    least the best one. For the policy ``topk_margin``."""
+    """Parallel unmasking: fill every position whose two likeliest tokens differ in probability by at least this. For
+    the policy ``topk_margin``."""
     retention_ratio: float | None = None
-    """Retain less than the engine's ``retention_ratio`` for this request."""
+    """Share to retain for this request, at most the engine's ``retention_ratio``, for which pages are reserved. Cache
+    methods that evict nothing refuse it."""
     delay_eos: bool | None = None
-    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM),
-    whatever the cache method. Without a cache it also asks for the rest of ES-dLLM's sampler, which ``es_dllm`` always
-    uses: equally many tokens per step in both families, by default those of the highest plain probability."""
+    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM).
+    Works with every cache method. Without a cache, it also selects the rest of ES-dLLM's sampler."""
     guided: bool | None = None
-    """Guided Diffusion: whether the engine's guide model decides what a step unmasks; default yes, where the engine has
-    one. Schedules, unmasking policies and thresholds then have no say."""
+    """Guided Diffusion: the engine's guide model decides what a step fills. Schedules, unmasking policies and rules
+    then have no effect."""
     speculation_length: int | None = None
-    """Masked positions drafted and checked by the guide in a step; default 32, within the running block."""
+    """Masked positions that are drafted and checked by the guide in a step, within the running block."""
     guide_top_k: int | None = None
-    """A draft passes if the guide has it among this many of its best tokens; default 1."""
+    """A draft passes if it is among this many best tokens of the guide."""
     guide_threshold: float | None = None
-    """Drafts more probable than this pass as well; default none."""
+    """Drafts with a probability above this pass as well."""
     guide_fallback: str | None = None
-    """Whose token is taken where nothing passes: ``guide`` (default) or ``draft``."""
+    """Whose token fills the first position when no draft passes."""
     guide_correction: bool | None = None
-    """Replace what passes by the guide's tokens; default no."""
+    """Replace the drafts that pass by the guide's tokens."""
     stream_granularity: Literal["block", "step"] | None = None
-    """What a streamed response shows: finished blocks (the default), or the running block after each step as well, in
-    ``outputs[i].provisional``."""
+    """What a streamed response shows: finished blocks, or also the running block after each step
+    (``outputs[i].provisional``)."""
     trace: bool | None = None
-    """Over HTTP: whether the response carries the trace, which the engine must record (``trace=True``); default no. In
-    Python ``outputs[i].diffusion`` has it whenever the engine records it."""
+    """Over HTTP: return the trace, which the engine must record (``trace=True``). In Python, ``outputs[i].diffusion``
+    has it whenever the engine records it."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):

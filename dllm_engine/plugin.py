@@ -5,9 +5,9 @@ from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release,
 
 
 def register() -> None:
-    """Teach vLLM our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists.
+    """Register our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists. Idempotent.
 
-    A vLLM that we do not suit serves other models as if we were not installed, and refuses ours. Idempotent.
+    An incompatible vLLM serves other models as if this package were not installed, and refuses ours.
     """
     try:
         check_release()

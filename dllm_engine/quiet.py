@@ -1,7 +1,7 @@
-"""A quiet engine: of vLLM's log the errors, of this package's the warnings as well.
+"""A quiet engine: it logs vLLM's errors only, and this package's warnings and errors.
 
-vLLM writes some 60 lines around one answer. They are kept where vLLM's own variable ``VLLM_LOGGING_LEVEL``, or another
-of its settings, says what to log.
+Otherwise vLLM logs some 60 lines for one answer. It still does if ``VLLM_LOGGING_LEVEL`` or another of its logging
+settings is set.
 """
 
 import logging
@@ -13,11 +13,11 @@ from typing import Any
 _VARIABLES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 _ARGUMENTS = ("log_level", "logging_config", "log_config_file")
 _MARK = "DLLM_QUIET"
-"""Variable that tells the engine's processes; nobody else need set it."""
+"""Variable that tells the engine's processes to be quiet; not for users."""
 
 
 def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that keep it quiet; none where the environment or ``arguments`` say what to log."""
+    """Arguments of ``vllm.LLM`` that keep it quiet; none if the environment or ``arguments`` set what to log."""
     if any(name in os.environ for name in _VARIABLES) or any(arguments.get(name) for name in _ARGUMENTS):
         return {}
     os.environ[_MARK] = "1"
@@ -26,7 +26,7 @@ def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def be_quiet() -> None:
-    """For a command: on stdout its answer alone, messages on stderr, and vLLM quiet from its import on."""
+    """For commands: only the answer on stdout, messages on stderr, and vLLM quiet from its import on."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if not quiet_arguments({}):
         return
@@ -34,15 +34,15 @@ def be_quiet() -> None:
     # For messages before vLLM sets up its own handler, which replaces this one.
     logging.getLogger("vllm").addHandler(logging.NullHandler())
     warnings.simplefilter("ignore", FutureWarning)
-    # Without Triton, as in a plain CPU installation, PyTorch warns that its own look-up finds no kernels.
+    # Without Triton, as in a CPU installation, PyTorch warns that it finds no kernels.
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def keep_our_warnings() -> None:
-    """Show this package's warnings in a quiet engine's process, once vLLM has set up its log there."""
+    """Show this package's warnings in a quiet engine's process, once vLLM has set up logging there."""
     root = logging.getLogger("vllm")
     if os.environ.get(_MARK) != "1" or root.level <= logging.WARNING:
         return
     logging.getLogger("vllm.dllm_engine").setLevel(logging.WARNING)
     for handler in root.handlers:
-        handler.setLevel(logging.WARNING)  # vLLM's own records are held back by the level of their logger
+        handler.setLevel(logging.WARNING)  # vLLM's own records are filtered by their logger's level

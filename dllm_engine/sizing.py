@@ -1,25 +1,24 @@
-"""Sizing arithmetic: from a model's config alone, what fits a GPU. Nothing is loaded and no GPU is asked.
+"""Sizing: what fits a GPU, computed from a model's config alone. No weights are loaded and no GPU is needed.
 
-The bytes of weights and pages are exact for unquantized checkpoints. The activation allowance is an estimate of what
-vLLM measures when an engine starts, and the overhead is what the caller says it is.
+The bytes of weights and pages are exact for unquantized checkpoints. The activations are an estimate of what vLLM
+measures when an engine starts, and the overhead is whatever the caller says.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dllm_engine.demo import model_path
+from pydantic import ByteSize
+
+from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.released_configs import RELEASED_CONFIGS
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, Progress
-from dllm_engine.units import readable_size
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS = 1 << 24
-"""Logits made at once, as ``model_executor/token_prediction.py`` bounds them."""
+"""Logits computed at once, the bound in ``model_executor/token_prediction.py``."""
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
 GIB = 1 << 30
@@ -44,12 +43,12 @@ class Deployment:
     dtype: str = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
-    """None: what prompt and response need."""
+    """None: the length of prompt and response."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.92
     overhead: int = GIB
-    """Bytes that neither weights, activations nor pages take: CUDA context, libraries, communication buffers."""
+    """Bytes for everything else: CUDA context, libraries, communication buffers."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,16 @@ class RequestDemand:
     cache_method: str
     cache_options: dict[str, Any]
     tokens_retained: int
-    """Per layer, at its most; of the canvas."""
+    """The most per layer, of the canvas."""
     pages: int
     """Reserved at admission: over all layers, on each GPU."""
     bytes: int
     rows_per_step: float
-    """Positions computed in a denoising step, as a mean over the response; the most, where that depends on tokens."""
+    """Positions computed per denoising step, as a mean over the response; an upper bound if it depends on tokens."""
     requests: int
-    """That run at once."""
+    """How many run at once."""
     limit: str
-    """What keeps their number there; for no requests, why the engine would not serve any."""
+    """What limits their number; for 0 requests, why the engine would not serve any."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Sizing:
     page_size: int
     page_bytes: int
     num_pages: int
-    """That can be handed out."""
+    """Pages for requests."""
     demand: RequestDemand
     others: list[RequestDemand]
     """The other cache methods, with their papers' options."""
@@ -98,7 +97,7 @@ class Sizing:
 
 
 def plan(deployment: Deployment) -> Sizing:
-    """Do the arithmetic.
+    """Compute what fits.
 
     Raises:
         SizingError: no request fits, or a setting does not suit the model.
@@ -176,33 +175,6 @@ def plan(deployment: Deployment) -> Sizing:
     )
 
 
-def load_config(model: str) -> Any:
-    """A model's config: of its folder, of the local Hugging Face cache, or known by its name."""
-    from dllm_engine.model_executor.models.configs import parse_config, read_json_object
-
-    folder = Path(model_path(model))
-    file = folder / "config.json" if folder.is_dir() else _cached_config(model)
-    if file is not None:
-        return parse_config(read_json_object(file), str(file.parent))
-    if model in RELEASED_CONFIGS:
-        return parse_config(RELEASED_CONFIGS[model], model)
-    raise ValueError(
-        f"model {model!r} is neither a folder nor in the local Hugging Face cache; download its config.json, or name "
-        f"one of demo, {', '.join(RELEASED_CONFIGS)}"
-    )
-
-
-def _cached_config(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:  # no name of a repository
-        return None
-    return Path(found) if isinstance(found, str) else None
-
-
 def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
     """The request that the plan is for."""
     family = family_of(config)
@@ -226,10 +198,10 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
 
 
 def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> tuple[int, float]:
-    """The most tokens that a layer retains at any time, and the mean rows of a step, as the method's plans say.
+    """The most tokens that a layer retains at any time and the mean rows of a step, by the method's plans.
 
-    A token is unmasked per step. Where layers or heads have budgets of their own, the tokens are those that a layer's
-    pages hold on average.
+    One token is unmasked per step. If layers or heads have different budgets, the tokens are the mean over layers of
+    what their pages hold.
     """
     method = CACHE_METHODS[options.cache_method]
     retained = rows = 0
@@ -283,7 +255,7 @@ def bytes_of_page(geometry: PoolGeometry, dtype_bytes: int) -> int:
 
 
 def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:
-    """Pages that can be handed out: vLLM keeps one as its null block."""
+    """Pages for requests: vLLM keeps one as its null block."""
     return max(pool_bytes // page_bytes - 1, 0)
 
 
@@ -349,7 +321,8 @@ def _does_not_fit(d: Deployment, config: Any, weights: int, activations: int, dt
             if needed + d.overhead < share:
                 advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
                 break
-    total, usable, taken, kept, other = map(readable_size, (d.gpu_memory, share, weights, activations, d.overhead))
+    numbers = (d.gpu_memory, int(share), weights, activations, d.overhead)
+    total, usable, taken, kept, other = (ByteSize(number).human_readable() for number in numbers)
     return (
         f"--gpu-memory {total} leaves nothing for pages: of the {usable} that vLLM uses, weights take {taken}, "
         f"activations {kept} and overhead {other}; {advice}"

@@ -28,9 +28,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm_engine.cli.batch import InputLine, ResultFile, parse_request, read_input, settings_digest
-from dllm_engine.cli.engine import add_cache_arguments, engine_options, has_chat_template, positive_int
-from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.batch.files import InputLine, ResultFile, read_input, settings_digest
+from dllm_engine.batch.run import enqueue, outcome
+from dllm_engine.cli.arguments import positive_int
+from dllm_engine.cli.engine import add_cache_arguments, engine_options
+from dllm_engine.text import one_line
 
 NOT_PARAMS = ("id", "prompt", "messages")
 LINES_PER_TASK = 8  # a replica returns them together
@@ -49,7 +51,6 @@ class Replica:
         from dllm_engine import LLM
 
         self.llm = LLM(model, use_tqdm_on_load=False, **options)
-        self.use_chat = has_chat_template(self.llm)
         self.waiting: SimpleQueue[tuple[InputLine, Future[dict[str, Any]]]] = SimpleQueue()
         threading.Thread(target=self.run_engine, daemon=True).start()
 
@@ -74,16 +75,7 @@ class Replica:
                 for output in self.llm.llm_engine.step():
                     if output.finished:
                         line, answer = running.pop(output.request_id)
-                        completion = output.outputs[0]
-                        answer.set_result(
-                            {
-                                "index": line.index,
-                                "text": completion.text,
-                                "token_ids": list(completion.token_ids),
-                                "finish_reason": completion.finish_reason,
-                                "figures": completion.diffusion.to_json(),
-                            }
-                        )
+                        answer.set_result({"index": line.index, **outcome(output.outputs[0])})
         except Exception as error:  # of the engine: it ends the run
             for _, answer in running.values():
                 answer.set_exception(error)
@@ -92,7 +84,7 @@ class Replica:
         """Hand a line's request to the engine; returns the id under which it comes back."""
         from dllm_engine import DiffusionParams
 
-        request = parse_request(line)
+        request = line.parse()
         fields = {key: value for key, value in json.loads(line.text).items() if key not in NOT_PARAMS}
         for name in fields.keys() - set(DiffusionParams.__struct_fields__):
             raise ValueError(
@@ -101,12 +93,7 @@ class Replica:
         params = DiffusionParams(**fields)
         if params.n != 1:
             raise ValueError(f"n={params.n}: a line has one answer; repeat the line")
-        if request.messages is not None or self.use_chat:
-            messages = request.messages or [{"role": "user", "content": request.prompt}]
-            (engine_id,) = self.llm.enqueue_chat(messages, params, use_tqdm=False)
-        else:
-            (engine_id,) = self.llm.enqueue([request.prompt], params, use_tqdm=False)
-        return str(engine_id).split("-")[0]
+        return enqueue(self.llm, request, params, use_chat=self.llm.has_chat_template)
 
 
 def main() -> int:
@@ -145,7 +132,7 @@ def main() -> int:
         # What a replica raised comes with its traceback; its last line says what it was.
         print(f"ray_batch: error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         return 2
-    except (CommandError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"ray_batch: error: {one_line(error)}", file=sys.stderr)
         return 2
 
@@ -206,7 +193,7 @@ def answer_on_replicas(
 def _id_of(line: InputLine) -> str | int | None:
     """Of a line that may be bad in other ways."""
     try:
-        return parse_request(line).id
+        return line.parse().id
     except ValueError:
         return None
 

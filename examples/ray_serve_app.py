@@ -29,7 +29,7 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -227,7 +227,7 @@ def main() -> int:
         return 2
     try:
         command = engine_command(args.model, options)
-    except (CommandError, ValueError) as error:
+    except ValueError as error:
         print(f"ray_serve_app: error: {one_line(error)}", file=sys.stderr)
         return 2
     if not ray.is_initialized():

@@ -1,57 +1,89 @@
 """PyTorch operators with a kernel per device, at the price of a plain dispatch.
 
-``torch.library.custom_op`` wraps every kernel in Python that serves training (autograd, checks of aliasing): 5 to 10 µs
-a call, more than a small kernel takes, several times per layer. Inference needs none of it. What ``torch.compile``,
-fake tensors and dispatch modes go by is registered here as well: schema, mutated arguments and fake kernel.
+``torch.library.custom_op`` wraps every kernel in Python that serves training (autograd, checks of aliasing). This costs
+5 to 10 µs a call, more than a small kernel takes, several times per layer, and inference needs none of it. What
+``torch.compile``, fake tensors and dispatch modes rely on is registered here as well: schema, mutated arguments and
+fake kernel.
 """
 
 from collections.abc import Callable
+from functools import cached_property
+from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _library = torch.library.Library("dllm", "FRAGMENT")
 
 
 class Operator(Generic[_P, _R]):
-    """``torch.ops.dllm.NAME``, called as the function that it was made of."""
+    """``torch.ops.dllm.NAME``, called like the function that it was made from."""
 
-    def __init__(self, kernel: Callable[_P, _R], name: str, mutates: tuple[str, ...]) -> None:
-        """``kernel``: for a CPU, and for whatever other device none is registered for."""
+    def __init__(
+        self,
+        kernel: Callable[_P, _R],
+        name: str,
+        mutates: tuple[str, ...],
+        triton: str | None,
+    ) -> None:
         self.__doc__, self.name = kernel.__doc__, name
-        self.kernels: dict[str, Callable[..., _R]] = {}
-        """By dispatch key."""
+        self._check: Callable[_P, None] | None = None
+        self._triton = triton
         _library.define(name + torch.library.infer_schema(kernel, mutates_args=mutates))
         self._overload = getattr(torch.ops.dllm, name).default
-        self.register_kernel("CompositeExplicitAutograd")(kernel)
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        if triton:
+            _library.impl(name, self._run_triton_kernel, "CUDA")
+        if mutates:
+            torch.library.register_fake(self._overload, lambda *args: None, lib=_library)
 
-    def register_kernel(self, dispatch_key: str) -> Callable[[_Kernel], _Kernel]:
-        """Decorates the kernel for ``CUDA``, say. Arguments beyond the operator's have defaults."""
+    @cached_property
+    def triton_kernel(self) -> Callable[..., _R] | None:
+        """The function that launches the CUDA kernel, imported on first use: a CPU installation may lack Triton."""
+        if self._triton is None:
+            return None
+        try:
+            module = import_module(f"dllm_engine.kernels.triton.{self._triton}")
+        except ModuleNotFoundError as error:
+            raise ImportError("the CUDA kernels need Triton: pip install triton") from error
+        launch: Callable[..., _R] = getattr(module, self.name)
+        return launch
 
-        def of_key(kernel: _Kernel) -> _Kernel:
-            _library.impl(self.name, kernel, dispatch_key)
-            self.kernels[dispatch_key] = kernel
-            return kernel
+    def _run_triton_kernel(self, *args: Any) -> _R:
+        assert self.triton_kernel is not None
+        return self.triton_kernel(*args)
 
-        return of_key
+    def register_check(self, check: Callable[_P, None]) -> Callable[_P, None]:
+        """Decorates a function that is called before any kernel and raises an error for arguments that do not fit."""
+        self._check = check
+        return check
 
-    def register_fake(self, kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorates the one for fake tensors, which makes results of the right shapes and types."""
+    def register_fake(self, kernel: Callable[..., _R]) -> Callable[..., _R]:
+        """Decorates the kernel for fake tensors, which makes results of the right shapes and types."""
         torch.library.register_fake(self._overload, kernel, lib=_library)
         return kernel
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if self._check is not None:
+            self._check(*args, **kwargs)
         result: _R = self._overload(*args, **kwargs)
         return result
 
 
-def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
-    """Makes an operator of a function of tensors and numbers; ``mutates`` names the arguments that it writes to."""
+def operator(
+    name: str, *, mutates: tuple[str, ...] = (), triton: str | None = None
+) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
+    """Make an operator from a function of tensors and numbers, which becomes its kernel for CPUs.
+
+    Args:
+        mutates: names of the arguments that the operator writes to. Such an operator returns None.
+        triton: the module in ``triton/`` where a function of the operator's name launches the CUDA kernel. It takes
+            the same arguments; those beyond them have defaults. Without one, the CPU's kernel runs on all devices.
+    """
 
     def of_kernel(kernel: Callable[_P, _R]) -> Operator[_P, _R]:
-        return Operator(kernel, name, mutates)
+        return Operator(kernel, name, mutates, triton)
 
     return of_kernel

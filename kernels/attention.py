@@ -37,11 +37,10 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
     Raises:
         ValueError: shapes that do not belong together.
     """
-    _check(q, k, v, cu_seqlens)
     if _backend == "xformers":
         return attend_with_xformers(q, k, v, cu_seqlens)
     out = torch.empty_like(q)
-    # The CPU kernel has no grouped-query form; expanded keys cost less than its slow path.
+    # PyTorch's fast CPU kernel has no grouped-query form; expanding the keys costs less than its slow path.
     group = q.shape[1] // k.shape[1]
     if group > 1 and not q.is_cuda:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -53,7 +52,7 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
 
         keys, values = per_sequence(k), per_sequence(v)
         if not q.is_cuda:
-            # Read once per few queries: a head's keys side by side are worth the copy.
+            # The kernel reads a head's keys once per few queries, which pays for a copy that lays them side by side.
             keys, values = keys.contiguous(), values.contiguous()
         attended = F.scaled_dot_product_attention(per_sequence(q), keys, values, enable_gqa=group > 1 and q.is_cuda)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)
@@ -65,21 +64,8 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) 
     return torch.empty_like(q)
 
 
-def bidirectional_attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]
-) -> torch.Tensor:
-    """The formula, in float64."""
-    group = q.shape[1] // k.shape[1]
-    out = []
-    for start, stop in itertools.pairwise(cu_seqlens):
-        qs, ks, vs = (x[start:stop].double().transpose(0, 1) for x in (q, k, v))
-        ks, vs = ks.repeat_interleave(group, dim=0), vs.repeat_interleave(group, dim=0)
-        scores = qs @ ks.transpose(1, 2) / q.shape[-1] ** 0.5
-        out.append((scores.softmax(dim=-1) @ vs).transpose(0, 1))
-    return torch.cat(out)
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) -> None:
+@bidirectional_attention.register_check
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: list[int]) -> None:
     if q.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not belong together")
     if q.shape[1] % k.shape[1]:

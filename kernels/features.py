@@ -1,7 +1,7 @@
 r"""Rows of features, as wide as the model's hidden states, in pages of the memory that holds keys and values.
 
-A page of E = 2 · slots_per_page · head_dim elements holds ⌊E / width⌋ whole rows, one after the other; what is left at
-its end is unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page:
+A page of E = 2 · slots_per_page · head_dim elements holds ⌊E / width⌋ whole rows, one after the other, and leaves the
+rest unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page:
 
     add_features:    hidden_i += rows_σ(i)
     write_features:  rows_σ(i) := values_i
@@ -14,69 +14,15 @@ NaN.
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels._triton import jit, tl, triton
-
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
-
-@jit
-def _add_features_kernel(
-    hidden, rows, slots, hidden_row, page_stride,
-    WIDTH: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of a row's columns."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row)
-    kept = (column < WIDTH) & (slot >= 0)
-    source = slot // ROWS_PER_PAGE * page_stride + slot % ROWS_PER_PAGE * WIDTH
-    added = tl.load(rows + source + column, mask=kept)
-    target = hidden + row * hidden_row + column
-    tl.store(target, tl.load(target, mask=kept) + added, mask=kept)
-
-
-@jit
-def _write_features_kernel(
-    values, rows, slots, values_row, page_stride,
-    WIDTH: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of a row's columns."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row)
-    kept = (column < WIDTH) & (slot >= 0)
-    target = slot // ROWS_PER_PAGE * page_stride + slot % ROWS_PER_PAGE * WIDTH
-    tl.store(rows + target + column, tl.load(values + row * values_row + column, mask=kept), mask=kept)
-
-
-@jit
-def _read_features_kernel(
-    rows, slots, out, page_stride,
-    WIDTH: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of a row's columns."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row)
-    source = slot // ROWS_PER_PAGE * page_stride + slot % ROWS_PER_PAGE * WIDTH
-    read = tl.load(rows + source + column, mask=(column < WIDTH) & (slot >= 0), other=0.0)
-    tl.store(out + row * WIDTH + column, read, mask=column < WIDTH)
 
 
 def feature_rows(memory: torch.Tensor, width: int, num_kv_heads: int = 1) -> torch.Tensor:
-    """The rows of features that each page has room for.
+    """View the pages as rows of features.
 
     Args:
         memory: contiguous, ``[num_pages, 2, slots_per_page, head_dim]``.
         width: elements of a row.
-        num_kv_heads: slots of a token, which turns the slots of a page that is too small into its ``page_size``.
+        num_kv_heads: slots per token; only for the error message, which names a ``page_size``.
 
     Returns:
         A view of the memory, ``[num_pages, rows_per_page, width]``.
@@ -103,9 +49,9 @@ def feature_rows(memory: torch.Tensor, width: int, num_kv_heads: int = 1) -> tor
     return memory.as_strided((num_pages, rows_per_page, width), (page_elements, width, 1))
 
 
-@operator("add_features", mutates=("hidden",))
+@operator("add_features", mutates=("hidden",), triton="features")
 def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Add to each row of ``hidden`` the row of features in its slot, in their own type.
+    """Add to each row of ``hidden`` the row of features in its slot, without converting to float32.
 
     Args:
         hidden: ``[num_rows, width]``, each row contiguous.
@@ -115,26 +61,18 @@ def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) 
     Raises:
         ValueError: shapes, strides or types that do not belong together.
     """
-    _check_added(hidden, rows, slots)
     kept = (slots >= 0).nonzero().flatten()
     hidden.index_add_(0, kept, rows[_places(rows, slots[kept])])
 
 
-@add_features.register_kernel("CUDA")
-def add_features_with_triton(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    _check_added(hidden, rows, slots)
-    if not hidden.shape[0]:
-        return
-    grid, constants = _launch(rows, slots)
-    _add_features_kernel[grid](hidden, rows, slots.contiguous(), hidden.stride(0), rows.stride(0), **constants)
-
-
-@add_features.register_fake
+@add_features.register_check
 def _(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    _check_added(hidden, rows, slots)
+    _check_values("hidden", hidden, rows, slots)
+    if hidden.stride(1) != 1:
+        raise ValueError(f"a row of hidden is not contiguous: {hidden.stride()} in strides")
 
 
-@operator("write_features", mutates=("rows",))
+@operator("write_features", mutates=("rows",), triton="features")
 def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i]`` to row slot ``slots[i]``.
 
@@ -146,29 +84,18 @@ def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor
     Raises:
         ValueError: shapes, strides or types that do not belong together.
     """
-    _check("values", values, rows, slots)
     kept = slots >= 0
     if not kept.all():
         values, slots = values[kept], slots[kept]
     rows[_places(rows, slots)] = values
 
 
-@write_features.register_kernel("CUDA")
-def write_features_with_triton(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    _check("values", values, rows, slots)
-    if not values.shape[0]:
-        return
-    values = values if values.stride(1) == 1 else values.contiguous()
-    grid, constants = _launch(rows, slots)
-    _write_features_kernel[grid](values, rows, slots.contiguous(), values.stride(0), rows.stride(0), **constants)
-
-
-@write_features.register_fake
+@write_features.register_check
 def _(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    _check("values", values, rows, slots)
+    _check_values("values", values, rows, slots)
 
 
-@operator("read_features")
+@operator("read_features", triton="features")
 def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The rows of features in ``slots``.
 
@@ -182,7 +109,6 @@ def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: shapes or strides that do not belong together.
     """
-    _check_rows(rows, slots)
     kept = slots >= 0
     if kept.all():
         return rows[_places(rows, slots)]
@@ -191,50 +117,17 @@ def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@read_features.register_kernel("CUDA")
-def read_features_with_triton(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    _check_rows(rows, slots)
-    out = rows.new_empty(slots.shape[0], rows.shape[2])
-    if out.shape[0]:
-        grid, constants = _launch(rows, slots)
-        _read_features_kernel[grid](rows, slots.contiguous(), out, rows.stride(0), **constants)
-    return out
-
-
 @read_features.register_fake
 def _(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    _check_rows(rows, slots)
     return rows.new_empty(slots.shape[0], rows.shape[2])
 
 
-def add_features_reference(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """A copy of ``hidden``, added to a row at a time."""
-    hidden = hidden.clone()
-    for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            page, place = divmod(slot, rows.shape[1])
-            hidden[i] = hidden[i] + rows[page, place]
-    return hidden
-
-
-def write_features_reference(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """A copy of ``rows``, written a row at a time."""
-    rows = rows.clone()
-    for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            page, place = divmod(slot, rows.shape[1])
-            rows[page, place] = values[i]
-    return rows
-
-
-def read_features_reference(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows, read one at a time."""
-    out = rows.new_zeros(slots.shape[0], rows.shape[2])
-    for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            page, place = divmod(slot, rows.shape[1])
-            out[i] = rows[page, place]
-    return out
+@read_features.register_check
+def _check_rows(rows: torch.Tensor, slots: torch.Tensor) -> None:
+    if rows.dim() != 3 or not rows.shape[1] or not rows.shape[2] or slots.dim() != 1:
+        raise ValueError(f"rows {list(rows.shape)} and slots {list(slots.shape)} do not belong together")
+    if rows.stride()[1:] != (rows.shape[2], 1):
+        raise ValueError(f"the rows of a page do not follow each other: {rows.stride()} in strides")
 
 
 def _places(rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,31 +135,10 @@ def _places(rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torc
     return slots // rows.shape[1], slots % rows.shape[1]
 
 
-def _launch(rows: torch.Tensor, slots: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Grid and constants that the three kernels have in common."""
-    _, rows_per_page, width = rows.shape
-    block = min(1024, triton.next_power_of_2(width))
-    constants = {"WIDTH": width, "ROWS_PER_PAGE": rows_per_page, "BLOCK": block}
-    return (slots.shape[0], triton.cdiv(width, block)), constants
-
-
-def _check_added(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    _check("hidden", hidden, rows, slots)
-    if hidden.stride(1) != 1:
-        raise ValueError(f"a row of hidden is not contiguous: {hidden.stride()} in strides")
-
-
-def _check(name: str, values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+def _check_values(name: str, values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     _check_rows(rows, slots)
     if values.shape != (slots.shape[0], rows.shape[2]) or values.dtype != rows.dtype:
         raise ValueError(
             f"{name} {list(values.shape)} {values.dtype}, rows {list(rows.shape)} {rows.dtype}, "
             f"slots {list(slots.shape)} do not belong together"
         )
-
-
-def _check_rows(rows: torch.Tensor, slots: torch.Tensor) -> None:
-    if rows.dim() != 3 or not rows.shape[1] or not rows.shape[2] or slots.dim() != 1:
-        raise ValueError(f"rows {list(rows.shape)} and slots {list(slots.shape)} do not belong together")
-    if rows.stride()[1:] != (rows.shape[2], 1):
-        raise ValueError(f"the rows of a page do not follow each other: {rows.stride()} in strides")

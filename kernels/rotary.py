@@ -5,42 +5,16 @@ For a head x of a row at position p, with angles θ_j = p · base^(−2j/d), j <
     out_j         = x_j · cos θ_j − x_{j+d/2} · sin θ_j
     out_{j + d/2} = x_{j+d/2} · cos θ_j + x_j · sin θ_j
 
-Phases in the rows' own type would be off by whole radians at positions in the thousands in bfloat16, which is why
-LLaDA asks for ``rope_full_precision``.
+In bfloat16, phases would be off by whole radians at positions in the thousands, which is why LLaDA sets
+``rope_full_precision``.
 """
 
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels._triton import jit, tl, triton
-
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 
-@jit
-def _rotate_kernel(
-    x, cos_sin, x_row, x_head, num_heads,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: a row."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BLOCK_H)[:, None]
-    column = tl.arange(0, BLOCK_D)
-    exists = column < HALF
-    cos = tl.load(cos_sin + row * 2 * HALF + column, mask=exists, other=0.0)[None, :]
-    sin = tl.load(cos_sin + row * 2 * HALF + HALF + column, mask=exists, other=0.0)[None, :]
-    kept = (head < num_heads) & exists[None, :]
-    place = x + row * x_row + head * x_head + column[None, :]
-    first = tl.load(place, mask=kept, other=0.0).to(tl.float32)
-    second = tl.load(place + HALF, mask=kept, other=0.0).to(tl.float32)
-    tl.store(place, first * cos - second * sin, mask=kept)
-    tl.store(place + HALF, second * cos + first * sin, mask=kept)
-
-
-@operator("rotate_", mutates=("x",))
+@operator("rotate_", mutates=("x",), triton="rotary")
 def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotate every head of every row, in place.
 
@@ -51,8 +25,7 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     Raises:
         ValueError: tensors that do not belong together.
     """
-    _check(x, cos_sin)
-    # vLLM's compiled rotation, in one pass, where vLLM has loaded it. It computes in the rows' own type.
+    # vLLM's compiled rotation takes one pass, but computes in the rows' own type. vLLM may not have loaded it.
     num_rows, num_heads, head_dim = x.shape
     together = x.stride(1) == head_dim or num_heads == 1
     if x.dtype == torch.float32 and together and hasattr(torch.ops._C, "rotary_embedding"):
@@ -61,39 +34,14 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
         return
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = x.to(torch.float32).chunk(2, dim=-1)
-    # In two passes each; a formula of whole tensors takes three, and as many temporaries.
+    # Two passes for each half; the plain formula takes three, and as many temporaries.
     rotated = torch.mul(first, cos).addcmul_(second, sin, value=-1)
     x[..., head_dim // 2 :] = torch.mul(second, cos).addcmul_(first, sin)
     x[..., : head_dim // 2] = rotated
 
 
-@rotate_.register_kernel("CUDA")
-def rotate_with_triton(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """``rotate_`` in Triton."""
-    _check(x, cos_sin)
-    num_rows, num_heads, head_dim = x.shape
-    if x.numel():
-        _rotate_kernel[(num_rows,)](
-            x, cos_sin, x.stride(0), x.stride(1), num_heads,
-            HALF=head_dim // 2,
-            BLOCK_H=triton.next_power_of_2(num_heads),
-            BLOCK_D=triton.next_power_of_2(head_dim // 2),
-        )  # fmt: skip
-
-
-@rotate_.register_fake
+@rotate_.register_check
 def _(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    _check(x, cos_sin)
-
-
-def rotate_reference(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """The formulas, in float64."""
-    cos, sin = cos_sin.double()[:, None].chunk(2, dim=-1)
-    first, second = x.double().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _check(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     if x.dim() != 3 or x.shape[2] % 2 or cos_sin.shape != (x.shape[0], x.shape[2]):
         raise ValueError(f"x {list(x.shape)} and cos_sin {list(cos_sin.shape)} do not belong together")
     if x.stride(2) != 1 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():

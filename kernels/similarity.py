@@ -4,17 +4,13 @@ With the fresh values a_{i,h} of row i and KV head h, and those retained for it,
 
     cosine_i = Σ_h a_{i,h} · b_{i,h} / (max(‖a_i‖, ε) max(‖b_i‖, ε)),   ‖a_i‖² = Σ_h a_{i,h} · a_{i,h},   ε = 1e-8
 
-All heads of a row are one vector. The three sums come first and on their own, so that ranks that hold a part of the
-heads each can add theirs before the division.
+All heads of a row are one vector. The three sums are separate from the division, so that tensor-parallel ranks, which
+hold some heads each, can add theirs first.
 """
 
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels._triton import jit, tl, triton
-
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 _EPS = 1e-8
 """As ``torch.nn.functional.cosine_similarity`` has it."""
@@ -22,40 +18,15 @@ _ROUNDING = 1e-6
 """Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
 
 
-@jit
-def _similarity_kernel(
-    fresh, pages, slots, sums, num_rows, fresh_row, fresh_head, page_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SLOTS_PER_PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: all heads of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BLOCK_H)
-    dim = tl.arange(0, BLOCK_D)
-    slot = tl.load(slots + row * NUM_KV_HEADS + head, mask=head < NUM_KV_HEADS, other=-1)
-    kept = (slot >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
-    a = tl.load(fresh + row * fresh_row + head[:, None] * fresh_head + dim[None, :], mask=kept, other=0.0)
-    source = slot // SLOTS_PER_PAGE * page_stride + slot % SLOTS_PER_PAGE * HEAD_DIM
-    b = tl.load(pages + source[:, None] + dim[None, :], mask=kept, other=0.0)
-    a = a.to(tl.float32)
-    b = b.to(tl.float32)
-    tl.store(sums + row, tl.sum(tl.sum(a * b, axis=1), axis=0))
-    tl.store(sums + num_rows + row, tl.sum(tl.sum(a * a, axis=1), axis=0))
-    tl.store(sums + num_rows * 2 + row, tl.sum(tl.sum(b * b, axis=1), axis=0))
-
-
-@operator("similarity_sums")
+@operator("similarity_sums", triton="similarity")
 def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What ``cosine`` needs of each row, over the heads at hand.
+    """The three sums that ``cosine`` needs of each row, over the heads of this rank.
 
     Args:
         fresh: ``[num_rows, num_kv_heads, head_dim]``.
         pages: ``[num_pages, slots_per_page, head_dim]``; a page is contiguous, pages are whole slots apart.
-        slots: the physical slot ``page · slots_per_page + offset`` of what is retained for each row and KV head; int64
-            ``[num_rows, num_kv_heads]``. −1: nothing is, and this head of the row counts in none of the sums.
+        slots: the physical slot ``page · slots_per_page + offset`` of the value retained for each row and KV head;
+            int64 ``[num_rows, num_kv_heads]``. −1: there is none, and the head is left out of the row's sums.
 
     Returns:
         Σ fresh · retained, Σ fresh², Σ retained²: float32 ``[3, num_rows]``.
@@ -63,11 +34,10 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     Raises:
         ValueError: shapes or types that do not belong together.
     """
-    _check(fresh, pages, slots)
     num_pages, slots_per_page, head_dim = pages.shape
     kept = slots >= 0
     complete = bool(kept.all())
-    # All slots in one list, also those of memory between the pages: one index a slot is gathered faster than two.
+    # One list of all slots, including those in the memory between pages: gathering by one index is faster than by two.
     apart = pages.stride(0) // head_dim
     every_slot = pages.as_strided(((num_pages - 1) * apart + slots_per_page, head_dim), (head_dim, 1))
     index = slots // slots_per_page * apart + slots % slots_per_page
@@ -75,7 +45,7 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
         index = index.masked_fill(~kept, 0)
     retained = every_slot.index_select(0, index.flatten()).view(fresh.shape)
     if not complete:
-        # Not a product with 0: what is not retained may be NaN.
+        # A product with 0 would not do: slots without a value may hold NaN.
         absent = ~kept[..., None]
         fresh, retained = fresh.masked_fill(absent, 0), retained.masked_fill_(absent, 0)
     a, b = fresh.flatten(1).float(), retained.flatten(1).float()
@@ -83,39 +53,23 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
 
 
-@similarity_sums.register_kernel("CUDA")
-def similarity_sums_with_triton(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    _check(fresh, pages, slots)
-    num_rows, num_kv_heads, head_dim = fresh.shape
-    sums = fresh.new_empty(3, num_rows, dtype=torch.float32)
-    if not num_rows:
-        return sums
-    fresh = fresh if fresh.stride(2) == 1 else fresh.contiguous()
-    _similarity_kernel[(num_rows,)](
-        fresh, pages, slots.contiguous(), sums, num_rows, *fresh.stride()[:2], pages.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        SLOTS_PER_PAGE=pages.shape[1],
-        BLOCK_H=triton.next_power_of_2(num_kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim),
-    )  # fmt: skip
-    return sums
-
-
 @similarity_sums.register_fake
 def _(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    _check(fresh, pages, slots)
     return fresh.new_empty(3, fresh.shape[0], dtype=torch.float32)
 
 
-def similarity_sums_reference(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The sums, in float64, a slot at a time."""
-    sums = fresh.new_zeros(3, fresh.shape[0], dtype=torch.float64)
-    for row, head in (slots >= 0).nonzero().tolist():
-        page, offset = divmod(int(slots[row, head]), pages.shape[1])
-        a, b = fresh[row, head].double(), pages[page, offset].double()
-        sums[:, row] += torch.stack((a @ b, a @ a, b @ b))
-    return sums
+@similarity_sums.register_check
+def _(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+    if fresh.dim() != 3 or pages.dim() != 3 or fresh.shape[2] != pages.shape[2] or slots.shape != fresh.shape[:2]:
+        raise ValueError(
+            f"fresh {list(fresh.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
+        )
+    if not pages.shape[0]:
+        raise ValueError(f"pages {list(pages.shape)}: there is no page")
+    if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % pages.shape[2]:
+        raise ValueError(f"a page is not contiguous, or not whole slots from the next: {pages.stride()} in strides")
+    if fresh.dtype != pages.dtype:
+        raise ValueError(f"fresh and the pages differ in type: {fresh.dtype}, {pages.dtype}")
 
 
 def cosine(sums: torch.Tensor) -> torch.Tensor:
@@ -141,9 +95,8 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         similarity: ``[num_rows]`` or ``[batch, num_rows]``.
-        count: how many rows, of each member of the batch. Of equals for the last place the first is chosen, and rows
-            that differ from 1 by rounding alone are equals: a row that nothing has changed comes out of a matrix
-            product of another shape with other last bits, which must not decide.
+        count: how many rows of each member of the batch. Ties go to the first row. Rows that differ from 1 by rounding
+            alone are ties: matrix products of different shapes give an unchanged row different last bits.
 
     Returns:
         int64 ``[count]`` or ``[batch, count]``, ascending.
@@ -155,16 +108,3 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
         raise ValueError(f"count={count} of similarity {list(similarity.shape)}: 0 to the number of rows can be chosen")
     alike = similarity.clamp(max=1 - _ROUNDING)
     return alike.sort(stable=True).indices[..., :count].sort().values
-
-
-def _check(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    if fresh.dim() != 3 or pages.dim() != 3 or fresh.shape[2] != pages.shape[2] or slots.shape != fresh.shape[:2]:
-        raise ValueError(
-            f"fresh {list(fresh.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
-        )
-    if not pages.shape[0]:
-        raise ValueError(f"pages {list(pages.shape)}: there is no page")
-    if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % pages.shape[2]:
-        raise ValueError(f"a page is not contiguous, or not whole slots from the next: {pages.stride()} in strides")
-    if fresh.dtype != pages.dtype:
-        raise ValueError(f"fresh and the pages differ in type: {fresh.dtype}, {pages.dtype}")

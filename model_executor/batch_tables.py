@@ -1,4 +1,4 @@
-"""Page tables of a batch's requests side by side, as attention over pages wants them."""
+"""Page tables of a batch's requests side by side."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
@@ -36,26 +37,26 @@ class BatchTables:
         return pages.long() * per_page + items % per_page
 
 
-class PagedTokens:
-    """What requests attend to in pages, as tensors alone.
-
-    Token-major: token t of a request follows token t − 1, its heads side by side, so that a table grows by appending
-    pages.
-    """
+class KVTables:
+    """The keys and values in pages that requests attend to, in every layer; token-major."""
 
     def __init__(self, pages: PageView, tables: torch.Tensor, head_len: torch.Tensor, max_head_len: int) -> None:
         """
         Args:
-            tables: ``[num_layers, num_requests, most pages]`` int32.
-            head_len: tokens that a request's rows attend to, ``[num_requests]`` int32.
-            max_head_len: an upper bound of them, known on the host, so that a GPU launch does not wait to learn it.
+            tables: int32 ``[num_layers, num_requests, most pages]``.
+            head_len: tokens that each request attends to, int32 ``[num_requests]``.
+            max_head_len: an upper bound of ``head_len``, known on the host.
         """
         heads, num_requests, device = pages.num_kv_heads, head_len.shape[0], head_len.device
-        self.pages, self.tables, self.max_head_len = pages, tables, max_head_len
-        self.head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, -1).contiguous()
-        self.token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
+        head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, -1).contiguous()
+        token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
+        self.pages, self.tables = pages, tables
         self.head_len = head_len[:, None].expand(-1, heads).contiguous()
         """``[num_requests, num_kv_heads]``"""
+        self.layers = [
+            PagedTokens(pages.keys, pages.values, table, head_start, token_stride, self.head_len, max_head_len)
+            for table in tables.unbind()
+        ]
 
     def attend(
         self,
@@ -71,25 +72,12 @@ class PagedTokens:
     ) -> torch.Tensor:
         """Attention of a layer's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
         return paged_attention(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            self.pages.keys,
-            self.pages.values,
-            self.tables[layer],
-            self.head_start,
-            self.token_stride,
-            self.head_len,
-            attend_fresh=attend_fresh,
-            causal=causal,
-            max_seqlen=max_seqlen,
-            max_head_len=self.max_head_len,
+            q, k, v, cu_seqlens, self.layers[layer], attend_fresh=attend_fresh, causal=causal, max_seqlen=max_seqlen
         )
 
 
-class TokenTables(BatchTables, PagedTokens):
-    """Tables of keys and values of a batch's requests, and where their rows lie in them."""
+class TokenTables(BatchTables, KVTables):
+    """Keys and values of a batch's requests, where token p of a table belongs to canvas position p."""
 
     def __init__(
         self,
@@ -98,16 +86,15 @@ class TokenTables(BatchTables, PagedTokens):
         head_len: list[int],
         kind: PageKind | Sequence[PageKind] = PageKind.KV,
     ) -> None:
-        """``head_len``: per request, the tokens that its rows attend to in pages."""
+        """``head_len``: tokens in pages that each request attends to."""
         BatchTables.__init__(self, batch, kind)
         device = batch.positions.device
-        of_requests = on_device(head_len, device, torch.int32)
-        PagedTokens.__init__(self, pages, self.tables, of_requests, max(head_len))
+        KVTables.__init__(self, pages, self.tables, on_device(head_len, device, torch.int32), max(head_len))
         self.requests, self.positions = batch.request_of_row(), batch.positions
         self.head_offsets = torch.arange(pages.num_kv_heads, device=device)
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all), where canvas position p is token p."""
+        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: all)."""
         requests, tokens = self.requests, self.positions
         if rows is not None:
             requests, tokens = requests[rows], tokens[rows]

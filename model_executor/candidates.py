@@ -22,10 +22,10 @@ from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 @dataclass(frozen=True)
 class Candidates:
-    """Those of one request."""
+    """Masked positions that one request may fill."""
 
     index: int
-    """Of the request in the batch."""
+    """Number of the request in the batch."""
     request_id: str
     canvas: Canvas
     plan: StepPlan
@@ -49,42 +49,42 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchCandidates:
-    """Those of several requests of a batch, ascending by request and position."""
+    """Masked positions that requests of a batch may fill, ascending by request and position."""
 
     batch: StepBatch
     members: Sequence[int]
-    """Numbers in the batch of the requests that may have some."""
+    """Batch numbers of the requests that may fill any."""
     table: torch.Tensor
     """int64 ``[5, num_candidates]``: the columns below, in their order."""
 
     @cached_property
     def requests(self) -> torch.Tensor:
-        """Number in the batch of each one's request."""
+        """Batch number of each candidate's request."""
         return self.table[0]
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """In its plan's candidates."""
+        """Place in the plan's span of candidates."""
         return self.table[1]
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """In its canvas."""
+        """Canvas position."""
         return self.table[2]
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """In the ``CanvasStore``."""
+        """Index into the ``CanvasStore``."""
         return self.table[3]
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """The batch rows that predict them."""
+        """Batch row that predicts the candidate."""
         return self.table[4]
 
     @classmethod
     def of(cls, batch: StepBatch, store: CanvasStore) -> "BatchCandidates":
-        """What is masked of the plans' candidates, where a row of the batch predicts it."""
+        """All masked candidates of the plans that some row of the batch predicts."""
         device = batch.positions.device
         members = [i for i in range(len(batch.plans)) if may_fill(batch.plans[i], batch.canvases[i].spec)]
         spans = [batch.plans[i].quota.candidates for i in members]
@@ -122,19 +122,21 @@ class BatchCandidates:
         return found.take(keys[found.rows] == wanted)
 
     def take(self, which: torch.Tensor) -> "BatchCandidates":
-        """Some of them, by their numbers ``[n]``, or by a mask of all."""
+        """Select some, by indices ``[n]`` or by a bool mask."""
         return BatchCandidates(self.batch, self.members, self.table[:, which])
 
     def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
-        """Those of some of the members."""
+        """Select the candidates of some members."""
         if len(members) == len(self.members):
             return self
         wanted = torch.isin(self.requests, on_device(members, self.table.device))
         return BatchCandidates(self.batch, members, self.table[:, wanted])
 
     def choose(self, statistics: TokenStatistics, masked: torch.Tensor) -> torch.Tensor:
-        """Which of them the plans' quotas unmask; bool ``[num_candidates]``. Of guided requests none, nor any that is
-        no longer ``masked`` ``[num_candidates]``."""
+        """Which candidates the plans' quotas unmask; bool ``[num_candidates]``.
+
+        None of guided requests, where the guide decides, and none that is no longer ``masked`` ``[num_candidates]``.
+        """
         barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
         plans, canvases = self.batch.plans, self.batch.canvases
         values: dict[tuple[str, Rule], dict[int, float]] = defaultdict(dict)
@@ -155,7 +157,7 @@ class BatchCandidates:
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:
-        """Request by request, those that have some, with their statistics."""
+        """The candidates of each request that has any, with their statistics."""
         sizes = self.requests.bincount(minlength=len(self.batch.plans)).tolist()
         for index, (positions, of_request) in enumerate(
             zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
@@ -182,13 +184,13 @@ class StepOutcome:
     """What a step did to the requests of a batch, by their numbers."""
 
     positions: list[list[int]]
-    """Filled in each request, ascending."""
+    """Positions filled in each request, ascending."""
     not_finite: set[int]
     """Requests for which the model made logits that are NaN or infinite."""
 
 
 def outcomes_of(filled: list[list[Filled]], num_requests: int) -> list[StepOutcome]:
-    """Per step. The device is waited for once."""
+    """The outcome of each step. Waits for the device once."""
     parts = list(chain.from_iterable(filled))
     found = [StepOutcome([[] for _ in range(num_requests)], set()) for _ in filled]
     if not parts:

@@ -8,6 +8,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from dllm_engine.kernels.slots import write_slots
+
 POOL_LAYER = "dllm.pool"
 """Name of the one pseudo-layer vLLM is told of; its page is one layer's page of ours."""
 
@@ -49,6 +51,11 @@ class PageView:
     """Tokens per page."""
     num_kv_heads: int
     """KV heads of this rank."""
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as ``write_slots`` does."""
+        write_slots(k, self.keys, slots)
+        write_slots(v, self.values, slots)
 
 
 class PageMemory(PageView):

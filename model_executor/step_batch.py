@@ -24,7 +24,7 @@ class Canvas:
     """Key of its random numbers, as the int64 of the same bits."""
     settings: SamplingSettings
     start: int = field(init=False)
-    """Of its part of the ``CanvasStore``, whose views these two are:"""
+    """First index of its part of the ``CanvasStore``. The next two are views of that part."""
     tokens: torch.Tensor = field(init=False)
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
     masked: torch.Tensor = field(init=False)
@@ -38,12 +38,13 @@ class Canvas:
     guide_text: list[int] = field(default_factory=list)
     """The guide's tokens whose keys and values its pages hold."""
     logprobs: TokenLogprobs | None = None
-    """Of each canvas position, as of the last step that predicted it; None where the request does not ask."""
+    """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
+    none."""
     confidences: torch.Tensor | None = None
-    """``[canvas_length]`` float32: probability of each position's token, as of the last step that predicted it, NaN
-    before; None where the request does not stream by step."""
+    """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
+    before the first); None if the request does not stream by step."""
     cache_state: Any = None
-    """What the engine's cache method keeps of this request beside pages."""
+    """What the cache method keeps of this request outside pages."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class StepBatch:
 
 
 def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Ranges of integers end to end: the number of the range that each belongs to, and the integers; int64 each."""
+    """Concatenate ranges of integers. Returns the range number of each integer, and the integers; int64 arrays."""
     of_ranges = np.array([starts, sizes], dtype=np.int64)
     owners = np.repeat(np.arange(len(sizes)), of_ranges[1])
     shifts = of_ranges[0] - of_ranges[1].cumsum() + of_ranges[1]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from vllm.distributed.parallel_state import graph_capture
 
-from dllm_engine.model_executor.batch_tables import PagedTokens
+from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.base import LayerPass
@@ -71,7 +71,7 @@ class StepGraph:
         self.input_ids = torch.zeros(num_requests * num_rows, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.input_ids)
         shape = (model.shape.num_layers, num_requests, max_pages)
-        self.tokens = PagedTokens(
+        self.tokens = KVTables(
             pages,
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(num_requests, dtype=torch.int32, device=device),
@@ -81,7 +81,7 @@ class StepGraph:
         input_ids, positions, layer_pass = self.input_ids, self.positions, PagedPass(self.tokens, cu_seqlens, num_rows)
         self.replay = record(lambda: model(input_ids, positions, layer_pass))
 
-    def __call__(self, batch: StepBatch, tokens: PagedTokens) -> torch.Tensor:
+    def __call__(self, batch: StepBatch, tokens: KVTables) -> torch.Tensor:
         """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
         rows, requests = batch.input_ids.shape[0], len(batch.plans)
         self.input_ids[:rows] = batch.input_ids

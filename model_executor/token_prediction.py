@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.unmask import token_statistics
+from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.noise import gumbel
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics, required
@@ -87,8 +87,9 @@ class TokenPredictor:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
-        argmax of logits + T · Gumbel noise. ``num_logprobs`` is how many of the likeliest tokens get log-probabilities
-        beside the predicted one; None: not even that. ``counters`` are needed for sampling alone.
+        argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities
+        of the predicted token and of so many of the likeliest; None: for none. ``counters`` are needed for sampling
+        only.
         """
         chunks = []
         for start in range(0, hidden.shape[0], self.max_rows):
@@ -284,7 +285,7 @@ def _draw(
 
 
 def _without(scores: torch.Tensor, mask_column: int) -> torch.Tensor:
-    """``scores`` with the mask token's column out of the running."""
+    """``scores`` with −∞ in the mask token's column."""
     if mask_column < 0:
         return scores
     scores = scores.clone()

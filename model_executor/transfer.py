@@ -10,9 +10,9 @@ import torch
 def on_device(
     values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Numbers of the host as a tensor, without waiting for what the device is doing.
+    """Copy numbers from the host to a tensor on the device, without waiting for the device.
 
-    On a CPU it is the memory of ``values``, where they are an array of that type.
+    On a CPU the tensor shares the memory of ``values`` where these are an array of that type.
     """
     of_host = torch.as_tensor(values, dtype=dtype)
     # Only from pinned memory does a GPU fetch them by itself.

@@ -72,13 +72,14 @@ class BlockChange:
     """What a step changed in the running block."""
 
     positions: list[int]
-    """Filled by this step; counted from the block's start."""
+    """Positions that the step filled, counted from the block's start."""
     token_ids: list[int]
-    """Of those positions, and so are ``confidences``: the probability of the token that was committed."""
+    """Tokens at ``positions``."""
     confidences: list[float | None]
+    """Probabilities of these tokens."""
     guesses: list[float | None]
-    """Per position that is still masked, in order: the probability of the token that would have been next; None where
-    none was predicted yet."""
+    """For each position that is still masked, in order: the probability of its best token; None where none was
+    predicted yet."""
     mask_token_id: int
 
 
@@ -94,11 +95,11 @@ class StepReport:
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
     kv_slots: list[int] | None = None
-    """Slots of keys that each layer turned out to need, on the rank that needs most, where a step has settled that."""
+    """Key slots that each layer needs for good, on the rank that needs most; None unless this step has settled it."""
     logprobs: LogprobsLists | None = None
-    """Of ``block_tokens``, if the request asks."""
+    """Log-probabilities of ``block_tokens``, if the request asks."""
     block_change: BlockChange | None = None
-    """If the request streams by step."""
+    """What the step changed in the block, if the request streams by step."""
 
 
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]

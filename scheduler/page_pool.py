@@ -47,9 +47,9 @@ class PagePool:
         self._tables[request_id] = []
 
     def resize(self, request_id: str, table_sizes: list[int]) -> list[list[int]]:
-        """Give a request's page tables these sizes, in pages; returns the page ids of each.
+        """Resize a request's page tables, in pages; returns the page ids of each.
 
-        A table keeps the pages it has as far as they go. Raises ``ValueError`` beyond the request's reservation.
+        A table grows and shrinks at its end. Raises ``ValueError`` beyond the request's reservation.
         """
         if sum(table_sizes) > self._reserved[request_id]:
             raise ValueError(

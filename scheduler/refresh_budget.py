@@ -1,13 +1,13 @@
-"""Refreshes as a scheduled resource: how much of them may run beside smaller requests.
+"""Bounds refreshes of long requests, so that they do not hold up short ones.
 
-A FULL or UPDATE step computes a canvas where a REUSE step computes a block, and all requests of a batch wait for its
-longest. So that a long request does not hold up short ones, with the ratio ρ: one that refreshed owes its rows, and
-refreshes again once requests of at most a quarter of its canvas have run 1/ρ as many rows. While these work for a time
-T on their blocks it refreshes for at most about ρ·T, and one refresh more.
+A FULL or UPDATE step computes a canvas, a REUSE step only a block, and all requests of a batch wait for the longest.
+With the ratio ρ, a request that refreshes owes the rows of that refresh. It may refresh again once requests of at most
+a quarter of its canvas have run 1/ρ times as many rows. So while these work for a time T, it refreshes for at most
+about ρ·T, and one refresh more.
 
-A refresh is put off, never dropped: the smallest requests owe nothing, and what they run is what the others wait for.
-Requests of like size refresh when they are due, together where they can: between them there is little to gain, and a
-batch of fewer would cost all of them.
+A refresh is put off, never dropped: the smallest requests owe nothing, and the rows they run pay for the others.
+Requests of similar size refresh when they are due, together where they can. To put them off would gain little, and
+smaller batches would cost all of them.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 _MUCH_SMALLER = 4
-"""How many times another's canvas a request's must be, for its refreshes to wait for the other."""
+"""A request's refreshes wait for another whose canvas is smaller by at least this factor."""
 
 
 class RefreshBudget:
@@ -29,7 +29,8 @@ class RefreshBudget:
         self._owed: dict[str, float] = {}
 
     def begin_step(self, canvases: Mapping[str, int]) -> None:
-        """``canvases``: canvas lengths of all running requests. Debts to nobody are void."""
+        """``canvases``: canvas lengths of all running requests. Requests with no smaller one beside them owe
+        nothing."""
         smallest = min(canvases.values(), default=0)
         for request_id in list(self._owed):
             if canvases[request_id] < _MUCH_SMALLER * smallest:
@@ -59,5 +60,5 @@ class RefreshBudget:
                 del self._owed[request_id]
 
     def forget(self, request_id: str) -> None:
-        """Told of requests that ended."""
+        """Forget a request that ended."""
         self._owed.pop(request_id, None)

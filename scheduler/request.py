@@ -77,7 +77,7 @@ class DecodingSpec:
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
-    """How many of the likeliest tokens get log-probabilities beside the committed one; None: not even that."""
+    """Report log-probabilities of the committed token and of so many of the likeliest; None: report none."""
     streams_steps: bool = False
     """Whether every step reports the running block."""
 

@@ -4,6 +4,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 
+from pydantic import ByteSize
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
@@ -28,7 +29,6 @@ from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request import Progress
 from dllm_engine.scheduler.request_state import RequestState, end_token_ids, failed_output
 from dllm_engine.scheduler.resolve import check_page_demand, resolve_decoding
-from dllm_engine.units import readable_size
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -243,8 +243,8 @@ def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int
     if not options.uses_pages:
         return f"{method}: every step computes the whole canvas, no pages are kept"
     tokens = num_pages // geometry.num_layers * geometry.page_size
+    page, pool = (ByteSize(number).human_readable() for number in (page_bytes, num_pages * page_bytes))
     return (
-        f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({readable_size(page_bytes)} each, "
-        f"together {readable_size(num_pages * page_bytes)}) retain {tokens:,} tokens of each of the "
-        f"{geometry.num_layers} layers"
+        f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({page} each, together {pool}) "
+        f"retain {tokens:,} tokens of each of the {geometry.num_layers} layers"
     )

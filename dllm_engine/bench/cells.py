@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.machine import now, synchronize
 from dllm_engine.bench.memory import peak, restart_peak
-from dllm_engine.bench.passes import PassWatch, runner_of, scheduler_of
-from dllm_engine.bench.percentiles import Distribution
+from dllm_engine.bench.passes import observed_step, runner_of, scheduler_of
 from dllm_engine.bench.plain import PlainDecoder, decode
 from dllm_engine.bench.subject import Unmasking
 from dllm_engine.scheduler.request import DecodingSpec
@@ -56,6 +57,28 @@ class RequestSample:
     tokens_unmasked: int
     rows_computed: int
 
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        end_tokens: frozenset[int],
+        block_times: Sequence[float],
+        *,
+        forward_passes: int,
+        tokens_unmasked: int,
+        rows_computed: int,
+    ) -> "RequestSample":
+        """``block_times``: when each block was finished."""
+        return cls(
+            visible=visible_tokens(token_ids, end_tokens),
+            first_block=block_times[0],
+            latency=block_times[-1],
+            gaps=tuple(b - a for a, b in itertools.pairwise(block_times)),
+            forward_passes=forward_passes,
+            tokens_unmasked=tokens_unmasked,
+            rows_computed=rows_computed,
+        )
+
 
 @dataclass
 class Sample:
@@ -78,8 +101,7 @@ class Sample:
 
 def visible_tokens(token_ids: Sequence[int], end_tokens: frozenset[int]) -> tuple[int, ...]:
     """What a reader sees of a response: what comes before its first end token."""
-    end = next((i for i, token in enumerate(token_ids) if token in end_tokens), len(token_ids))
-    return tuple(token_ids[:end])
+    return tuple(itertools.takewhile(lambda token: token not in end_tokens, token_ids))
 
 
 def repetition_rate(tokens: Sequence[int]) -> float | None:
@@ -99,44 +121,36 @@ def run_engine(
 
     params = params.clone()
     params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
-    engine, scheduler, watch = llm.llm_engine, scheduler_of(llm), PassWatch(llm)
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
     memory = None if (pages := runner_of(llm).pages) is None else pages.memory
     page_bytes = 0 if memory is None else memory[0].numel() * memory.element_size()
     blocks: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
     outputs: dict[str, Any] = {}
     before = restart_peak()
     sample = Sample(0.0, [], 0, 0)
-    with watch.watching():
-        start = now()
-        for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-        clock = now() - start
-        while engine.has_unfinished_requests():
-            watch.before_dispatch()
-            start = now()
-            made = engine.step()
-            synchronize()
-            seconds = now() - start
-            clock += seconds
-            for output in made:
-                blocks[output.request_id].append(clock)
-                outputs[output.request_id] = output.outputs[0]
-            passes = watch.take()
-            kinds = {forward.kind for forward in passes}
-            if len(kinds) == 1 and (kind := kinds.pop()) is not None:
-                sample.steps[kind] += [(forward.shape, seconds / len(passes)) for forward in passes]
-            sample.page_bytes = max(sample.page_bytes, scheduler.pages.num_allocated * page_bytes)
+    start = now()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    sample.seconds = now() - start
+    while engine.has_unfinished_requests():
+        dispatch = observed_step(llm)
+        sample.seconds += dispatch.seconds
+        for output in dispatch.outputs:
+            blocks[output.request_id].append(sample.seconds)
+            outputs[output.request_id] = output.outputs[0]
+        if dispatch.kind is not None:
+            seconds = dispatch.seconds / len(dispatch.passes)
+            sample.steps[dispatch.kind] += [(forward.shape, seconds) for forward in dispatch.passes]
+        sample.page_bytes = max(sample.page_bytes, scheduler.pages.num_allocated * page_bytes)
     sample.process_bytes = peak()
     sample.working_bytes = max(0, sample.process_bytes - before)
-    sample.seconds = clock
     for request_id, times in blocks.items():
-        figures, token_ids = outputs[request_id].diffusion, outputs[request_id].token_ids
+        figures = outputs[request_id].diffusion
         sample.requests.append(
-            RequestSample(
-                visible=visible_tokens(token_ids, end_tokens),
-                first_block=times[0],
-                latency=times[-1],
-                gaps=tuple(b - a for a, b in itertools.pairwise(times)),
+            RequestSample.of(
+                outputs[request_id].token_ids,
+                end_tokens,
+                times,
                 forward_passes=figures.forward_passes,
                 tokens_unmasked=figures.tokens_unmasked,
                 rows_computed=figures.tokens_computed,
@@ -170,11 +184,10 @@ def run_plain(
         assert response is not None
         sample.seconds += times[-1]
         sample.requests.append(
-            RequestSample(
-                visible=visible_tokens(response.token_ids, end_tokens),
-                first_block=times[0],
-                latency=times[-1],
-                gaps=tuple(b - a for a, b in itertools.pairwise(times)),
+            RequestSample.of(
+                response.token_ids,
+                end_tokens,
+                times,
                 forward_passes=response.forward_passes,
                 tokens_unmasked=response.tokens_unmasked,
                 rows_computed=response.rows_computed,
@@ -183,6 +196,21 @@ def run_plain(
     sample.process_bytes = peak()
     sample.working_bytes = max(0, sample.process_bytes - before)
     return sample
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of ``of`` values, linear between ranks; with few values the high percentiles are near the maximum."""
+
+    median: float
+    p90: float
+    p99: float
+    of: int
+
+    @classmethod
+    def of_values(cls, values: Sequence[float]) -> "Distribution":
+        median, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(median, p90, p99, len(values))
 
 
 @dataclass(frozen=True)
@@ -277,10 +305,7 @@ class CellFigures:
         visible = sum(len(r.visible) for r in requests)
         rows = sum(r.rows_computed for r in requests)
         repetitions = [rate for r in requests if (rate := repetition_rate(r.visible)) is not None]
-        first_block = Distribution.of_values([r.first_block for r in requests])
-        latency = Distribution.of_values([r.latency for r in requests])
-        assert first_block is not None
-        assert latency is not None
+        gaps = [gap for r in requests for gap in r.gaps]
         return cls(
             method=cell.method,
             unmasking=cell.unmasking.text,
@@ -292,9 +317,9 @@ class CellFigures:
             tokens_per_second_lowest=min(rates),
             tokens_per_second_highest=max(rates),
             visible_tokens=visible / len(requests),
-            first_block=first_block,
-            latency=latency,
-            block_gap=Distribution.of_values([gap for r in requests for gap in r.gaps]),
+            first_block=Distribution.of_values([r.first_block for r in requests]),
+            latency=Distribution.of_values([r.latency for r in requests]),
+            block_gap=Distribution.of_values(gaps) if gaps else None,
             forward_passes=statistics.mean(r.forward_passes for r in requests),
             tokens_per_forward=sum(r.tokens_unmasked for r in requests) / sum(r.forward_passes for r in requests),
             rows_computed=rows / len(requests),

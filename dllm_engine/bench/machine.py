@@ -11,16 +11,11 @@ from typing import Any
 import torch
 import vllm
 
-from dllm_engine import __version__
+from dllm_engine.version import __version__
 
 RATE_REPEATS = 7
 _BYTES_COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}
 _SIDE = {"cpu": 1024, "cuda": 8192}
-
-
-def machine() -> str:
-    """What figures were measured on, in one line."""
-    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def processor() -> str:
@@ -41,34 +36,32 @@ def provenance() -> dict[str, Any]:
         "vllm": vllm.__version__,
         "dllm_engine": __version__,
         "threads": torch.get_num_threads(),
-        "clock": clock_name(),
+        "clock": _clock_name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-_clock: Callable[[], float] = time.perf_counter
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+_clock_name = "wall"
 
 
 def use_clock(name: str) -> None:
-    """Which seconds this process counts from now on: ``wall``, or ``processor``, its own on all threads together.
+    """Choose the seconds that this process counts: ``wall``, or ``processor``, its own on all threads together.
 
-    Processor seconds hardly see what else runs on a shared machine, and nothing of what runs on a GPU: there they are
-    refused with ``ValueError``.
+    Processor seconds hardly depend on what else runs on a shared machine.
+
+    Raises:
+        ValueError: processor seconds with a GPU, whose time they do not count.
     """
     if name == "processor" and torch.cuda.is_available():
         raise ValueError("clock='processor' does not count a GPU's time; use clock='wall'")
-    global _clock
-    _clock = CLOCKS[name]
+    global _clock_name
+    _clock_name = name
 
 
 def now() -> float:
     """Seconds of the chosen clock."""
-    return _clock()
-
-
-def clock_name() -> str:
-    return next(name for name, clock in CLOCKS.items() if clock is _clock)
+    return CLOCKS[_clock_name]()
 
 
 def synchronize() -> None:

@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.bench.machine import now, synchronize
@@ -31,10 +32,9 @@ def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
 
 
 @dataclass(frozen=True)
-class ForwardPass:
+class ObservedPass:
     """One forward pass of a batch."""
 
-    request_ids: list[str]
     plans: list[StepPlan]
     shape: PassShape
 
@@ -49,53 +49,51 @@ class ForwardPass:
         return None
 
 
-class PassWatch:
-    """Records the forward passes of an engine while it is entered."""
+@dataclass(frozen=True)
+class Dispatch:
+    """One call of ``LLMEngine.step``."""
 
-    def __init__(self, llm: "LLM") -> None:
-        self._runner, self._scheduler = runner_of(llm), scheduler_of(llm)
-        self._seen: list[tuple[Any, Any]] = []
-        self._masked: dict[str, int] = {}
+    outputs: list[Any]
+    seconds: float
+    passes: list[ObservedPass]
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        denoiser = self._runner.denoiser
-        forward = denoiser.forward
+    @property
+    def kind(self) -> str | None:
+        """That of all its passes, where they are of one kind."""
+        kinds = {forward.kind for forward in self.passes}
+        return kinds.pop() if len(kinds) == 1 else None
 
-        def recording(batch: Any, layer_pass: Any) -> Any:
-            self._seen.append((batch, layer_pass))
-            return forward(batch, layer_pass)
 
-        setattr(denoiser, "forward", recording)  # noqa: B010 - mypy lets nobody assign to a method
-        try:
-            yield
-        finally:
-            setattr(denoiser, "forward", forward)  # noqa: B010
+def observed_step(llm: "LLM") -> Dispatch:
+    """Run ``LLMEngine.step`` and record its forward passes."""
+    runner, scheduler = runner_of(llm), scheduler_of(llm)
+    masked = {i: state.progress.num_masked for i, state in scheduler.states.items()}
+    forward = runner.denoiser.forward
+    seen: list[tuple[Any, Any]] = []
 
-    def before_dispatch(self) -> None:
-        """To be called before each ``LLMEngine.step``: notes how many tokens each block has masked."""
-        self._masked = {i: state.progress.num_masked for i, state in self._scheduler.states.items()}
+    def recording(batch: Any, layer_pass: Any) -> Any:
+        seen.append((batch, layer_pass))
+        return forward(batch, layer_pass)
 
-    def take(self) -> list[ForwardPass]:
-        """The passes since the last call.
+    with mock.patch.object(runner.denoiser, "forward", recording):
+        synchronize()
+        start = now()
+        outputs = llm.llm_engine.step()
+        synchronize()
+        seconds = now() - start
+    return Dispatch(outputs, seconds, [_observed(batch, layer_pass, masked) for batch, layer_pass in seen])
 
-        Masked rows are those at the dispatch's start; where it ran several passes, each later one is taken to have as
-        many fewer as its plans' quotas say.
-        """
-        seen, self._seen = self._seen, []
-        masked = dict(self._masked)
-        passes = []
-        for batch, layer_pass in seen:
-            head_rows = 0
-            for request_id, plan in zip(batch.request_ids, batch.plans, strict=True):
-                left = masked.get(request_id, plan.block.size)
-                head_rows += min(left, plan.quota.candidates.size)
-                masked[request_id] = left - min(left, plan.quota.count)
-            rows = [layer_pass.rows_computed(i, batch.num_rows(i)) for i in range(len(batch.plans))]
-            canvases = [canvas.spec.canvas_length for canvas in batch.canvases]
-            shape = PassShape.of_plans(batch.plans, rows, canvases, head_rows)
-            passes.append(ForwardPass(list(batch.request_ids), list(batch.plans), shape))
-        return passes
+
+def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPass:
+    """A pass, given how many tokens the block of each request had masked; lowers these by what the plans unmask."""
+    head_rows = 0
+    for request_id, plan in zip(batch.request_ids, batch.plans, strict=True):
+        left = masked.get(request_id, plan.block.size)
+        head_rows += min(left, plan.quota.candidates.size)
+        masked[request_id] = left - min(left, plan.quota.count)
+    rows = [layer_pass.rows_computed(i, batch.num_rows(i)) for i in range(len(batch.plans))]
+    canvases = [canvas.spec.canvas_length for canvas in batch.canvases]
+    return ObservedPass(list(batch.plans), PassShape.of_plans(batch.plans, rows, canvases, head_rows))
 
 
 @dataclass(frozen=True)
@@ -132,14 +130,10 @@ class InnerTime:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        originals = [getattr(owner, name) for _, owner, name in self._parts]
-        for (part, owner, name), original in zip(self._parts, originals, strict=True):
-            setattr(owner, name, self._timed(part, original))
-        try:
+        with ExitStack() as patches:
+            for part, owner, name in self._parts:
+                patches.enter_context(mock.patch.object(owner, name, self._timed(part, getattr(owner, name))))
             yield
-        finally:
-            for (_, owner, name), original in zip(self._parts, originals, strict=True):
-                setattr(owner, name, original)
 
     def _timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

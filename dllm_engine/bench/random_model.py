@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.families import FAMILIES
-from dllm_engine.released_configs import RELEASED_CONFIGS
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dllm_engine.cli.table import format_table
+from dllm_engine.text import format_table
 
 SCHEMA = 2
 """Of result files; raised where a reader of older ones would go wrong."""

@@ -10,6 +10,7 @@ import torch
 
 from dllm_engine.bench.plain import PlainDecoder, decoder_shape
 from dllm_engine.bench.random_model import config_folder, is_named_shape, named_shape, random_engine
+from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
@@ -18,7 +19,7 @@ from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.request_state import end_token_ids
 from dllm_engine.scheduler.resolve import checkpoint_defaults, resolve_decoding
-from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, load_config, weight_bytes
+from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, weight_bytes
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

@@ -1,4 +1,4 @@
-"""How the command line spells its arguments: as vLLM's does, without importing it."""
+"""The syntax of arguments: that of vLLM's command line, without importing vLLM."""
 
 import argparse
 import json
@@ -8,28 +8,32 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from dllm_engine.cli.errors import CommandError
-
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
 _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
 
 
+ONE = "one"
+"""The unmasking rule of one token per step."""
+RULES = ("steps", "threshold", "factor", "entropy_bound", "margin")
+"""Options that another unmasking rule may set."""
+
+
 class CommandParser(argparse.ArgumentParser):
-    """Takes its options with underscores too (``--cache_method``)."""
+    """Also accepts options with underscores (``--cache_method``)."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._with_dashes(word) for word in words], namespace)
 
     def _with_dashes(self, word: str) -> str:
-        """``word`` as it is, unless it is an option of this parser: others may have options with underscores."""
+        """``word`` with dashes if it is an option of this parser; vLLM's own options may have underscores."""
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
         return dashed + equals + value if dashed in self._option_string_actions else word
 
 
 def whole_number(text: str) -> int:
-    """``8192``, or as vLLM has it ``8k`` (thousands) or ``8K`` (of 1024), with k, m, g and t."""
+    """``8192``, or as in vLLM ``8k`` (8 × 1000) or ``8K`` (8 × 1024), also with m, g and t."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text):
         number = Fraction(match[1]) * _SUFFIXES[match[2]]
         if number.denominator == 1:
@@ -49,7 +53,7 @@ def positive_int(text: str) -> int:
 
 
 def json_value(text: str) -> Any:
-    """``text`` as JSON where it is JSON, as a number where it is one, else as it is."""
+    """``text`` as JSON if it is JSON, as a number if it is one like ``8k``, else as it is."""
     try:
         return json.loads(text)
     except ValueError:
@@ -69,10 +73,11 @@ def key_value(text: str) -> tuple[str, Any]:
 
 
 def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str]]:
-    """Collect the dotted form of a JSON ``option``: ``--option.a.b VALUE``, and ``--option.a.b+ X,Y`` for lists.
+    """Take the dotted form of a JSON ``option`` out of ``words``: ``--option.a.b VALUE``, or ``--option.a.b+ X,Y``
+    for lists.
 
     Returns:
-        The object they spell, and the other ``words``.
+        The object that they spell, and the other words.
     """
     spelled: dict[str, Any] = {}
     others = []
@@ -84,13 +89,13 @@ def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str
             others.append(word)
             continue
         if not equals and (value := next(remaining, "")) == "":
-            raise CommandError(f"{name} needs a value")
+            raise ValueError(f"{name} needs a value")
         *parents, last = keys
         within = spelled
         for key in parents:
             within = within.setdefault(key, {})
             if not isinstance(within, dict):
-                raise CommandError(f"{word}: {key!r} has a value already, so it cannot hold {last!r}")
+                raise ValueError(f"{word}: {key!r} has a value already, so it cannot hold {last!r}")
         if last.endswith("+"):
             within.setdefault(last[:-1], []).extend(value.split(","))
         else:
@@ -99,9 +104,22 @@ def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two JSON objects in one; where both have a value, that of ``above``."""
+    """Two JSON objects merged; where both have a value, that of ``above`` wins."""
     result = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = merged(result[key], value) if both else value
     return result
+
+
+def parse_rule(text: str) -> dict[str, Any]:
+    """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``."""
+    if text == ONE:
+        return {}
+    try:
+        name, value = key_value(text.replace("-", "_"))
+    except argparse.ArgumentTypeError:
+        name, value = text, None
+    if name not in RULES or value is None:
+        raise ValueError(f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE")
+    return {name: value}

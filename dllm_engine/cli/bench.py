@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
-from dllm_engine.cli.arguments import key_value, positive_int
-from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int
+from dllm_engine.cli.engine import DTYPES
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
-from dllm_engine.evaluation.comparison import ONE, RULES, parse_rule
 from dllm_engine.options import EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ QUICK: tuple[dict[str, Any], ...] = (
     _QUICK | {"prompt": [64], "unmasking": f"{ONE},threshold=0.9", "tasks": "names,keys,facts", "count": 20},
     _QUICK | {"model": "llada-8b/16", "prompt": [256], "block_length": 16},
 )
-"""What ``--quick`` measures: a trained model, whose answers can be right or wrong, and a larger one for its times."""
+"""What ``--quick`` measures: a trained model, which can be scored, and a larger one for its times."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -95,11 +95,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "(default: %(default)s)",
     )
     how.add_argument("--seed", type=int, default=0, help="of prompts and tasks (default: 0)")
-    how.add_argument(
-        "--dtype",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        help="type of weights and activations (default: the checkpoint's)",
-    )
+    how.add_argument("--dtype", choices=DTYPES, help="type of weights and activations (default: the checkpoint's)")
     how.add_argument("--max-model-len", type=positive_int, metavar="N", help="default: what is measured needs")
     how.add_argument(
         "--engine-arg",
@@ -135,19 +131,19 @@ def run(args: argparse.Namespace) -> int:
     note = None
     if args.quick:
         if args.model is not None:
-            raise CommandError(f"--quick chooses its models; leave it out, or --model {args.model}")
+            raise ValueError(f"--quick chooses its models; leave it out, or --model {args.model}")
         args.output = args.output or QUICK_OUTPUT
         if args.plots is None:
             args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
     if args.plots is not None and not _can_plot():
-        raise CommandError(f"--plots {args.plots}: {_PLOTS_NEED}")
+        raise ValueError(f"--plots {args.plots}: {_PLOTS_NEED}")
     if args.output is not None and not args.output.parent.is_dir():
-        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
-    report = _measure(wanted, args.clock, shlex.join(["dllm", *_command_line(args)]))
+    report = _measure(wanted, args.clock, shlex.join(["dllm", *args.argv]))
     print(tables(report))
     if args.output is not None:
-        _write(args.output, report)
+        args.output.write_text(json_rows(report, depth=4) + "\n", encoding="utf-8")
         print(f"\nwrote {args.output}")
     if args.plots is not None:
         from dllm_engine.bench.plots import draw
@@ -159,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def filled(args: argparse.Namespace, preset: dict[str, Any]) -> argparse.Namespace:
-    """What was not given taken from ``preset``, else from the defaults."""
+    """The arguments, with those that were not given taken from ``preset``, else from the defaults."""
     given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
     return argparse.Namespace(**vars(args) | DEFAULTS | preset | given)
 
@@ -187,7 +183,7 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
 
 
 def settings(args: argparse.Namespace) -> "BenchSettings":
-    """What the arguments ask for; raises ``CommandError`` or ``ValueError`` for what cannot be measured."""
+    """What the arguments ask for; raises ``ValueError`` for what cannot be measured."""
     from dllm_engine.bench.benchmark import BenchSettings
     from dllm_engine.bench.subject import Lengths
 
@@ -195,7 +191,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     for method in methods:
         EngineOptions.parse({"cache_method": method})
     if (block := args.block_length) is not None and block > args.response:
-        raise CommandError(f"--block-length {block} is longer than --response {args.response}; lower it")
+        raise ValueError(f"--block-length {block} is longer than --response {args.response}; lower it")
     return BenchSettings(
         model=args.model,
         methods=methods,
@@ -221,23 +217,20 @@ def _unmasking(text: str) -> Any:
 
 
 def _examples(name: str, args: argparse.Namespace) -> list[Example]:
-    """Of a demo task, or of a file."""
+    """Examples of a demo task, or of a .jsonl file."""
     if not name.endswith(".jsonl"):
         return make_examples(name, args.count, args.seed)
-    try:
-        lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise CommandError(f"cannot read {name}: {error.strerror}") from error
+    lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
     examples = []
     for number, line in enumerate(lines[: args.count], start=1):
         try:
             fields = json.loads(line)
-            prompt, answer = fields["prompt"], fields["answer"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(f'{name}: task {number} must be {{"prompt": "…", "answer": "…"}}: {error!r}') from None
-        examples.append(Example(Path(name).stem, prompt, answer.strip(), (answer.strip(),)))
+            prompt, answer = fields["prompt"], fields["answer"].strip()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f'{name}: task {number} must be {{"prompt": "…", "answer": "…"}}: {error!r}') from None
+        examples.append(Example(Path(name).stem, prompt, answer, (answer,)))
     if not examples:
-        raise CommandError(f"{name} holds no tasks; give it a line per task")
+        raise ValueError(f"{name} holds no tasks; give it a line per task")
     return examples
 
 
@@ -245,36 +238,11 @@ def _positive_ints(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
-def _command_line(args: argparse.Namespace) -> list[str]:
-    """The arguments that are not left out, to repeat the run."""
-    words = ["bench"]
-    for name, value in vars(args).items():
-        if name in ("command", "compare", "passes_on_unknown", "run", "traceback", "unknown") or not value:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if name == "engine_arg":
-            words += [word for key, given in value for word in (flag, f"{key}={given}")]
-        elif value is True:
-            words.append(flag)
-        else:
-            words += [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-    return words
-
-
 def _read(path: Path) -> Report:
     try:
         report: Report = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CommandError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CommandError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA or "runs" not in report:
-        raise CommandError(f"{path} is not a result of this version's `dllm bench`; measure again")
+        raise ValueError(f"{path} is not a result of this version's `dllm bench`; measure again")
     return report
-
-
-def _write(path: Path, report: Report) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error

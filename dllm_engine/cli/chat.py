@@ -1,4 +1,4 @@
-"""``dllm chat``: a conversation in the terminal, in which one sees the masks fill in."""
+"""``dllm chat``: a conversation in the terminal that shows how the masks are filled."""
 
 import argparse
 import itertools
@@ -10,15 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dllm_engine.cli.engine import (
-    add_decoding_arguments,
-    add_engine_arguments,
-    check_for_all,
-    has_chat_template,
-    start_engine,
-)
-from dllm_engine.cli.errors import CommandError, one_line
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
 from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -42,9 +36,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     llm, params = start_engine(args)
-    if not has_chat_template(llm):
-        raise CommandError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
-    check_for_all(llm, params)
+    if not llm.has_chat_template:
+        raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
+    llm.check_params(params)
     screen = Screen(sys.stdout) if sys.stdout.isatty() else None
     conversation = Conversation(llm, params, screen)
     if screen is not None:
@@ -71,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """What was said so far, and the engine that answers."""
+    """The messages so far, and the engine that answers."""
 
     def __init__(self, llm: "LLM", params: "DiffusionParams", screen: "Screen | None") -> None:
-        """Without a ``screen`` answers are printed once they are complete."""
+        """Without a ``screen``, answers are printed when they are complete."""
         from vllm.sampling_params import RequestOutputKind
 
         self.messages: list[dict[str, str]] = []
@@ -86,7 +80,7 @@ class Conversation:
         self._ids = (f"chat-{number}" for number in itertools.count())
 
     def answer(self, said: str) -> None:
-        """Print the answer to a message. Both are remembered unless the answer fails or is stopped."""
+        """Print the answer to a message. Both are kept unless the answer fails or is stopped."""
         from vllm.exceptions import VLLMClientError
 
         asked = [*self.messages, {"role": "user", "content": said}]
@@ -109,7 +103,7 @@ class Conversation:
             print(f"dllm: error: the engine ended the request: {completion.finish_reason}", file=sys.stderr)
 
     def _wait(self, request_id: str) -> Any:
-        """Step the engine until the answer is complete; returns the completion, None after Ctrl-C."""
+        """Step the engine until the answer is complete; returns the completion, or None after Ctrl-C."""
         engine = self._llm.llm_engine
         with _noting_interrupts() as interrupted:
             while True:
@@ -130,7 +124,7 @@ class Conversation:
 
 
 def _shown_text(completion: Any) -> str:
-    """The finished blocks, and the running one with its masks."""
+    """The text of the finished blocks and of the running one, with its masks."""
     block = completion.provisional
     running: str = block.text if block is not None and any(block.masked) else ""
     text: str = completion.text
@@ -139,7 +133,7 @@ def _shown_text(completion: Any) -> str:
 
 @contextmanager
 def _noting_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted, so that no step of the engine is cut off; the second one raises ``KeyboardInterrupt``."""
+    """Note Ctrl-C instead of interrupting a step of the engine; a second Ctrl-C raises ``KeyboardInterrupt``."""
     noted = False
 
     def note(*_: Any) -> None:
@@ -156,21 +150,21 @@ def _noting_interrupts() -> Iterator[Callable[[], bool]]:
 
 
 class Screen:
-    """The part of a terminal where a running answer is drawn again and again."""
+    """The part of a terminal where a running answer is redrawn."""
 
     def __init__(self, terminal: TextIO) -> None:
         self._terminal = terminal
         self._num_rows = 0
 
     def draw(self, text: str) -> None:
-        """Replace what was drawn; of a text that is taller than the terminal, its end is shown."""
+        """Replace what was drawn. Of a text that is taller than the terminal, the end is shown."""
         columns, lines = shutil.get_terminal_size()
         rows = rows_of(_printable(text), columns - 1)[-max(lines - 1, 1) :]
         self._write("\n".join(rows))
         self._num_rows = len(rows)
 
     def finish(self, text: str) -> None:
-        """Replace what was drawn by the whole text, for good."""
+        """Replace what was drawn by the whole text, which stays."""
         self._write(_printable(text) + "\n")
         self._num_rows = 0
 
@@ -181,7 +175,7 @@ class Screen:
 
 
 def rows_of(text: str, columns: int) -> list[str]:
-    """The text broken into rows of so many terminal cells."""
+    """The text broken into rows of at most ``columns`` terminal cells."""
     rows = []
     for line in text.split("\n"):
         row, used = "", 0
@@ -202,7 +196,7 @@ def _cells(character: str) -> int:
 
 
 def _printable(text: str) -> str:
-    """Without surrounding blanks, and without characters that a terminal takes for commands."""
+    """The text without surrounding whitespace and without control characters."""
     return "".join(
         character if character == "\n" or unicodedata.category(character) != "Cc" else " " for character in text.strip()
     )

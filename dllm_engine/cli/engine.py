@@ -1,19 +1,18 @@
-"""What the commands that run a model have in common: their arguments, the engine, the decoding parameters."""
+"""Shared by commands that run a model: their arguments, the engine, the decoding parameters."""
 
 import argparse
 import os
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import key_value, positive_int, whole_number
-from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.start_checks import check_folder
+from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server_start import end_now
 
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from dllm_engine.params import DiffusionParams
 
 CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per_token")
-"""Arguments of ``add_cache_arguments`` that are engine options as they are."""
+"""Arguments of ``add_cache_arguments`` that are engine options of the same name."""
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 CUDA_GRAPHS_HELP = "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache"
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
 
@@ -62,18 +62,10 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
-    """``with_model=False``: for commands that take the model as an argument of its own."""
-    group = parser.add_argument_group("engine")
-    if with_model:
-        group.add_argument(
-            "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
-        )
+def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
+    """How a model is loaded; ``dllm plan`` has these too."""
     group.add_argument(
-        "--dtype",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        default="auto",
-        help="type of weights and activations (default: the checkpoint's)",
+        "--dtype", choices=DTYPES, default="auto", help="type of weights and activations (default: the checkpoint's)"
     )
     group.add_argument(
         "--max-model-len", type=positive_int, metavar="N", help="most tokens of prompt and response together"
@@ -81,6 +73,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     group.add_argument(
         "--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="devices to split the model over"
     )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
+    """``with_model=False`` is for commands whose model is a positional argument."""
+    group = parser.add_argument_group("engine")
+    if with_model:
+        group.add_argument(
+            "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
+        )
+    add_model_arguments(group)
     group.add_argument("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
     group.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
     group.add_argument(
@@ -95,7 +97,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
 
 
 def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
-    """What requests may name themselves as well, under the same names."""
+    """Options of requests; a request can set them itself under the same names."""
     group.add_argument(
         "--block-length",
         type=whole_number,
@@ -147,37 +149,50 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cache_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the cache method."""
+    """The options of the cache method, from ``--cache-option`` and ``--retention-ratio``."""
     options = dict(args.cache_option)
     if args.retention_ratio is not None:
         if "retention_ratio" in options:
-            raise CommandError("give --retention-ratio or --cache-option retention_ratio=…, not both")
+            raise ValueError("give --retention-ratio or --cache-option retention_ratio=…, not both")
         options["retention_ratio"] = args.retention_ratio
     return options
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the arguments that have a value."""
+    """Those of the arguments ``names`` that have a value."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for; raises as ``load_engine``."""
-    _prepare(args)
-    params = decoding_params(args)
-    return load_engine(args, trace=trace), params
-
-
-def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
-    """The engine that ``args`` ask for.
+def prepare(args: argparse.Namespace) -> None:
+    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment.
 
     On a single device the engine runs in this process: its errors are raised here, where another process would log
-    them. Raises ``ValueError`` for options out of range, ``CommandError`` for a model that cannot be found.
+    them.
     """
-    _prepare(args)
-    from dllm_engine.llm import LLM
+    engine_options(args)
+    check_folder(args.model)
+    be_quiet()
+    if args.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    check_release()
 
-    arguments = {
+
+def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
+    """The engine and the decoding parameters that ``args`` ask for.
+
+    Raises ``ValueError`` for options out of range and for a model that cannot be found.
+    """
+    prepare(args)
+    params = decoding_params(args)
+    return load(engine_arguments(args, trace=trace)), params
+
+
+def engine_arguments(args: argparse.Namespace, *, trace: bool = False) -> dict[str, Any]:
+    """The arguments of ``LLM`` that ``args`` ask for; raises ``ValueError`` naming what is out of range."""
+    return {
+        "model": args.model,
+        "trace": trace,
+        **engine_options(args),
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "tensor_parallel_size": args.tensor_parallel_size,
@@ -186,31 +201,20 @@ def load_engine(args: argparse.Namespace, *, trace: bool = False) -> "LLM":
         "batch_invariant": args.batch_invariant,
         **dict(args.engine_arg),
     }
-    try:
-        with _ending_on_ctrl_c():
-            return LLM(args.model, trace=trace, **engine_options(args), **arguments)
-    except OSError as error:
-        raise CommandError(f"cannot load model {args.model!r}: {one_line(error)}") from error
 
 
-@contextmanager
-def _ending_on_ctrl_c() -> Iterator[None]:
-    """While an engine in processes of its own loads, vLLM waits for them and would swallow Ctrl-C."""
+def load(arguments: dict[str, Any]) -> "LLM":
+    """Start an engine with arguments of ``LLM``."""
+    from dllm_engine.llm import LLM
+
+    # While an engine in processes of its own loads, vLLM waits for them and would ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
     try:
-        yield
+        return LLM(**arguments)
+    except OSError as error:
+        raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _prepare(args: argparse.Namespace) -> None:
-    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment."""
-    engine_options(args)
-    check_folder(args.model)
-    be_quiet()
-    if args.tensor_parallel_size == 1:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    check_release()
 
 
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -226,25 +230,7 @@ def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
-    """What the decoding arguments ask for; raises ``ValueError`` naming what is out of range."""
+    """The decoding arguments as parameters; raises ``ValueError`` naming what is out of range."""
     from dllm_engine.params import DiffusionParams
 
     return DiffusionParams(**decoding_options(args))
-
-
-def check_for_all(llm: "LLM", params: "DiffusionParams") -> None:
-    """Raise ``ValueError`` for parameters that would fail every request alike."""
-    from dllm_engine.admission import default_gen_length
-    from dllm_engine.families import family_of
-    from dllm_engine.scheduler.resolve import resolve_decoding
-
-    if params.max_tokens is None:
-        params = params.clone()
-        params.max_tokens = default_gen_length(1, llm.model_config)
-    engine = EngineOptions.from_vllm_config(llm.llm_engine.vllm_config)
-    resolve_decoding(params, 1, family_of(llm.model_config.hf_config), engine)
-
-
-def has_chat_template(llm: "LLM") -> bool:
-    """Whether the model's tokenizer can turn messages into a prompt."""
-    return bool(getattr(llm.get_tokenizer(), "chat_template", None))

@@ -4,28 +4,40 @@ Not ``eval.py``: the module would hide Python's function from its importers.
 """
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.cli.arguments import positive_int
+from dllm_engine.cli.arguments import ONE, RULES, parse_rule, positive_int
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
     add_engine_arguments,
+    decoding_options,
+    engine_arguments,
+    given,
+    load,
+    prepare,
     start_engine,
 )
-from dllm_engine.cli.errors import CommandError
-from dllm_engine.cli.table import format_table
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
-from dllm_engine.evaluation.comparison import ONE, RULES, ComparedScore, combinations, compare, comparison_table
+from dllm_engine.evaluation.comparison import COLUMNS as COMPARISON_COLUMNS
+from dllm_engine.evaluation.comparison import Combination, ComparedScore, compare
 from dllm_engine.evaluation.harness import COLUMNS as HARNESS_COLUMNS
-from dllm_engine.evaluation.harness import HarnessScore, run_harness
+from dllm_engine.evaluation.harness import (
+    HarnessScore,
+    HarnessSettings,
+    HarnessTask,
+    check_lm_eval,
+    run_harness,
+    tasks_of_papers,
+)
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.paper_tasks import PAPERS
 from dllm_engine.evaluation.score import COLUMNS, score_task
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.text import format_table, json_rows
 
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32
@@ -108,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if args.methods is not None or args.unmasking_rules is not None:
         return _compare(args, examples)
     if args.plot is not None:
-        raise CommandError("--plot shows combinations; name some with --methods or --unmasking-rules")
+        raise ValueError("--plot shows combinations; name some with --methods or --unmasking-rules")
     llm, params = start_engine(args)
     scores = [score_task(llm, examples[task], params) for task in examples]
     print(format_table([COLUMNS, *(score.row() for score in scores)]))
@@ -117,18 +129,43 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def combinations(args: argparse.Namespace) -> list[Combination]:
+    """What ``--methods`` and ``--unmasking-rules`` ask for, checked; raises ``ValueError`` naming what is wrong."""
+    own = given(args, RULES)
+    if args.unmasking_rules is None:
+        rules = {",".join(f"{name}={value}" for name, value in own.items()) or ONE: own}
+    elif own:
+        raise ValueError(f"--unmasking-rules and --{next(iter(own)).replace('_', '-')} both say how to unmask")
+    else:
+        rules = {text: parse_rule(text) for text in args.unmasking_rules.split(",")}
+    methods = [args.cache_method]
+    if args.methods is not None:
+        if args.cache_method != "none" or args.cache_option:
+            raise ValueError("--methods takes the papers' settings; leave out --cache-method and --cache-option")
+        methods = list(CACHE_METHODS) if args.methods == "all" else args.methods.split(",")
+    made = []
+    for method in methods:
+        of_method = argparse.Namespace(**vars(args) | {"cache_method": method})
+        prepare(of_method)
+        engine = engine_arguments(of_method)
+        made += [Combination(method, rule, engine, decoding_options(args) | rules[rule]) for rule in rules]
+    for combination in made:
+        combination.params()
+    return made
+
+
+def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:
+    """What ``--lm-eval`` or ``--paper-task`` asks for; raises ``ValueError`` for an unknown benchmark."""
+    if args.lm_eval is not None:
+        tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
+    else:
+        tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper)
+    own = given(args, ("num_fewshot", "metric", "max_prompt_tokens"))
+    return [replace(task, **own) for task in tasks]
+
+
 def _compare(args: argparse.Namespace, examples: dict[str, list[Example]]) -> int:
-    scores: list[ComparedScore] = []
-    wanted = combinations(args)
-    try:
-        for score in compare(wanted, examples):
-            scores.append(score)
-            if args.json:
-                _write_json(args.json, args, scores)
-    finally:
-        # A long run that is interrupted, or fails late, still shows what it found.
-        if scores:
-            print(comparison_table(scores))
+    scores: list[ComparedScore] = _collected(compare(combinations(args), examples, load), COMPARISON_COLUMNS, args)
     if args.plot is not None:
         name = "exact match: " + ", ".join(examples)
         draw_tradeoff(
@@ -139,15 +176,10 @@ def _compare(args: argparse.Namespace, examples: dict[str, list[Example]]) -> in
 
 
 def _run_harness(args: argparse.Namespace) -> int:
-    scores: list[HarnessScore] = []
-    try:
-        for score in run_harness(args):
-            scores.append(score)
-            if args.json:
-                _write_json(args.json, args, scores)
-    finally:
-        if scores:
-            print(format_table([HARNESS_COLUMNS, *(score.row() for score in scores)]))
+    check_lm_eval()
+    settings = HarnessSettings(**{field.name: getattr(args, field.name) for field in fields(HarnessSettings)})
+    found = run_harness(harness_tasks(args), combinations(args), settings, load)
+    scores: list[HarnessScore] = _collected(found, HARNESS_COLUMNS, args)
     if args.plot is not None:
         points = [
             TradeoffPoint(f"{s.task}: {s.metric}", s.cache_method, s.unmasking, s.tokens_per_second, s.score, s.stderr)
@@ -155,19 +187,30 @@ def _run_harness(args: argparse.Namespace) -> int:
             if s.tokens_per_second is not None
         ]
         if not points:
-            raise CommandError("nothing to plot: likelihoods are found without a cache, so no method is faster at them")
+            raise ValueError("nothing to plot: likelihoods are computed without a cache, so no method is faster")
         draw_tradeoff(points, args.plot)
     return 0
 
 
+def _collected(found: Iterable[Any], columns: Sequence[str], args: argparse.Namespace) -> list[Any]:
+    """All scores; a long run that is interrupted or fails late still prints and writes those it found."""
+    scores: list[Any] = []
+    try:
+        for score in found:
+            scores.append(score)
+            if args.json:
+                _write_json(args.json, args, scores)
+    finally:
+        if scores:
+            print(format_table([columns, *(score.row() for score in scores)]))
+    return scores
+
+
 def _write_json(path: Path, args: argparse.Namespace, scores: Sequence[Any]) -> None:
-    unwritten = ("command", "json", "passes_on_unknown", "run", "traceback", "unknown")
+    unwritten = ("argv", "command", "json", "passes_on_unknown", "run", "traceback", "unknown")
     asked = {name: value for name, value in vars(args).items() if name not in unwritten}
     report = {
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
         "scores": [asdict(score) for score in scores],
     }
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    path.write_text(json_rows(report, depth=2) + "\n", encoding="utf-8")

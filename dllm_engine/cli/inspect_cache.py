@@ -6,8 +6,7 @@ Not ``inspect.py``: that is a module of Python.
 import argparse
 from pathlib import Path
 
-from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, has_chat_template, start_engine
-from dllm_engine.cli.errors import CommandError
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import make_examples
 
@@ -27,7 +26,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         metavar="FILE",
         default=Path("inspect.html"),
-        help="an .html page, or a .png (needs matplotlib); default: %(default)s",
+        help="an .html page (default: %(default)s)",
     )
     parser.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, no chat template")
     add_decoding_arguments(parser)
@@ -36,26 +35,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from dllm_engine.inspection.record import drawing_for
+    from dllm_engine.inspection.record import check_page_path
 
     prompt = args.prompt if args.prompt is not None else _demo_prompt(args.model)
-    # Whatever can be known to fail, before the engine takes its time.
-    drawing_for(args.output)
-    if not args.output.parent.is_dir():
-        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    check_page_path(args.output)  # before the engine takes its time to start
     llm, params = start_engine(args, trace=True)
     messages = [{"role": "user", "content": prompt}]
-    inspection = llm.inspect(prompt if args.raw or not has_chat_template(llm) else messages, params)
-    try:
-        inspection.save(args.output)
-    except OSError as error:
-        raise CommandError(f"cannot write {args.output}: {error.strerror}") from error
+    inspection = llm.inspect(prompt if args.raw or not llm.has_chat_template else messages, params)
+    inspection.save(args.output)
     print(f"wrote {args.output}", *inspection.summary, sep="\n")
     return 0
 
 
 def _demo_prompt(model: str) -> str:
     if model != DEMO_MODEL:
-        raise CommandError("give a PROMPT")
+        raise ValueError("give a PROMPT")
     (example,) = make_examples("facts", 1, seed=3, min_pairs=6, max_pairs=6, filler=0.4, asked=3)
     return example.prompt

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from dllm_engine.evaluation.harness import check_lm_eval
+from dllm_engine.vllm_hooks.release import check_release
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,6 +20,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
+    check_release()
     check_lm_eval()
     from lm_eval.__main__ import cli_evaluate
 

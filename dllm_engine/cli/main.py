@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dllm_engine import __version__
 from dllm_engine.cli import (
     bench,
     chat,
@@ -20,7 +19,8 @@ from dllm_engine.cli import (
     serve,
 )
 from dllm_engine.cli.arguments import CommandParser
-from dllm_engine.cli.errors import one_line
+from dllm_engine.text import one_line
+from dllm_engine.version import __version__
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 ERROR, INTERRUPTED = 2, 130
@@ -29,10 +29,11 @@ ERROR, INTERRUPTED = 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 (done, but some inputs failed), 2 (error) or 130 (Ctrl-C)."""
     parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
     args, unknown = parser.parse_known_args(argv)
     if unknown and not args.passes_on_unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    args.unknown = unknown
+    args.argv, args.unknown = argv, unknown
     try:
         status: int = args.run(args)
         return status

@@ -1,13 +1,13 @@
-"""``dllm models``: which checkpoints, cache methods, unmasking policies and rules of parallel unmasking there are."""
+"""``dllm models``: lists checkpoints, cache methods, unmasking policies and rules of parallel unmasking."""
 
 import argparse
 import json
 from dataclasses import asdict
 from typing import Any
 
-from dllm_engine.cli.table import format_table
 from dllm_engine.families import FAMILIES
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.text import format_table
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -57,7 +57,7 @@ def as_tables(supported: dict[str, Any]) -> str:
     ]
     methods = []
     for name, options in supported["cache_methods"].items():
-        # The first option on the method's own line, the others below it.
+        # The first option is on the method's own line, the others are below.
         lines = [(option, _allowed(schema), schema.get("description", "")) for option, schema in options.items()]
         for position, line in enumerate(lines or [("(no options)", "", "")]):
             methods.append((name if position == 0 else "", *line))

@@ -1,27 +1,32 @@
-"""``dllm plan``: what fits a GPU, by arithmetic from the model's config alone."""
+"""``dllm plan``: what fits a GPU, computed from the model's config alone."""
 
 import argparse
 import json
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ByteSize, TypeAdapter
+
 from dllm_engine.cli.arguments import positive_int
-from dllm_engine.cli.engine import add_cache_arguments, engine_options
-from dllm_engine.cli.table import format_table
+from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options
 from dllm_engine.options import EngineOptions
-from dllm_engine.units import parse_size, readable_size
+from dllm_engine.text import format_table
 
 if TYPE_CHECKING:
     from dllm_engine.sizing import RequestDemand, Sizing
 
 
 def byte_size(text: str) -> int:
-    """``parse_size`` for an argument parser."""
+    """Bytes from ``80GiB``, ``24GB``, ``512MiB`` or a plain number."""
     try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 80GiB, 24GB or 512MiB") from None
+
+
+def readable(number: int) -> str:
+    return ByteSize(number).human_readable()
 
 
 def share(text: str) -> float:
@@ -49,16 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--block-length", type=positive_int, metavar="N", help="tokens denoised together (default: the family's)"
     )
     group = parser.add_argument_group("engine", "As for `dllm serve`; the plan ends with the command that uses them.")
-    group.add_argument("--tensor-parallel-size", type=positive_int, default=1, metavar="N", help="GPUs per model")
-    group.add_argument(
-        "--dtype",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        default="auto",
-        help="type of weights, activations and pages (default: the checkpoint's)",
-    )
-    group.add_argument(
-        "--max-model-len", type=positive_int, metavar="N", help="longest request (default: prompt + response)"
-    )
+    add_model_arguments(group)
     group.add_argument(
         "--max-num-seqs", type=positive_int, default=256, metavar="N", help="most requests (default: %(default)s)"
     )
@@ -92,23 +88,9 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions.parse(engine_options(args))
     from dllm_engine.sizing import Deployment, plan
 
-    sizing = plan(
-        Deployment(
-            model=args.model,
-            gpu_memory=args.gpu_memory,
-            prompt=args.prompt,
-            response=args.response,
-            options=options,
-            block_length=args.block_length,
-            dtype=args.dtype,
-            tensor_parallel_size=args.tensor_parallel_size,
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            overhead=args.overhead,
-        )
-    )
+    # Its other fields are arguments of the same names.
+    asked = {field.name: getattr(args, field.name) for field in fields(Deployment) if field.name != "options"}
+    sizing = plan(Deployment(**asked, options=options))
     command = serve_command(sizing, args)
     if args.json:
         print(json.dumps(asdict(sizing) | {"serve": command}, indent=2))
@@ -122,19 +104,19 @@ def as_text(sizing: "Sizing", args: argparse.Namespace, command: list[str]) -> s
     s = sizing
     gpus = f"{s.tensor_parallel_size} GPUs" if s.tensor_parallel_size > 1 else "1 GPU"
     head = (
-        f"{s.model} in {s.dtype} on {gpus} of {readable_size(s.gpu_memory)}: "
+        f"{s.model} in {s.dtype} on {gpus} of {readable(s.gpu_memory)}: "
         f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
     )
     unused = s.gpu_memory - s.weight_bytes - s.activation_bytes - s.overhead - s.pool_bytes
-    pages = f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} ({s.page_size} tokens of one layer)"
+    pages = f"{s.num_pages:,} pages of {readable(s.page_bytes)} ({s.page_size} tokens of one layer)"
     activations = f"estimate: one layer over {s.max_num_batched_tokens:,} rows"
     memory = [
         ("PER GPU", "SIZE", ""),
-        ("weights", readable_size(s.weight_bytes), "exact" if not s.notes else "upper bound"),
-        ("activations", readable_size(s.activation_bytes), activations),
-        ("overhead", readable_size(s.overhead), "assumed (--overhead)"),
-        ("left unused", readable_size(unused), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
-        ("page pool", readable_size(s.pool_bytes), pages),
+        ("weights", readable(s.weight_bytes), "exact" if not s.notes else "upper bound"),
+        ("activations", readable(s.activation_bytes), activations),
+        ("overhead", readable(s.overhead), "assumed (--overhead)"),
+        ("left unused", readable(unused), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
+        ("page pool", readable(s.pool_bytes), pages),
     ]
     rows: list[tuple[str, ...]] = [
         ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
@@ -159,7 +141,7 @@ def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[
         name,
         f"{demand.tokens_retained:,} of {canvas:,}",
         f"{demand.pages:,}",
-        readable_size(demand.bytes),
+        readable(demand.bytes),
         f"{demand.rows_per_step:,.0f}",
         f"{demand.requests:,}",
         demand.limit,

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from dllm_engine.batch.files import BatchRequest, read_input
 from dllm_engine.cli.arguments import positive_int
-from dllm_engine.cli.batch import parse_request, read_input
-from dllm_engine.cli.engine import add_engine_arguments, has_chat_template, load_engine
-from dllm_engine.cli.errors import CommandError
-from dllm_engine.cli.table import format_table
+from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, load, prepare
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import make_examples
+from dllm_engine.text import format_table
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -52,23 +51,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     if args.prompts is None and args.model != DEMO_MODEL:
-        raise CommandError("give --prompts FILE with prompts like those the model will see")
+        raise ValueError("give --prompts FILE with prompts like those the model will see")
     if not args.output.parent.is_dir():
-        raise CommandError(f"cannot write {args.output}: there is no folder {args.output.parent}")
-    requests = [parse_request(line) for line in read_input(args.prompts)] if args.prompts is not None else None
-    llm = load_engine(args)
-    tokenizer = llm.get_tokenizer()
-    prompts = []
-    if requests is None:
+        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    if args.prompts is not None:
+        requests = [line.parse() for line in read_input(args.prompts)]
+    else:
         examples = make_examples("facts", DEMO_PROMPTS, seed=0, filler=0.6)
-        messages = [[{"role": "user", "content": example.prompt}] for example in examples]
-        prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
-    for request in requests or ():
-        if request.messages is None and not has_chat_template(llm):
-            prompts.append(tokenizer.encode(request.prompt))
-        else:
-            chat = request.messages or [{"role": "user", "content": request.prompt}]
-            prompts.append(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        requests = [BatchRequest(prompt=example.prompt) for example in examples]
+    prepare(args)
+    llm = load(engine_arguments(args))
+    prompts = [prompt_tokens(llm, request) for request in requests]
     importance = average_importance(llm, prompts, args.gen_length)
     profile = {
         "model": args.model,
@@ -80,6 +73,14 @@ def run(args: argparse.Namespace) -> int:
     print(format_table([("LAYER", "IMPORTANCE"), *((str(i), f"{s:.4f}") for i, s in enumerate(importance))]))
     print(f"wrote {args.output}; use it with --cache-method maskkv --cache-option profile={args.output}")
     return 0
+
+
+def prompt_tokens(llm: "LLM", request: BatchRequest) -> list[int]:
+    tokenizer = llm.get_tokenizer()
+    if request.messages is None and not llm.has_chat_template:
+        return tokenizer.encode(request.prompt)
+    messages = request.messages or [{"role": "user", "content": request.prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def average_importance(llm: "LLM", prompts: list[list[int]], gen_length: int) -> list[float]:

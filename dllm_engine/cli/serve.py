@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.arguments import merged, positive_int, take_dotted
 from dllm_engine.cli.engine import (
     BATCH_INVARIANT_HELP,
@@ -15,10 +16,9 @@ from dllm_engine.cli.engine import (
     cache_options,
     given,
 )
-from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
-from dllm_engine.start_checks import check_start
+from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
@@ -32,7 +32,7 @@ ENGINE_ARGUMENTS = (
     "batch_invariant",
     "playground",
 )
-"""Arguments that are engine options as they are."""
+"""Arguments that are engine options of the same name."""
 REQUEST_ARGUMENTS = ("block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin")
 """Arguments that are defaults of requests."""
 ADDITIONAL_CONFIG = "--additional-config"
@@ -111,14 +111,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """``args`` with what they leave open taken from their YAML file, which vLLM reads as for ``vllm serve``."""
+    """``args``, completed from their YAML file, which vLLM's own function reads."""
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
         words = make_arg_parser(FlexibleArgumentParser()).load_config_file(args.config)
     except Exception as error:  # whatever the YAML is
-        raise CommandError(f"--config {args.config} cannot be read: {one_line(error)}") from error
+        raise ValueError(f"--config {args.config} cannot be read: {one_line(error)}") from error
     if "--model" in words:  # MODEL takes its place, as for vLLM
         del words[(named := words.index("--model")) : named + 2]
     stated, unknown = parser.parse_known_args([args.model, *words])
@@ -128,7 +128,7 @@ def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 
 def stated_arguments(flags: list[str]) -> dict[str, str]:
-    """The values of vLLM's ``flags`` by name, as text; the last of a name counts, and parts of one (``--a.b``) too."""
+    """The values of vLLM's ``flags`` by name, as text. The last one of a name counts; ``--a.b`` counts as ``a``."""
     stated = {}
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         name, equals, value = flag.partition("=")
@@ -138,17 +138,17 @@ def stated_arguments(flags: list[str]) -> dict[str, str]:
 
 
 def check_listening(stated: dict[str, str]) -> None:
-    """Refuse an address that the server could not have, before vLLM is imported."""
+    """Refuse an address that the server could not listen on, before vLLM is imported."""
     if stated.keys() & {"headless", "uds", "data_parallel_multi_port_external_lb"}:
         return  # it listens elsewhere, or nowhere
     port = stated.get("port", "8000")
     if not port.isdecimal():
-        raise CommandError(f"--port {port} is not a whole number")
+        raise ValueError(f"--port {port} is not a whole number")
     server_start.check_address(stated.get("host", ""), int(port))
 
 
 def vllm_arguments(args: argparse.Namespace) -> list[str]:
-    """The command line of ``vllm`` that does what ``args`` ask for."""
+    """The command line of ``vllm`` for ``args``."""
     model = [model_path(args.model)]
     dotted, others = take_dotted(args.unknown, ADDITIONAL_CONFIG)
     if args.model == DEMO_MODEL and "served_model_name" not in stated_arguments(others):
@@ -158,16 +158,16 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str, Any]:
-    """The user's ``--additional-config``, ``dotted`` parts over it, and the other arguments over its key for this
-    plugin. Empty where nothing is asked for."""
+    """The user's ``--additional-config``, overridden by its ``dotted`` parts; in its key for this plugin, overridden by
+    the other arguments. Empty if there are none."""
     try:
         additional = json.loads(args.additional_config or "{}")
     except ValueError as error:
-        raise CommandError(f"{ADDITIONAL_CONFIG}={args.additional_config!r} is not JSON: {error}") from error
+        raise ValueError(f"{ADDITIONAL_CONFIG}={args.additional_config!r} is not JSON: {error}") from error
     additional = merged(additional, dotted) if isinstance(additional, dict) else None
     options = additional.get(OPTIONS_KEY, {}) if additional is not None else None
     if additional is None or not isinstance(options, dict):
-        raise CommandError(
+        raise ValueError(
             f"{ADDITIONAL_CONFIG}={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
         )
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):

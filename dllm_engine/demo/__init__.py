@@ -3,7 +3,7 @@
 from pathlib import Path
 
 DEMO_MODEL = "demo"
-"""The name that stands for the demo model wherever a model is named."""
+"""The name of the demo model, wherever a model is named."""
 DEMO_MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
 DEMO_GUIDE_DIR: Path = Path(__file__).resolve().parent / "guide"
 """An autoregressive model of the same tokenizer, for Guided Diffusion."""
@@ -15,5 +15,5 @@ def demo_model_path() -> str:
 
 
 def model_path(model: str) -> str:
-    """The demo model's folder for its name; every other name is left to vLLM."""
+    """The demo model's folder for its name; every other name as it is."""
     return demo_model_path() if model == DEMO_MODEL else model

@@ -1,1 +1,1 @@
-"""Benchmarks of lm-evaluation-harness, run by an engine and set side by side by cache method."""
+"""Scores of demo tasks and of lm-evaluation-harness's tasks, with what they cost, compared by cache method."""

@@ -1,31 +1,23 @@
-"""Comparisons: cache methods and ways of unmasking on the same examples, one engine after the other."""
+"""Comparisons: cache methods and unmasking rules on the same examples, one engine after the other."""
 
-import argparse
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from dllm_engine.cli.arguments import key_value
-from dllm_engine.cli.engine import check_for_all, decoding_params, start_engine
-from dllm_engine.cli.errors import CommandError
-from dllm_engine.cli.table import format_table
 from dllm_engine.demo.tasks import Example
 from dllm_engine.evaluation.score import TaskScore, score_task
-from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
+    from dllm_engine.params import DiffusionParams
 
+LoadEngine = Callable[[dict[str, Any]], "LLM"]
+"""Starts an engine with arguments of ``LLM``."""
 COLUMNS = ("METHOD", "UNMASKING", "EXACT", "±", "ITEMS", "FORWARDS/TOKEN", "COMPUTED/TOKEN", "TOKENS/S")
-ONE = "one"
-"""The unmasking rule of one token per step."""
-RULES = ("steps", "threshold", "factor", "entropy_bound", "margin")
-"""Options that another rule may set."""
 NUM_WARMUP = 4
 """Examples per task that an engine answers before it is timed."""
 
@@ -36,8 +28,16 @@ class Combination:
 
     cache_method: str
     rule: str
-    settings: argparse.Namespace
-    """The command's arguments as the two of them have it."""
+    engine: dict[str, Any]
+    """Arguments of ``LLM``."""
+    decoding: dict[str, Any]
+    """Arguments of ``DiffusionParams``."""
+
+    def params(self) -> "DiffusionParams":
+        """Raises ``ValueError`` naming what is out of range."""
+        from dllm_engine.params import DiffusionParams
+
+        return DiffusionParams(**self.decoding)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ComparedScore:
     unmasking: str
     exact_match: float
     exact_match_error: float
-    """Standard error of the exact match, the examples of each task being a random sample of it."""
+    """Standard error of the exact match; the examples of each task are a random sample."""
     item_match: float
     forwards_per_token: float
     computed_per_token: float
@@ -57,7 +57,7 @@ class ComparedScore:
 
     @classmethod
     def of(cls, combination: Combination, tasks: list[TaskScore]) -> "ComparedScore":
-        """Examples count alike in the matches, tokens alike in the costs."""
+        """Matches are means over examples, costs are means over tokens."""
         examples, tokens = sum(task.examples for task in tasks), sum(task.tokens for task in tasks)
         return cls(
             cache_method=combination.cache_method,
@@ -87,82 +87,33 @@ class ComparedScore:
         )
 
 
-def combinations(args: argparse.Namespace) -> list[Combination]:
-    """What ``--methods`` and ``--unmasking-rules`` ask for; raises ``ValueError`` for what cannot be asked."""
-    own = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
-    if args.unmasking_rules is None:
-        rules = {",".join(f"{name}={value}" for name, value in own.items()) or ONE: own}
-    elif own:
-        raise CommandError(f"--unmasking-rules and --{next(iter(own)).replace('_', '-')} both say how to unmask")
-    else:
-        rules = {text: parse_rule(text) for text in args.unmasking_rules.split(",")}
-    methods = [args.cache_method]
-    if args.methods is not None:
-        if args.cache_method != "none" or args.cache_option:
-            raise CommandError("--methods takes the papers' settings; leave out --cache-method and --cache-option")
-        methods = list(CACHE_METHODS) if args.methods == "all" else args.methods.split(",")
-    made = []
-    for method in methods:
-        EngineOptions.parse({"cache_method": method})
-        for rule, options in rules.items():
-            settings = argparse.Namespace(**vars(args) | {"cache_method": method} | options)
-            made.append(Combination(method, rule, settings))
-    return made
-
-
-def parse_rule(text: str) -> dict[str, Any]:
-    """``one``, or an option and its value such as ``threshold=0.9``, as arguments of the command."""
-    if text == ONE:
-        return {}
-    try:
-        name, value = key_value(text.replace("-", "_"))
-    except argparse.ArgumentTypeError:
-        name, value = text, None
-    if name not in RULES or value is None:
-        raise CommandError(f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE")
-    return {name: value}
-
-
-def engines(wanted: list[Combination]) -> "Iterator[tuple[LLM, list[Combination]]]":
-    """An engine per cache method, with the combinations to try on it before the next one is asked for.
-
-    Raises ``ValueError`` at once for decoding parameters out of range.
-    """
+def engines(wanted: list[Combination], load: LoadEngine) -> "Iterator[tuple[LLM, list[Combination]]]":
+    """An engine per cache method, with the combinations to run on it before the next engine is asked for."""
     by_method: dict[str, list[Combination]] = {}
     for combination in wanted:
         by_method.setdefault(combination.cache_method, []).append(combination)
-        decoding_params(combination.settings)
-    return _engines(by_method)
-
-
-def _engines(by_method: dict[str, list[Combination]]) -> "Iterator[tuple[LLM, list[Combination]]]":
     for of_method in by_method.values():
-        llm, _ = start_engine(of_method[0].settings)
+        llm = load(of_method[0].engine)
         yield llm, of_method
         _stop(llm)
         del llm
         gc.collect()
 
 
-def compare(wanted: list[Combination], examples: dict[str, list[Example]]) -> Iterator[ComparedScore]:
+def compare(wanted: list[Combination], examples: dict[str, list[Example]], load: LoadEngine) -> Iterator[ComparedScore]:
     """Score each combination on the examples of each task."""
-    running = engines(wanted)
     with tqdm(total=len(wanted), desc="Combinations", unit="", leave=False) as bar:
-        for llm, of_method in running:
+        for llm, of_method in engines(wanted, load):
             for combination in of_method:
-                check_for_all(llm, decoding_params(combination.settings))
+                llm.check_params(combination.params())
             for of_task in examples.values():
-                score_task(llm, of_task[:NUM_WARMUP], decoding_params(of_method[0].settings))
+                score_task(llm, of_task[:NUM_WARMUP], of_method[0].params())
             for combination in of_method:
-                params = decoding_params(combination.settings)
+                params = combination.params()
                 yield ComparedScore.of(combination, [score_task(llm, of_task, params) for of_task in examples.values()])
                 bar.update()
 
 
 def _stop(llm: "LLM") -> None:
-    """Before the next one starts: a device holds one at a time, and one that ends takes vLLM's process groups along."""
+    """A device holds one engine at a time, and an engine that ends takes vLLM's process groups along."""
     llm.llm_engine.engine_core.shutdown()
-
-
-def comparison_table(scores: list[ComparedScore]) -> str:
-    return format_table([COLUMNS, *(score.row() for score in scores)])

@@ -96,8 +96,8 @@ class DiffusionLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "DiffusionLM":
-        """Starts the engine. ``additional_config`` is lm_eval's batch size and device, which it names even where its
-        user does not, and which have no say: the engine batches what fits, on the device that vLLM finds."""
+        """Start the engine. ``additional_config`` holds lm_eval's batch size and device, which are ignored: the engine
+        batches what fits, on the device that vLLM finds."""
         arguments = dict(arg_dict)
         own = ("mc_num", "mc_seed", "check_greedy", "max_prompt_tokens")
         settings = {name: arguments.pop(name) for name in own if name in arguments}

@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.cli.engine import has_chat_template
 from dllm_engine.demo.tasks import Example, exact_match, item_matches
 
 if TYPE_CHECKING:
@@ -23,9 +22,9 @@ class TaskScore:
     max_prompt_tokens: int
     examples: int
     exact_match: float
-    """Responses that are the answer, nothing missing and nothing more."""
+    """Share of responses that are exactly the answer."""
     item_match: float
-    """Items right, of all items asked."""
+    """Share of the items asked for that are right."""
     tokens: int
     """Response tokens unmasked, to the end of each last block."""
     forwards_per_token: float
@@ -48,7 +47,7 @@ class TaskScore:
 def score_task(llm: "LLM", examples: list[Example], params: "DiffusionParams") -> TaskScore:
     """Answer the examples of one task, all at once."""
     start = time.perf_counter()
-    if has_chat_template(llm):
+    if llm.has_chat_template:
         conversations = [[{"role": "user", "content": example.prompt}] for example in examples]
         outputs = llm.chat(conversations, params, use_tqdm=False)
     else:
@@ -58,7 +57,7 @@ def score_task(llm: "LLM", examples: list[Example], params: "DiffusionParams") -
 
 
 def score(examples: list[Example], outputs: list[Any], seconds: float) -> TaskScore:
-    """Compare vLLM's outputs with the examples, which are of one task and in the same order."""
+    """Compare vLLM's outputs with the examples of one task, in the same order."""
     texts = [output.outputs[0].text for output in outputs]
     figures = [output.outputs[0].diffusion for output in outputs]
     tokens = sum(f.tokens_unmasked for f in figures)

@@ -1,14 +1,12 @@
-"""Accuracy against speed: one picture of what cache methods and unmasking rules trade."""
+"""A plot of accuracy against speed for cache methods and unmasking rules."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dllm_engine.cli.errors import CommandError
-
 INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
 COLOURS = ("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f", "#8b95a1", "#a5673f", "#1b2026")
-"""Of the cache methods, in the order they come in."""
+"""Of the cache methods, in order of appearance."""
 MARKS = "os^DvPX*<>"
 """Of the unmasking rules."""
 
@@ -26,15 +24,15 @@ class TradeoffPoint(NamedTuple):
 
 
 def check_plot(path: Path) -> None:
-    """Raise ``CommandError`` where the plot could not be written, before anything is measured."""
+    """Raise ``ValueError`` if the plot could not be written; called before anything is measured."""
     if path.suffix != ".png":
-        raise CommandError(f"{path}: the plot is a .png; give the file that ending")
+        raise ValueError(f"{path}: the plot is a .png; give the file that ending")
     if not path.parent.is_dir():
-        raise CommandError(f"cannot write {path}: there is no folder {path.parent}")
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise CommandError(
+        raise ValueError(
             "--plot needs matplotlib, which is not installed; run pip install 'dllm-engine[eval]'"
         ) from error
 

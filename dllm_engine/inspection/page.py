@@ -1,87 +1,18 @@
-"""Inspections as one HTML file: inline SVG and CSS, light and dark, nothing loaded from elsewhere."""
+"""An inspection as one HTML file: inline SVG and CSS, light and dark, nothing loaded from elsewhere."""
 
 from collections.abc import Iterable, Iterator
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dllm_engine import __version__
-from dllm_engine.inspection.record import count_of
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState
+from dllm_engine.version import __version__
 
 if TYPE_CHECKING:
     from dllm_engine.inspection.record import InspectedBlock, Inspection
 
-STYLE = """
-:root { color-scheme: light dark; --paper: #fbfbfa; --card: #fff; --ink: #1b2026; --muted: #626b76; --line: #dfe2e6;
-  --retained: #0f7c8c; --evicted: #e6e9ec; --block: #ee9b1f; --again: #f8d9a3; --edge: #1b2026;
-  --cool: #4fb9c8; --warm: #a98cf0; --full: #8b95a1; --update: #0f7c8c; --reuse: #ee9b1f; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --card: #1c2025; --ink: #e9ecef; --muted: #9aa4af;
-  --line: #333a42; --retained: #35b3c4; --evicted: #2b3138; --block: #f0a63a; --again: #6d5429; --edge: #e9ecef;
-  --cool: #127887; --warm: #6a4bc4; --full: #78828e; --update: #35b3c4; --reuse: #f0a63a; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); print-color-adjust: exact;
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 32px 20px 48px; }
-h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em; }
-h2 { font-size: 19px; margin: 0 0 4px; }
-p { margin: 0 0 12px; }
-.muted { color: var(--muted); }
-.lead { max-width: 100ch; }
-section, .tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-section { padding: 20px; margin-top: 20px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 20px 0 0; }
-.tiles div { padding: 10px 14px; }
-.tiles dt { color: var(--muted); font-size: 13px; }
-.tiles dd { margin: 0; font-size: 22px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.tiles small { display: block; font-size: 13px; font-weight: 400; color: var(--muted); }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 0 0 14px; padding: 0; list-style: none;
-  font-size: 13px; }
-.legend i { display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 6px;
-  vertical-align: -2px; }
-.legend .ramp { width: 72px; }
-figure { margin: 0; padding: 14px 0 0; border-top: 1px solid var(--line); }
-figure + figure { margin-top: 16px; }
-figcaption { display: flex; flex-wrap: wrap; gap: 0 12px; margin-bottom: 6px; }
-figcaption .held { margin-left: auto; }
-figcaption span { color: var(--muted); font-variant-numeric: tabular-nums; }
-.scroll { overflow-x: auto; }
-.heat { display: grid; grid-template-columns: 46px 1fr; column-gap: 8px; font-size: 11px; line-height: 1.2; }
-.heat svg { display: block; width: 100%; }
-.names { position: sticky; left: 0; z-index: 1; background: var(--card); color: var(--muted); text-align: right; }
-.names b { position: absolute; right: 0; font-weight: 400; transform: translateY(-50%); white-space: nowrap; }
-.parts { display: flex; margin-bottom: 3px; color: var(--muted); }
-.parts span { overflow: hidden; white-space: nowrap; text-overflow: ellipsis; border-bottom: 2px solid var(--line);
-  padding: 0 3px 2px; }
-.parts span + span { border-left: 2px solid var(--edge); border-bottom-color: var(--muted); }
-.ticks { position: relative; height: 16px; margin-top: 3px; color: var(--muted); font-size: 11px;
-  font-variant-numeric: tabular-nums; }
-.ticks b { position: absolute; font-weight: 400; transform: translateX(-50%); }
-.heat .ticks b:first-child { transform: none; }
-.heat .ticks b:last-child { transform: translateX(-100%); }
-.share { margin-top: 5px; }
-.text { font: 14px/2 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-.text span { background: color-mix(in srgb, var(--cool) calc(var(--s) * 100%), var(--card)); padding: 3px 0;
-  box-shadow: inset -1px 0 var(--card); }
-.text .sign { color: var(--muted); }
-.order { display: grid; grid-template-columns: max-content 1fr; gap: 10px 14px; align-items: start; }
-.order > p { margin: 0; font-size: 13px; line-height: 1.35; padding-top: 4px; }
-.order > p span { color: var(--muted); display: block; font-variant-numeric: tabular-nums; }
-.tokens { display: flex; flex-wrap: wrap; gap: 4px; }
-.tokens span { background: color-mix(in srgb, var(--warm) calc(var(--s) * 100%), var(--card)); border-radius: 5px;
-  border: 1px solid var(--line); min-width: 30px; padding: 2px 5px 1px; text-align: center; white-space: pre;
-  font: 14px/1.35 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; }
-.tokens small { display: block; font: 11px/1.2 system-ui, "Liberation Sans", sans-serif; opacity: .85; }
-.tokens .cut { border-style: dashed; color: var(--muted); }
-.bars svg { display: block; width: 100%; height: 110px; }
-footer { margin-top: 20px; font-size: 13px; color: var(--muted); }
-@media (max-width: 600px) { main { padding: 20px 12px 32px; } section { padding: 14px 12px; } h1 { font-size: 22px; }
-  .order { grid-template-columns: 1fr; gap: 4px; } .order > p span { display: inline; }
-  .order > p + * + p { margin-top: 8px; }
-  .heat { grid-template-columns: 34px 1fr; column-gap: 5px; } }
-"""
-"""``--s``, from 0 to 1, shades a token; the end of each ramp stays readable under ``--ink``."""
+_STYLE = Path(__file__).with_name("page.css")
 
 _SIGNS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
@@ -95,7 +26,7 @@ def draw_page(inspection: "Inspection") -> bytes:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Cache inspection: {escape(inspection.model)}, {escape(inspection.settings)}</title>
-<style>{STYLE}</style>
+<style>{_STYLE.read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <main>
@@ -392,3 +323,8 @@ def _step_ticks(length: int) -> str:
 
 def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}–{last}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 page``, ``2 pages``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

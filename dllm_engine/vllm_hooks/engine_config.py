@@ -1,4 +1,4 @@
-"""Settings that turn stock vLLM into a diffusion engine; applied when the model is one of ours."""
+"""Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,8 @@ WORKER_CLASSES = {
 }
 
 CPU_PAGE_POOL_BYTES = 1 << 30
-"""Memory for pages on a CPU unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) says otherwise. vLLM's own
-default, 92% of all memory, does not start on a machine where anything else runs."""
+"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of
+92% of all memory fails on a machine where anything else runs."""
 
 
 class DiffusionEngineConfig(VerifyAndUpdateConfig):
@@ -49,9 +49,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         config = model_config.hf_config
         check_checkpoint(model_config.model, config, with_weights=False)
         model_config.is_dllm_engine = True
-        # Our classes stand for all that `auto_map` names; nothing a checkpoint brings is ever run, asked for or not.
+        # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.
         model_config.trust_remote_code = False
-        # For callers that name neither: the checkpoint's, else greedy as the authors decode, and a bounded length.
+        # Defaults of requests: the checkpoint's, else greedy as the authors decode, and a bounded length.
         defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | _generation_config(model_config)
         given = model_config.override_generation_config or {}
         if not hasattr(model_config, "dllm_response_limit"):
@@ -63,7 +63,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         from vllm.config.compilation import CompilationMode, CUDAGraphMode
         from vllm.platforms import current_platform
 
-        keep_our_warnings()  # vLLM has set up its log anew for this engine
+        keep_our_warnings()  # vLLM has set up logging anew for this engine
         _refuse_unsupported(vllm_config)
         _check_files(vllm_config)
         _settle_engine_options(vllm_config)
@@ -76,7 +76,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler.scheduler_cls = SCHEDULER_CLASS
         scheduler.async_scheduling = False
         scheduler.enable_chunked_prefill = False
-        # A full step feeds the whole canvas at once.
+        # A FULL step computes the whole canvas at once.
         scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
@@ -98,7 +98,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
 
 def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
-    """vLLM's hook for every model's config, which would ignore our options for a model that is none of ours."""
+    """Refuse our options for a model that is none of ours; vLLM would ignore them."""
 
     def try_verify_and_update_config(self: "VllmConfig") -> None:
         model, additional = self.model_config, self.additional_config
@@ -112,7 +112,7 @@ def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable
 
 
 def _check_files(vllm_config: "VllmConfig") -> None:
-    """Refuse weights or a tokenizer that cannot be read here, before any process is started for them."""
+    """Refuse weights or a tokenizer that cannot be read, before any process is started for them."""
     model_config = vllm_config.model_config
     if vllm_config.load_config.load_format != "dummy":
         check_checkpoint(model_config.model, model_config.hf_config)
@@ -121,9 +121,9 @@ def _check_files(vllm_config: "VllmConfig") -> None:
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:
-    """Validate the engine's options for this model, and fill in what its cache method's paper says of it.
+    """Validate the engine's options for this model and fill in its paper's settings.
 
-    Written back, so that every process reads the same.
+    They are written back, so that every process reads the same.
     """
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
@@ -136,7 +136,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
-    # The validated cache options: what they name on this disk (a profile) other nodes need not have.
+    # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
 
@@ -150,10 +150,10 @@ def guide_shape(options: EngineOptions, model_config: "ModelConfig") -> GuideSha
     except (OSError, ValueError) as error:
         raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
     shape = CausalModel.decoder_shape(config)
-    # Without tokenizers nobody knows; ids are then handed over as they are.
+    # Without tokenizers this is unknown; ids are then passed on as they are.
     same_tokens = model_config.skip_tokenizer_init or _has_same_tokens(guide, model_config)
     if not same_tokens:
-        # What it refuses is refused here, before workers start.
+        # It refuses what it cannot handle; do so before workers start.
         Retokenizer.between(model_config, guide)
         logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
     return GuideShape(
@@ -166,7 +166,7 @@ def guide_shape(options: EngineOptions, model_config: "ModelConfig") -> GuideSha
 
 
 def _has_same_tokens(guide: str, model_config: "ModelConfig") -> bool:
-    """Whether the guide can be shown the token ids of the diffusion model: they mean the same, and it knows most."""
+    """Whether token ids mean the same to guide and diffusion model, and the guide knows most of them."""
     own = cached_tokenizer_from_config(model_config).get_vocab()
     theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
     agrees = all(own.get(token, number) == number for token, number in theirs.items())
@@ -176,7 +176,6 @@ def _has_same_tokens(guide: str, model_config: "ModelConfig") -> bool:
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
     parallel, offload = vllm_config.parallel_config, vllm_config.offload_config
     leave_unset = "leave it unset"
-    # Layouts that split a model otherwise than by tensor parallelism, and what to use in their place.
     use_tensors = "use tensor_parallel_size to split a model over GPUs, data_parallel_size for more requests"
     refused = {
         "pipeline_parallel_size": (parallel.pipeline_parallel_size > 1, use_tensors),
@@ -201,7 +200,7 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
 
 def _generation_config(model_config: "ModelConfig") -> dict[str, Any]:
     """Temperature and length that the checkpoint's generation_config.json states."""
-    source = model_config.generation_config  # as vLLM reads it: the checkpoint's own, another folder's, or none
+    source = model_config.generation_config  # "auto" (the checkpoint's own), "vllm" (none), or a folder
     if source == "vllm":
         return {}
     folder = model_config.hf_config_path or model_config.model if source == "auto" else source

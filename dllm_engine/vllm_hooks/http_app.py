@@ -1,24 +1,39 @@
-"""What vLLM's HTTP application gets where it serves one of our models: the playground, a check of request bodies, and
-refusals when the server ends.
+"""What is added to vLLM's HTTP application when it serves one of our models.
 
-vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only what the variable ``VLLM_PLUGINS`` names, and that
-would then have to name every other plugin as well; so what is ours is added with vLLM's routes.
+The playground, a check of request bodies, the API key for routes that vLLM leaves open, and refusals while the server
+shuts down. vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and
+users would have to list every other plugin there too. So ours are added together with vLLM's routes.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from dllm_engine import playground
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
-from dllm_engine.vllm_hooks.key_check import KeyCheck
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
-from dllm_engine.vllm_hooks.shutdown import RefuseAtTheEnd
+from dllm_engine.vllm_hooks.shutdown import RefuseWhileShuttingDown
 
-LEFT_OUT = ("/scale_elastic_ep",)
-"""Routes of vLLM that an engine without experts cannot serve: they would stop it."""
+REMOVED_ROUTES = ("/scale_elastic_ep",)
+"""Routes of vLLM that would stop an engine without experts."""
+UNGUARDED_ROUTES = ("/invocations", "/generative_scoring")
+"""Routes that answer prompts and that vLLM leaves open even when an API key is set."""
+
+
+class KeyCheck(AuthenticationMiddleware):
+    """vLLM's own check of the API key, for the routes that it leaves open."""
+
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path.startswith(UNGUARDED_ROUTES) and not self.verify_token(Headers(scope=scope)):
+                return JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
+        return self.app(scope, receive, send)
 
 
 def engine_options(args: Namespace) -> EngineOptions:
@@ -35,12 +50,14 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
         register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
         if not getattr(model_config, "is_dllm_engine", False):
             return
-        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in LEFT_OUT]
-        # Added before vLLM's own, which makes it the innermost: what needs the key is refused without it first.
+        app.router.routes[:] = [
+            route for route in app.router.routes if getattr(route, "path", "") not in REMOVED_ROUTES
+        ]
+        # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
         app.add_middleware(BodyCheck)
         if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
             app.add_middleware(KeyCheck, tokens=keys)
-        app.add_middleware(RefuseAtTheEnd)
+        app.add_middleware(RefuseWhileShuttingDown)
         options = engine_options(args)
         if options.playground:
             playground.add_route(app, options)

@@ -1,10 +1,10 @@
-"""What HTTP responses carry beside OpenAI's fields, in completions and chat completions alike.
+"""Fields that HTTP responses carry beside OpenAI's, in completions and chat completions alike.
 
-``choices[i].diffusion``: the figures of that choice. A streamed response has them in every chunk that brings tokens, up
-to where the chunk is; the last one's figures are those of the response.
+``choices[i].diffusion`` holds the figures of a choice. A streamed response has them in every chunk that brings tokens,
+counted up to that chunk; the last chunk has those of the whole response.
 
-``provisional``: in a response that streams by step, chunks of their own say what each denoising step changed in the
-running block. They have no choices, as they bring no text and no tokens; a client that does not know them reads on.
+``provisional`` is for responses that stream by step. Chunks of their own say what each denoising step changed in the
+running block. They bring no text and no tokens, so they have no choices, and clients that do not know them skip them.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _EVENT, _DONE = "data: ", "[DONE]"
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
-    """The fields of a choice; the trace, which grows with every step, only with the whole response."""
+    """The fields of a choice. The trace grows with every step, so only the whole response has it."""
     figures = getattr(completion, DIFFUSION, None)
     if figures is None:
         return {}
@@ -44,7 +44,7 @@ class StreamFields:
     """Adds our fields to the chunks that vLLM makes of one response, and makes those that show running blocks."""
 
     def __init__(self, head: dict[str, Any], *, with_trace: bool = False) -> None:
-        """``head`` is what all chunks share."""
+        """``head``: the fields that all chunks share."""
         self._head = head
         self._with_trace = with_trace
         self._of_choice: dict[int, dict[str, Any]] = {}
@@ -55,7 +55,7 @@ class StreamFields:
         self._of_choice = {index: fields_of(completion, with_trace=self._with_trace) for index, completion in choices}
 
     def add_to(self, event: str) -> str:
-        """A server-sent event of vLLM's, with the fields of the choices that it brings tokens of."""
+        """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
         data = event.removeprefix(_EVENT).rstrip()
         if not event.startswith(_EVENT) or data == _DONE:
             return event
@@ -70,7 +70,7 @@ class StreamFields:
         return _event_of(chunk) if added else event
 
     def show(self, index: int, completion: Any) -> str:
-        """An event of our own: what changed in the running block of a choice since the last one."""
+        """An event of our own: what changed in a choice's running block since the last one."""
         changes = self._changes.setdefault(index, BlockChanges()).to(completion.provisional)
         figures = fields_of(completion, with_trace=False)
         return _event_of({**self._head, "choices": [], PROVISIONAL_KEY: {"index": index, **changes, **figures}})
@@ -88,8 +88,8 @@ async def stream_with_fields(
 ) -> AsyncGenerator[str, None]:
     """vLLM's stream of a response with our fields and chunks.
 
-    vLLM's generator pulls a result and yields chunks of it, none where there is nothing new. So that ours can come
-    while it waits for the next result, it runs in a task of its own. It turns an error of the results into an event.
+    vLLM's generator pulls a result and yields its chunks, or none if nothing is new. It runs in a task of its own, so
+    that our chunks can be sent while it waits for the next result. It turns an error of the results into an event.
 
     Args:
         make_events: vLLM's generator of server-sent events from the engine's results.
@@ -148,21 +148,18 @@ def completion_stream(stream_completion: Callable[..., Any]) -> Callable[..., An
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
         def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-            made: AsyncGenerator[str, None] = stream_completion(
+            return stream_completion(
                 self, request, engine_inputs, results, request_id, created_time, model_name, *args, **kwargs
             )
-            return made
 
         if not _is_ours(self):
             return events(result_generator)
         _settle_length(request)
         num_choices = request.n or 1
         head = {"id": request_id, "object": "text_completion", "created": created_time, "model": model_name}
+        fields = StreamFields(head, with_trace=_asks_for_trace(request))
         return stream_with_fields(
-            events,
-            result_generator,
-            lambda result: [(c.index + result[0] * num_choices, c) for c in result[1].outputs],
-            StreamFields(head, with_trace=_asks_for_trace(request)),
+            events, result_generator, lambda r: [(c.index + r[0] * num_choices, c) for c in r[1].outputs], fields
         )
 
     return completion_stream_generator
@@ -170,36 +167,23 @@ def completion_stream(stream_completion: Callable[..., Any]) -> Callable[..., An
 
 def chat_stream(stream_chat: Callable[..., Any]) -> Callable[..., Any]:
     def chat_completion_stream_generator(
-        self: Any,
-        request: Any,
-        result_generator: Any,
-        request_id: str,
-        model_name: str,
-        *args: Any,
-        **kwargs: Any,
+        self: Any, request: Any, result_generator: Any, request_id: str, model_name: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[str, None]:
         def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-            made: AsyncGenerator[str, None] = stream_chat(
-                self, request, results, request_id, model_name, *args, **kwargs
-            )
-            return made
+            return stream_chat(self, request, results, request_id, model_name, *args, **kwargs)
 
         if not _is_ours(self):
             return events(result_generator)
         created = int(time.time())  # as vLLM's own chunks, which say when the stream began
         head = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model_name}
-        return stream_with_fields(
-            events,
-            result_generator,
-            lambda result: [(c.index, c) for c in result.outputs],
-            StreamFields(head, with_trace=_asks_for_trace(request)),
-        )
+        fields = StreamFields(head, with_trace=_asks_for_trace(request))
+        return stream_with_fields(events, result_generator, lambda r: [(c.index, c) for c in r.outputs], fields)
 
     return chat_completion_stream_generator
 
 
 def _settle_length(request: Any) -> None:
-    """vLLM asserts that a completion states a length when it writes the response, only to tell 0 from others."""
+    """Set the length that a completion left open: vLLM asserts that there is one when it writes the response."""
     if request.max_tokens is None:
         request.max_tokens = DEFAULT_GEN_LENGTH
 
@@ -249,7 +233,7 @@ def explaining_errors(raise_if_error: Callable[..., None]) -> Callable[..., None
 
 
 def ending_responses_stream(stream: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's stream of ``/v1/responses`` has no event for an error, so that one breaks it off."""
+    """vLLM's stream of ``/v1/responses`` has no event for an error: an error would break the stream off."""
 
     async def responses_stream_generator(
         self: Any, request: Any, sampling_params: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""vLLM's front ends keep and show the metrics of diffusion engines; engines of other models are untouched."""
+"""Metrics of diffusion engines in vLLM's front ends. Engines of other models are untouched."""
 
 from collections.abc import Callable
 from typing import Any

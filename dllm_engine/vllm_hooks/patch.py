@@ -1,4 +1,4 @@
-"""How an attribute of vLLM is replaced: one function, which checks first that the attribute is what we expect."""
+"""Replaces attributes of vLLM, after checking that they are what we expect."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 Scope = Literal["attribute", "every_import", "if_imported"]
 MEMBERS = ("__dict__", "__dataclass_fields__", "__pydantic_fields__")
-"""Where a class keeps its members; fields without a default are in its dictionary only while it is being made."""
+"""Where a class keeps its members. Dataclass fields without a default are not in its ``__dict__``."""
 _MARK = "_dllm_engine_patch"
 
 
@@ -29,20 +29,20 @@ class Patch:
     factory: str
     """``module:function`` of ours, relative to this package. It takes the original and returns the replacement."""
     parameters: str
-    """The original's first parameters, which the replacement relies on; checked before anything is replaced."""
+    """The first parameters of the original, which the replacement relies on. Checked before anything is replaced."""
     why: str
     scope: Scope = "attribute"
-    """``every_import``: also where a module of vLLM has imported the function by name. ``if_imported``: only where
-    the module is loaded already."""
+    """``every_import``: also in modules of vLLM that have imported the function by name. ``if_imported``: only if the
+    module is already loaded."""
 
 
 @dataclass(frozen=True)
 class Private:
-    """What is imported from a module of vLLM that promises nothing to others."""
+    """Names that we use of a module of vLLM that is not part of its public interface."""
 
     module: str
     names: str
-    """Separated by blanks: ``name``, or ``Class.attribute`` where we override or read the attribute."""
+    """Separated by spaces: ``name``, or ``Class.attribute`` if we override, set or read the attribute."""
     why: str
 
 
@@ -63,7 +63,7 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def check(uses: Iterable[Private]) -> None:
-    """Raise ``IncompatibleVLLMError`` where vLLM lacks a name; nothing is imported for it."""
+    """Raise ``IncompatibleVLLMError`` if vLLM lacks a name. Imports nothing."""
     for use in uses:
         for name in use.names.split():
             if not _is_there(use.module, name):

@@ -1,10 +1,10 @@
-"""Which releases of vLLM this package works with, and how every other one is refused."""
+"""Which releases of vLLM this package works with, and how others are refused."""
 
 import sys
 from types import TracebackType
 from typing import Any
 
-from dllm_engine import __version__
+from dllm_engine.version import __version__
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
@@ -15,7 +15,7 @@ class IncompatibleVLLMError(RuntimeError):
 
 
 def check_release() -> None:
-    """Raise ``IncompatibleVLLMError`` where vLLM is missing or is another release."""
+    """Raise ``IncompatibleVLLMError`` if vLLM is missing or another release is installed."""
     try:
         import vllm
     except ModuleNotFoundError as error:
@@ -32,10 +32,10 @@ def check_release() -> None:
 
 
 def refuse_models(reason: IncompatibleVLLMError) -> None:
-    """Have whoever loads one of our models get ``reason``. All other models work as before.
+    """Raise ``reason`` whenever one of our models is loaded. All other models work as before.
 
-    It is raised where the model's config is read, by transformers alone: of this vLLM nothing is known. Where nobody
-    catches it, as in ``vllm serve``, the process ends with the sentence and no traceback.
+    It is raised when transformers reads the model's config, because nothing is known about this vLLM. If nobody catches
+    it, as in ``vllm serve``, the process ends with the sentence and no traceback.
     """
     from transformers import AutoConfig, PretrainedConfig
 

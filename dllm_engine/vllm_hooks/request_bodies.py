@@ -1,12 +1,14 @@
-"""Request bodies that vLLM's request classes trip over, or ignore parts of, are refused.
+"""Refuses request bodies that vLLM's request classes fail at, or of which they would ignore parts.
 
-``BodyCheck`` sees bodies before vLLM parses them, the functions behind it see vLLM's request objects.
+``BodyCheck`` sees bodies before vLLM parses them; ``checked_fields`` sees vLLM's request objects.
 """
 
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
 
 from dllm_engine.params import check_place
 
@@ -16,15 +18,15 @@ Send = Callable[[Message], Awaitable[None]]
 
 _FIELD = "structured_outputs"
 _DEEPEST = 200
-"""Objects and lists within each other; Python's parser gives up below a thousand, depending on who called it."""
+"""Most nested objects and lists; Python's parser fails somewhat below a thousand, depending on its caller."""
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 class BodyCheck:
     """ASGI middleware: answers 400 to bodies for which vLLM would answer 500.
 
-    Those are the ones where ``structured_outputs`` is neither null nor an object, which vLLM looks into before its type
-    is checked, and where lists and objects are nested so deeply that they cannot be parsed.
+    vLLM looks into ``structured_outputs`` before it checks its type, so here it must be null or an object. And lists
+    and objects may be nested too deeply to be parsed.
     """
 
     def __init__(self, app: Any) -> None:
@@ -34,31 +36,20 @@ class BodyCheck:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        body, last = bytearray(), await receive()
-        while last["type"] == "http.request":
-            body += last.get("body", b"")
-            if not last.get("more_body", False):
-                break
-            last = await receive()
-        if last["type"] == "http.request":
-            if (refusal := _refusal(bytes(body))) is not None:
-                await refusal(scope, receive, send)
-                return
-            last = {"type": "http.request", "body": bytes(body), "more_body": False}
-        passed_on = False
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Message:
-            nonlocal passed_on
-            if passed_on:
-                return await receive()
-            passed_on = True
-            return last
+            return unread.pop() if unread else await receive()
 
-        await self.app(scope, receive_again, send)
+        await (_refusal(body) or self.app)(scope, receive_again, send)
 
 
 def _refusal(body: bytes) -> Any:
-    """The response to a body that cannot be taken; None where vLLM is to have it."""
+    """The response to a body that is refused; None for one that goes to vLLM."""
     if _nesting(body) > _DEEPEST:
         return _bad_request(f"the body has more than {_DEEPEST} lists and objects within each other", None)
     # A field's name may be written with escapes.
@@ -79,7 +70,7 @@ def _refusal(body: bytes) -> Any:
 
 
 def _nesting(body: bytes) -> int:
-    """How deeply the lists and objects of a JSON text are nested; not more than there are."""
+    """How deeply lists and objects of a JSON text are nested; an upper bound where there are few of them."""
     if (count := body.count(b"[") + body.count(b"{")) <= _DEEPEST:
         return count
     depth = deepest = 0
@@ -102,7 +93,7 @@ def _bad_request(message: str, field: str | None) -> Any:
 
 
 def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """vLLM ignores fields that it does not know."""
+    """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
 
     async def create_if_known(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.model_config, "is_dllm_engine", False):
@@ -113,10 +104,7 @@ def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Await
 
 
 def leave_completion_length_open() -> None:
-    """Where a body states no ``max_tokens``, vLLM puts OpenAI's 16 into it before it is parsed.
-
-    Left open, it gets the default of a chat completion.
-    """
+    """Give completions without ``max_tokens`` the default length of chat completions, instead of OpenAI's 16."""
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
     CompletionRequest.model_fields["max_tokens"].default = None

@@ -1,8 +1,7 @@
-"""How a server starts: an address that cannot be had is named at once, and a signal ends it while the model loads.
+"""How a server starts: an address that is not available is reported at once, and signals work while the model loads.
 
-While vLLM loads a model its main thread waits for the engine process, which only notes a signal and goes on loading.
-So what ends the server here is the signal's handler itself: it kills the processes below, removes their shared memory,
-and exits.
+While vLLM loads a model, its main thread waits for the engine process, which notes a signal and goes on loading. So the
+signal handler itself ends the server: it kills the child processes, removes their shared memory and exits.
 """
 
 import errno
@@ -16,13 +15,13 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED, STOPPED = 130, 0
-"""Exit statuses: Ctrl-C, and SIGTERM, by which a supervisor asks for the end."""
+"""Exit statuses after Ctrl-C and after SIGTERM, with which a supervisor stops a server."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SHARED_MEMORY = "/dev/shm/"
 
 
 class AddressError(ValueError):
-    """A server cannot listen where it was told to."""
+    """A server cannot listen on the address that it was given."""
 
 
 def check_address(host: str, port: int) -> None:
@@ -37,7 +36,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def address_error(error: Exception, host: str, port: int) -> AddressError:
-    """What to say of the ``error`` that a server's socket was refused with."""
+    """What to tell the user about an error of a server's socket."""
     if isinstance(error, OverflowError):
         return AddressError(f"--port {port} is not from 0 to 65535")
     number = error.errno if isinstance(error, OSError) else None
@@ -55,7 +54,7 @@ def address_error(error: Exception, host: str, port: int) -> AddressError:
 
 
 def naming_address(setup_server: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's ``setup_server``, which binds the socket before the model is loaded, with a sentence for an error."""
+    """vLLM's ``setup_server`` binds the socket before the model is loaded; an error becomes one sentence."""
 
     def setup(args: Any, *rest: Any, **kwargs: Any) -> Any:
         try:
@@ -65,45 +64,43 @@ def naming_address(setup_server: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise SystemExit(f"dllm: error: {address_error(error, args.host or '', args.port)}") from error
         if signal.getsignal(signal.SIGINT) is end_now:
-            signal.signal(signal.SIGTERM, end_now)  # vLLM has just put its own in the place of ours
+            signal.signal(signal.SIGTERM, end_now)  # vLLM has just replaced ours
         return made
 
     return setup
 
 
 def end_on_signals() -> None:
-    """From now on SIGTERM and Ctrl-C end this process, the main one of a server, at once.
-
-    Until vLLM's server listens: its own handlers take their place then.
-    """
+    """Let SIGTERM and Ctrl-C end this process, the main one of a server, at once, until vLLM's server listens and
+    installs its own handlers."""
     for number in SIGNALS:
         signal.signal(number, end_now)
 
 
 def end_on_signals_while_loading() -> None:
-    """``end_on_signals`` where vLLM is starting a server in this process; other uses of vLLM keep their handlers."""
+    """``end_on_signals`` if vLLM is starting a server in this process; other uses of vLLM keep their handlers."""
     handler = signal.getsignal(signal.SIGTERM)
     if getattr(handler, "__qualname__", "") == "run_server.<locals>._interrupt_init":
         end_on_signals()
 
 
 def end_now(number: int, frame: FrameType | None = None) -> None:
-    """End this process and those below it; the exit status says which signal it was. A signal handler."""
+    """Signal handler: end this process and its children. The exit status says which signal it was."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     interrupted = number == signal.SIGINT
-    # Not `print`, which the signal may have interrupted.
+    # Not `print`: the signal may have interrupted one.
     os.write(2, b"dllm: interrupted\n" if interrupted else b"dllm: stopped\n")
     _end_children()
     os._exit(INTERRUPTED if interrupted else STOPPED)
 
 
 def _end_children() -> None:
-    """Kill the processes below this one, Python's resource trackers among them, and remove their shared memory."""
+    """Kill all child processes, including Python's resource trackers, and remove their shared memory."""
     import psutil
 
     children: set[psutil.Process] = set()
-    # Stopped first: an engine that is just starting a worker would leave it behind.
+    # Suspend them first: an engine might just be starting another worker.
     while new := set(psutil.Process().children(recursive=True)) - children:
         for child in new:
             with suppress(psutil.NoSuchProcess):
@@ -121,7 +118,7 @@ def _end_children() -> None:
 
 
 def shared_memory_of(pid: int) -> set[str]:
-    """Files in shared memory that a process has open; those that have lost their name need no removal."""
+    """Files in shared memory that a process has open and that still have a name."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # it has ended, or there is no /proc

@@ -1,8 +1,8 @@
-"""Shared memory that no process leaves behind, however it ends.
+"""Keeps processes from leaving shared memory behind, however they end.
 
-The processes of an engine with several ranks talk through shared memory, which has a name in ``/dev/shm`` until the
-process that made it ends in good order. A name is needed only until every rank has attached, so it is removed then; the
-memory itself lives for as long as a process uses it. Engines of other models are untouched.
+The ranks of an engine communicate through shared memory, which has a name in ``/dev/shm`` until the process that
+created it ends normally. The name is needed only until every rank has attached, so it is removed then; the memory
+itself lives as long as a process uses it. Engines of other models are untouched.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def unnaming_in_worker(busy_loop: Callable[[Any], None]) -> Callable[[Any], None
             group = get_tp_group()
             _unname_queue(self.worker_response_mq)
             _unname_queue(group.mq_broadcaster)
-            # A rank's part of what vLLM's collectives on CPUs go through; elsewhere there is none.
+            # A rank's segment for vLLM's collectives on CPUs; other platforms have none.
             collectives = getattr(group.device_communicator, "dist_module", None)
             if name := getattr(collectives, "group_name", None):
                 (FOLDER / f"{name}_{group.rank_in_group}").unlink(missing_ok=True)

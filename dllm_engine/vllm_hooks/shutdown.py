@@ -1,9 +1,9 @@
-"""How a server ends: every client gets an answer, and the exit status says whether the engine died.
+"""How a server shuts down: every client gets an answer, and the exit status says whether the engine died.
 
-vLLM's own server leaves gaps. While it finishes what runs (SIGTERM with ``--shutdown-timeout``) it answers new requests
-with errors 500 and its health check with 200. What it cuts off ends as if it were complete, or with an error that
-blames the engine. Clients that do not read hold it up without end, and a second signal does nothing. When its engine
-process dies it ends with status 0, as if somebody had asked for it.
+vLLM's own server has gaps. While it finishes running requests (SIGTERM with ``--shutdown-timeout``), it answers new
+ones with status 500 and its health check with 200. Requests that it cuts off end as if they were complete, or with an
+error that blames the engine. Clients that do not read can block it forever, and a second signal does nothing. When its
+engine process dies, it exits with status 0, as if somebody had stopped it.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ DIED = "the engine died, and the server ends; send the request again, to another
 
 
 class ServerStopping(GracefulHTTPError, GenerationError):
-    """What cuts a request off when the server is asked to stop; both, so that vLLM takes it for no failure of its own
-    and logs no traceback."""
+    """Ends a request when the server is asked to stop. It has both base classes so that vLLM does not take it for a
+    failure of its own and logs no traceback."""
 
     def __init__(self) -> None:
         super().__init__(STOPPING, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -52,9 +52,9 @@ class EngineDied(EngineDeadError):
         self.args = (DIED,)
 
 
-class RefuseAtTheEnd:
-    """ASGI middleware: once the application's ``state.refusal`` says why no request can be served any more, everything
-    but /metrics is answered 503 with it."""
+class RefuseWhileShuttingDown:
+    """ASGI middleware: once the application's ``state.refusal`` says why no request can be served any more, every route
+    but /metrics answers 503 with that text."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -87,14 +87,14 @@ def _refuse(reason: str) -> Any:
     return JSONResponse(error.model_dump(), status_code=status)
 
 
-def ending_well(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """vLLM's ``serve_http`` without the gaps. It returns an awaitable that is awaited last of all."""
+def with_graceful_shutdown(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """vLLM's ``serve_http`` without the gaps. The awaitable that it returns is awaited after everything else."""
 
     async def serve(app: Any, *args: Any, **kwargs: Any) -> Awaitable[Any]:
         engine = app.state.engine_client
         if engine is None:  # a server that only renders prompts
             return await serve_http(app, *args, **kwargs)
-        end = ServerEnd(app, engine)
+        shutdown = GracefulShutdown(app, engine)
         try:
             closing = await serve_http(app, *args, timeout_graceful_shutdown=LAST_BYTES_S, **kwargs)
         except OSError as error:
@@ -102,13 +102,14 @@ def ending_well(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
                 raise
             # Another server took the port while this one loaded.
             raise SystemExit(f"dllm: error: {address_error(error, kwargs['host'] or '', kwargs['port'])}") from error
-        return closing if end.was_asked_for or not engine.errored else _fail_after(closing)
+        return closing if shutdown.was_asked_for or not engine.errored else _fail_after(closing)
 
     return serve
 
 
-class ServerEnd:
-    """The end of one server: puts itself where vLLM stops the engine and where requests learn that it has died."""
+class GracefulShutdown:
+    """The shutdown of one server. It takes the place of the methods with which vLLM stops the engine and tells requests
+    that it has died."""
 
     def __init__(self, app: Any, engine: Any) -> None:
         self.was_asked_for = False
@@ -120,8 +121,8 @@ class ServerEnd:
         self._propagate_error, outputs.propagate_error = outputs.propagate_error, self.propagate_error
 
     def stop(self, timeout: float | None = None) -> None:
-        """Stop the engine; with a timeout it finishes what runs first. Called in a thread when the server is asked to
-        stop, and by nobody while it is to go on."""
+        """Stop the engine. With a timeout in seconds, it finishes running requests first. vLLM calls this in a thread,
+        and only when the server is asked to stop."""
         self.was_asked_for, self._state.refusal = True, STOPPING
         self._on_loop(self._end_at_next_signal)
         if self._engine.engine_core.resources.engine_manager is None:
@@ -133,8 +134,8 @@ class ServerEnd:
         self._on_loop(self.propagate_error, ServerStopping())
 
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Hand on the engine's outputs. A stopping engine ends requests as aborted, which vLLM would send to clients
-        as a complete answer; they get an error."""
+        """Pass on the engine's outputs. A stopping engine aborts its requests, and vLLM would send what they have as a
+        complete answer; here clients get an error."""
         if self.was_asked_for:
             requests = self._engine.output_processor.request_states
             aborted = [output for output in outputs if output.finish_reason is FinishReason.ABORT]

@@ -1,7 +1,8 @@
-"""The table of everything in vLLM that this package replaces, or uses although vLLM promises it to nobody.
+"""Everything in vLLM that this package replaces, or uses although vLLM does not promise to keep it.
 
-All of it was compared with the sources of the releases in ``release.py``. What is added here is looked up in each.
-What is not a function is not in it: the default of ``max_tokens`` in ``CompletionRequest`` (``request_bodies.py``).
+All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. One
+change is not in the table, because it is no function: the default of ``max_tokens`` in ``CompletionRequest``
+(``request_bodies.py``).
 """
 
 from dllm_engine.vllm_hooks.patch import Patch, Private
@@ -27,44 +28,38 @@ EVERY_PROCESS = (
         scope="every_import",
     ),
     Patch(
-        "vllm.v1.engine.output_processor:RequestState.make_request_output",
-        "request_outputs:taking_message",
-        "self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params",
-        "take a request's figures out of the engine's message",
-    ),
-    Patch(
         "vllm.v1.engine.output_processor:RequestState._new_completion_output",
-        "request_outputs:with_figures",
+        "output_processor:with_figures",
         "self",
         "attach the figures to the completion",
     ),
     Patch(
         "vllm.outputs:RequestOutput.add",
-        "request_outputs:merging_figures",
+        "output_processor:merging_figures",
         "self, next_output, aggregate",
         "keep the latest figures where outputs are merged",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-        "step_stream:processing_provisional",
+        "output_processor:processing_messages",
         "self, engine_core_outputs",
-        "hand on the running block after each step without counting it as new tokens",
+        "take figures and the running block out of the engine's messages",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.put",
-        "step_stream:putting_latest",
+        "output_processor:putting_latest",
         "self, output",
         "drop the steps that a slow consumer was overtaken by, never text",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get",
-        "step_stream:getting_one",
+        "output_processor:getting_one",
         "self",
         "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
-        "step_stream:getting_one_nowait",
+        "output_processor:getting_one_nowait",
         "self",
         "hand on one by one what waits for a slow consumer",
     ),
@@ -113,7 +108,7 @@ EVERY_PROCESS = (
         scope="if_imported",
     ),
 )
-"""Applied when vLLM loads its plugins; requests of other models are untouched."""
+"""Applied when vLLM loads its plugins. Requests of other models are untouched."""
 
 SERVING = (
     Patch(
@@ -128,29 +123,19 @@ SERVING = (
         "self, request_id, engine_input, sampling_params",
         "refuse a request to /v1/responses before its response starts",
     ),
-    Patch(
-        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion",
-        "request_bodies:checked_fields",
-        "self, request",
-        "refuse options of ours in the wrong place, which vLLM would ignore",
-    ),
-    Patch(
-        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion",
-        "request_bodies:checked_fields",
-        "self, request",
-        "refuse options of ours in the wrong place, which vLLM would ignore",
-    ),
-    Patch(
-        "vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
-        "request_bodies:checked_fields",
-        "self, request",
-        "refuse options of ours in the wrong place, which vLLM would ignore",
-    ),
-    Patch(
-        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.create_responses",
-        "request_bodies:checked_fields",
-        "self, request",
-        "refuse options of ours in the wrong place, which vLLM would ignore",
+    *(
+        Patch(
+            f"vllm.entrypoints.openai.{method}",
+            "request_bodies:checked_fields",
+            "self, request",
+            "refuse options of ours in the wrong place, which vLLM would ignore",
+        )
+        for method in (
+            "completion.serving:OpenAIServingCompletion.create_completion",
+            "chat_completion.serving:OpenAIServingChat.create_chat_completion",
+            "chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
+            "responses.serving:OpenAIServingResponses.create_responses",
+        )
     ),
     Patch(
         "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
@@ -160,21 +145,18 @@ SERVING = (
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
-        "aborts:dropping_parents",
+        "output_processor:dropping_parents",
         "self, request_ids, internal",
         "forget a request with n > 1 when all of its responses were aborted",
     ),
-    Patch(
-        "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search",
-        "admission:refused_beam_search",
-        "self",
-        "refuse beam search, which means nothing without a prefix to extend",
-    ),
-    Patch(
-        "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
-        "admission:refused_beam_search",
-        "self",
-        "refuse beam search, which means nothing without a prefix to extend",
+    *(
+        Patch(
+            f"vllm.entrypoints.generate.beam_search.{method}.beam_search",
+            "admission:refused_beam_search",
+            "self",
+            "refuse beam search, which means nothing without a prefix to extend",
+        )
+        for method in ("offline:BeamSearchOfflineMixin", "online:BeamSearchOnlineMixin")
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
@@ -214,13 +196,13 @@ SERVING = (
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:serve_http",
-        "shutdown:ending_well",
+        "shutdown:with_graceful_shutdown",
         "app",
         "answer every client when the server ends, with an exit status that says why",
         scope="if_imported",
     ),
 )
-"""Applied in the process that builds an engine's config, once the model is known to be one of ours."""
+"""Applied in the process that builds an engine's config, once it is known that the model is one of ours."""
 
 _SCHEDULER = "for the scheduler"
 _RUNNER = "for the model runner"
@@ -257,12 +239,8 @@ PRIVATE = (
     Private("vllm.tasks", "SupportedTask", _RUNNER),
     Private("vllm.distributed.parallel_state", "GroupCoordinator graph_capture", _RUNNER),
     Private("vllm.model_executor.model_loader", "get_model", _RUNNER),
+    Private("vllm.model_executor.model_loader", "get_model_loader", "for the guide model"),
     Private("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "for the guide model"),
-    Private(
-        "vllm.model_executor.model_loader.weight_utils",
-        "download_weights_from_hf initialize_single_dummy_weight safetensors_weights_iterator",
-        "for the guide model",
-    ),
     Private("vllm.utils.torch_utils", "set_default_torch_dtype", "for the guide model"),
     Private("vllm.utils.torch_utils", "set_random_seed", _WORKER),
     Private("vllm.v1.worker.worker_base", "CompilationTimes WorkerBase.get_supported_kv_cache_layouts", _WORKER),
@@ -320,7 +298,7 @@ PRIVATE = (
     Private("vllm.entrypoints.cli.serve", "make_arg_parser", "for `dllm serve`"),
     Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
 )
-"""Names that are imported, and the attributes of theirs that are overridden, set or read. Checked at start-up."""
+"""Names that are imported, and their attributes that are overridden, set or read. Checked when vLLM loads plugins."""
 
 RAY_SERVE = (
     Private("vllm.entrypoints.cli.serve", "make_arg_parser validate_parsed_serve_args", "for Ray Serve"),
@@ -329,7 +307,7 @@ RAY_SERVE = (
     Private("vllm.entrypoints.launchers.app", "build_app", "for Ray Serve"),
     Private("vllm.utils.argparse_utils", "FlexibleArgumentParser", "for Ray Serve"),
 )
-"""As ``PRIVATE``, of ``examples/ray_serve_app.py`` alone. An engine starts without them."""
+"""The same for ``examples/ray_serve_app.py`` alone; an engine starts without them."""
 
 PUBLIC = (
     "vllm",
@@ -347,4 +325,4 @@ PUBLIC = (
     "vllm.platforms",
     "vllm.sampling_params",
 )
-"""Modules, and one function, that vLLM's documentation gives to users and to models outside its tree."""
+"""Modules, and one function, that vLLM's documentation offers to users and to models outside its tree."""

@@ -17,7 +17,6 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.guide.text import GuideReader, Reading
 from dllm_engine.model_executor.models.causal import CausalModel
@@ -80,9 +79,7 @@ class CausalPass(LayerPass):
         self.max_seqlen = max(batch.num_rows(i) for i in range(len(head_len)))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        slots = self.tables.row_slots(layer)
-        write_slots(k, self.pages.keys, slots)
-        write_slots(v, self.pages.values, slots)
+        self.pages.write(k, v, self.tables.row_slots(layer))
         return self.tables.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=False, causal=True)
 
 

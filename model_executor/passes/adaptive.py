@@ -16,8 +16,8 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.features import add_features, feature_rows, write_features
-from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
+from dllm_engine.kernels.slots import write_slots
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -268,9 +268,7 @@ class AdaptivePass(LayerPass):
         elif alone.numel():
             out = torch.empty_like(q)
             out[alone] = self._attend_alone(layer, computed, q[alone], k[alone], v[alone])
-        slots = self.tables.row_slots(layer, rows)
-        write_slots(k, self.pages.keys, slots)
-        write_slots(v, self.pages.values, slots)
+        self.pages.write(k, v, self.tables.row_slots(layer, rows))
         if not alone.numel():
             out = self.tables.attend(layer, q, k, v, computed.cu_seqlens, computed.max_seqlen, attend_fresh=False)
         elif paged.numel():

@@ -48,15 +48,15 @@ class LayerPass:
         raise NotImplementedError
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
-        """What was predicted at masked positions of a request, before any of them is unmasked."""
+        """Take in what was predicted at masked positions of a request, before any of them is unmasked."""
 
     def rows_computed(self, index: int, num_rows: int) -> int:
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""
         return num_rows
 
     def kv_slots(self, index: int) -> list[int] | None:
-        """Slots of keys that each layer of a request turned out to need, on the rank that needs most; None where the
-        pass has settled nothing."""
+        """Key slots that each layer of a request needs for good, on the rank that needs most; None unless this pass has
+        settled it."""
         return None
 
     def record(self, index: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dllm_engine.model_executor.passes.base import LayerPass
 
 
 class DensePass(LayerPass):
-    """Every row through every layer; each sequence attends to all of itself."""
+    """Each sequence attends to all of itself."""
 
     def __init__(self, cu_seqlens: list[int]) -> None:
         """``cu_seqlens``: first row of each sequence and, last, the number of rows."""

@@ -3,7 +3,6 @@
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
@@ -11,8 +10,7 @@ from dllm_engine.model_executor.step_batch import StepBatch
 
 
 class OverwritePass(LayerPass):
-    """Every computed row through every layer; its K/V replace those kept at its position, and it attends to the whole
-    canvas as kept."""
+    """K/V of every computed row replace those kept at its position, and the row attends to the whole canvas as kept."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
@@ -24,9 +22,7 @@ class OverwritePass(LayerPass):
         self.cu_seqlens = torch.tensor(batch.cu_seqlens, dtype=torch.int32, device=batch.input_ids.device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        slots = self.tables.row_slots(layer)
-        write_slots(k, self.tables.pages.keys, slots)
-        write_slots(v, self.tables.pages.values, slots)
+        self.tables.pages.write(k, v, self.tables.row_slots(layer))
         if self.dense:
             return bidirectional_attention(q, k, v, self.batch.cu_seqlens)
         return self.tables.attend(layer, q, k, v, self.cu_seqlens, self.max_seqlen, attend_fresh=False)

@@ -17,7 +17,6 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, write_retained
 from dllm_engine.kernels.features import feature_rows, read_features, write_features
-from dllm_engine.kernels.paged_attention import write_slots
 from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -197,15 +196,11 @@ class EarlySkipPass(LayerPass):
         self, layer: int, rows: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         stage, pages = self.stage, self.pages
-        slots = self.tables.row_slots(layer, rows)
-        write_slots(k, pages.keys, slots)
-        write_slots(v, pages.values, slots)
+        pages.write(k, v, self.tables.row_slots(layer, rows))
         if self.copy_tokens is not None:
             tokens = self.copy_tokens[rows]
             slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
-            slots = slots.masked_fill((tokens < 0)[:, None], -1)
-            write_slots(k, pages.keys, slots)
-            write_slots(v, pages.values, slots)
+            pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
         self._copy_retained(layer, q)
         if self.dense:
             return bidirectional_attention(q, k, v, stage.bounds)

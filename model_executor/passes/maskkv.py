@@ -14,6 +14,7 @@ from vllm.distributed import (
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import max_pooled
 from dllm_engine.kernels.paged_attention import attention_with_lse, paged_attention
+from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows
@@ -108,22 +109,10 @@ class HeadTables(BatchTables):
         *,
         attend_fresh: bool,
     ) -> torch.Tensor:
-        start, lengths = self.head_ranges(layer)
-        return paged_attention(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            self.pages.keys,
-            self.pages.values,
-            self.tables[layer],
-            start.int(),
-            self.token_stride,
-            lengths.int(),
-            attend_fresh=attend_fresh,
-            max_seqlen=max_seqlen,
-            max_head_len=self.max_head_len,
-        )
+        start, lengths = (x.int() for x in self.head_ranges(layer))
+        k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[layer]
+        tokens = PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
+        return paged_attention(q, k, v, cu_seqlens, tokens, attend_fresh=attend_fresh, max_seqlen=max_seqlen)
 
 
 class MaskKVPass(AdaptivePass):

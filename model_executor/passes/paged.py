@@ -7,7 +7,7 @@ import torch
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import write_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.model_executor.batch_tables import BatchTables, PagedTokens
+from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.retention.scorers import ScoredLayer
@@ -29,12 +29,10 @@ class RetentionRule(Protocol):
 
 
 class PagedPass(LayerPass):
-    """Every row through every layer; attention over what is retained in pages and the fresh rows.
+    """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of
+    them."""
 
-    Nothing but tensors on the device enters it, and the host asks nothing of them.
-    """
-
-    def __init__(self, tokens: PagedTokens, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
+    def __init__(self, tokens: KVTables, cu_seqlens: torch.Tensor, max_seqlen: int) -> None:
         """
         Args:
             tokens: what is retained.
@@ -77,7 +75,7 @@ class RetentionPass(PagedPass):
         self.reads = any(read)
         """Whether any request attends to pages."""
         tables = BatchTables(batch, PageKind.KV).tables
-        tokens = PagedTokens(pages, tables, on_device(read, device, torch.int32), max(read))
+        tokens = KVTables(pages, tables, on_device(read, device, torch.int32), max(read))
         cu_seqlens = on_device(batch.cu_seqlens, device, torch.int32)
         super().__init__(tokens, cu_seqlens, max(batch.num_rows(i) for i in range(len(batch.plans))))
 

@@ -15,7 +15,7 @@ class DKVOptions(CacheOptions):
     """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
 
     refresh_interval: int = Field(default=8, ge=1)
-    """Steps of a block from one recomputation of the whole canvas to the next."""
+    """Steps of a block from one computation of the whole canvas to the next."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

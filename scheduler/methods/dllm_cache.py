@@ -19,19 +19,22 @@ class DLLMCacheOptions(CacheOptions):
     the number of tokens that a pass unmasks is open (parallel unmasking, a guide), they count tokens unmasked."""
 
     prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes (tokens) from one recomputation of the prompt to the next (Kp)."""
+    """Forward passes from one computation of the prompt to the next (Kp). With parallel unmasking or a guide: unmasked
+    tokens."""
     response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes (tokens) from one recomputation of the response to the next (Kr)."""
+    """Forward passes from one computation of the response to the next (Kr). With parallel unmasking or a guide:
+    unmasked tokens."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
-    """Share of the response rows that the passes between recompute, per layer (ρ)."""
+    """Share of the response rows that each layer recomputes in the passes between (ρ)."""
     similarity: Literal["value", "key"] = "value"
-    """Rows whose fresh value (or key) differs most from the cached one are recomputed."""
+    """How these rows are chosen: those whose new value (or key) differs most from the cached one."""
     exclude_prompt_states: bool = True
-    """Keep no features of prompt rows, which nothing reads (MaskKV's prompt-state exclusion). Off, they take the
-    memory that dLLM-Cache's own code gives them; no token changes."""
+    """Keep no features of prompt rows, because nothing reads them (MaskKV's prompt-state exclusion). False: keep them,
+    as dLLM-Cache's code does. That takes more memory and changes no token."""
     refresh_first_layer: bool = True
-    """Recompute the response in the first layer in every pass, as dLLM-Cache's code does (its paper does not say).
-    Without it the value of a row in the first layer depends on its token alone, so only rows just unmasked differ."""
+    """Recompute the whole response in the first layer in every pass, as dLLM-Cache's code does; the paper does not say
+    so. False: there, only rows that were just unmasked have changed, because a row's value in the first layer depends
+    on its token alone."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

@@ -17,18 +17,19 @@ class ESDLLMOptions(CacheOptions):
     took a step per token."""
 
     indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
-    """What a row is remembered by, to tell how much it has changed; ``none``: no row is ever skipped, and each block
-    begins with the whole canvas (the paper's DualCache baseline)."""
+    """What a row is compared by, to tell how much it has changed. ``none``: no row is skipped, and each block begins
+    with the whole canvas (the paper's DualCache baseline)."""
     alpha: float = Field(default=0.5, ge=0, le=1)
-    """Weight of a row's last confidence in its importance; the rest is the weight of its change."""
+    """Weight of a row's last confidence in its importance; its change has the weight 1 − ``alpha``."""
     keep_schedule: tuple[tuple[float, float], ...] = ((1.0, 0.0), (0.5, 0.125), (0.25, 0.25))
-    """(fraction of the rows kept, relative depth from which on), by depth."""
+    """Pairs of (fraction of the rows kept, relative depth from which it holds). Depths begin with 0 and rise; fractions
+    do not rise."""
     block_refresh_interval: int = Field(default=8, ge=1)
     """Steps from one that skips no row of the block to the next."""
     prompt_refresh_interval: int = Field(default=64, ge=1)
-    """Steps from one recomputation of the prompt and all that was decoded to the next."""
+    """Steps from one computation of the prompt and all decoded tokens to the next."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of the positions outside the block that a layer attends to, chosen as ``sparse`` does; 1: all of them."""
+    """Share of the positions outside the block that a layer attends to, selected as ``sparse`` does. 1: all of them."""
     update_delay: int = Field(default=1, ge=0)
     """Steps of a block before the one that selects what is retained."""
 

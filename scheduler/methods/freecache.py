@@ -9,7 +9,7 @@ class FreeCacheOptions(CacheOptions):
     """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
 
     include_suffix: bool = True
-    """Feed the masked tokens behind the block along with it; off, the block alone."""
+    """Compute the masked tokens behind the block in every step too. False: the block alone."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

@@ -40,33 +40,30 @@ class MaskKVOptions(DLLMCacheOptions):
     response_refresh_interval: int = Field(default=5, ge=1)
     refresh_first_layer: bool = False
     kv_budget: int | None = Field(default=256, ge=0)
-    """Prompt tokens that a KV head of a layer retains, on average (B̄); None: ``retention_ratio`` alone decides. A
-    prompt that is no longer keeps all."""
+    """Prompt tokens that a KV head of a layer retains, on average (B̄). None: ``retention_ratio`` alone decides. A
+    prompt within the budget is retained whole."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
-    """No more than this share of the prompt, on average."""
+    """The largest share of the prompt that is retained, on average."""
     scorer: ScorerName = "mask_voting"
-    """What tells how much a prompt token matters to a head."""
+    """How the importance of a prompt token for a head is scored."""
     observation_window: int = Field(default=32, ge=1)
-    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
+    """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
     pool_kernel_size: WindowWidth = 1
-    """Width of the max-pooling over a head's scores before its tokens are ranked, so that what stands beside an
-    important token is kept with it (as in SnapKV, not in the paper); odd, 1 is none. Budgets go by the unpooled scores.
-    """
+    """Width of the max-pooling over a head's scores before its tokens are ranked, which retains the neighbours of
+    important tokens too (from SnapKV, not in the paper). Odd; 1 turns it off. Budgets use the unpooled scores."""
     layer_budget: LayerBudgetName = "boundary"
-    """How the budget is shared between layers: by the groups of MaskKV (``boundary``), PyramidKV's slope
-    (``pyramid``), SqueezeAttention's clusters (``squeeze``), or not at all. ``boundary`` and ``squeeze`` go by
-    ``profile``."""
+    """How the budget is split between layers. ``boundary`` and ``squeeze`` need a ``profile``; without one all layers
+    get the same."""
     beta: float = Field(default=0.4, ge=0, le=1)
-    """Share of the average budget that every layer gets (``boundary``)."""
+    """Share of the average budget that every layer gets, for ``layer_budget="boundary"``."""
     head_budget: HeadBudgetName = "prompt_preference"
-    """How a layer's budget is shared between heads: by their attention to the prompt, by Ada-KV (``adaptive``), or
-    evenly."""
+    """How a layer's budget is split between its heads."""
     alpha: float = Field(default=0.1, ge=0, le=1)
-    """Share of a layer's budget that every head gets (``prompt_preference``)."""
+    """Share of a layer's budget that every head gets, for ``head_budget="prompt_preference"``."""
     redistribute: bool = False
-    """Hand on what rounding down and the prompt's length leave of the budgets (not in the paper)."""
+    """Give what rounding down and short prompts leave of the budgets to other layers and heads (not in the paper)."""
     profile: tuple[float, ...] | None = None
-    """Importance of each layer, or a file that ``dllm profile`` wrote; None: all layers are alike."""
+    """Importance of each layer, from 0 to 2, or a file that ``dllm profile`` wrote. None: all layers are alike."""
 
     @field_validator("profile", mode="before")
     @classmethod

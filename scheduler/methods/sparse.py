@@ -15,15 +15,16 @@ class SparseOptions(CacheOptions):
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the block) that a layer retains."""
     pool_kernel_size: WindowWidth = 3
-    """Width of the max-pooling over importance scores; odd, 1 is none."""
+    """Width of the max-pooling over importance scores. Odd; 1 turns it off."""
     update_delay: int = Field(default=1, ge=0)
-    """FULL steps of a block before the one that selects what is retained."""
+    """FULL steps of a block before the UPDATE step, which selects what is retained."""
     scorer: ScorerName = "mean_query"
-    """What tells how much a token matters; other scorers' scores are averaged over the heads, as this one's are."""
+    """How the importance of a token is scored. Scores are averaged over the heads of a layer."""
     observation_window: int = Field(default=32, ge=1)
-    """Last prompt tokens that vote, for ``scorer="snapkv"``."""
+    """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
-    """Candidates on both sides of the block (Algorithm 4), or before it only, with the suffix kept whole (5)."""
+    """``bidirectional``: candidates lie on both sides of the block (Algorithm 4). ``prefix``: they lie before the
+    block, and everything behind it is retained (Algorithm 5)."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

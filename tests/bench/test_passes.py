@@ -10,17 +10,14 @@ CANVAS = PROMPT + RESPONSE
 
 
 def run_watched(llm, num_requests=2):
-    from dllm_engine.bench.passes import PassWatch
+    from dllm_engine.bench.passes import observed_step
 
-    watch, seen = PassWatch(llm), []
+    seen = []
     params = DiffusionParams(gen_length=RESPONSE, block_length=BLOCK, ignore_eos=True)
-    with watch.watching():
-        for i in range(num_requests):
-            llm.llm_engine.add_request(str(i), {"prompt_token_ids": [5 + i] * PROMPT}, params)
-        while llm.llm_engine.has_unfinished_requests():
-            watch.before_dispatch()
-            llm.llm_engine.step()
-            seen += watch.take()
+    for i in range(num_requests):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": [5 + i] * PROMPT}, params)
+    while llm.llm_engine.has_unfinished_requests():
+        seen += observed_step(llm).passes
     assert_nothing_left(llm)
     return seen
 

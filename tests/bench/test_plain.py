@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.request_state import end_token_ids
 from dllm_engine.scheduler.resolve import resolve_decoding
-from dllm_engine.sizing import load_config
 from tests.support.engines import generate
 
 SETTINGS = [

@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_engine.bench.random_model import config_folder, is_named_shape, named_shape
-from dllm_engine.sizing import load_config
+from dllm_engine.checkpoints import load_config
 
 
 def test_a_named_shape_is_that_of_the_released_checkpoint():

@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from dllm_engine.cli.batch import BatchRequest, InputLine, ResultFile, parse_request, read_input, settings_digest
-from dllm_engine.cli.errors import CommandError
+from dllm_engine.batch.files import BatchRequest, InputLine, ResultFile, read_input, settings_digest
+from dllm_engine.text import one_line
 
 SETTINGS = settings_digest({"model": "demo"})
 LINES = [InputLine(index, b'{"prompt": "Say %d"}' % index) for index in (0, 1, 3)]
@@ -37,40 +37,41 @@ def test_blank_lines_are_skipped_but_counted(tmp_path):
 @pytest.mark.parametrize(
     ("text", "request_"),
     [
-        (b'{"prompt": "a"}', BatchRequest(None, "a", None)),
-        (b'{"prompt": "", "id": "x"}', BatchRequest("x", "", None)),
-        (b'{"prompt": "a", "answer": "b", "id": 7}', BatchRequest(7, "a", None)),
+        (b'{"prompt": "a"}', BatchRequest(prompt="a")),
+        (b'{"prompt": "", "id": "x"}', BatchRequest(id="x", prompt="")),
+        (b'{"prompt": "a", "answer": "b", "id": 7}', BatchRequest(id=7, prompt="a")),
         (
-            b'{"messages": [{"role": "user", "content": "a"}]}',
-            BatchRequest(None, None, [{"role": "user", "content": "a"}]),
+            b'{"messages": [{"role": "user", "content": "a", "name": "Tom"}]}',
+            BatchRequest(messages=[{"role": "user", "content": "a", "name": "Tom"}]),
         ),
     ],
 )
 def test_requests_are_parsed(text, request_):
-    assert parse_request(InputLine(0, text)) == request_
+    assert InputLine(0, text).parse() == request_
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (b"{", "not valid JSON"),
-        (b"\xff", "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
-        (b'"a"', "must be a JSON object"),
+        (b"{", "Invalid JSON"),
+        (b"\xff", "Invalid JSON"),
+        (b"[" * 100_000, "Invalid JSON"),
+        (b'"a"', "Input should be an object"),
         (b"{}", "either 'prompt' or 'messages'"),
-        (b'{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
-        (b'{"prompt": 1}', "'prompt' must be text"),
-        (b'{"prompt": "a", "id": [1]}', "'id' must be"),
-        (b'{"messages": []}', "'messages' must be"),
-        (b'{"messages": "a"}', "'messages' must be"),
-        (b'{"messages": ["a"]}', "'messages' must be"),
-        (b'{"messages": [{"content": "a"}]}', "'messages' must be"),
-        (b'{"messages": [{"role": "user", "content": 1}]}', "'messages' must be"),
+        (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "either 'prompt' or 'messages'"),
+        (b'{"prompt": 1}', "prompt: Input should be a valid string"),
+        (b'{"prompt": "a", "id": [1]}', "id: Input should be a valid"),
+        (b'{"messages": []}', "messages: List should have at least 1 item"),
+        (b'{"messages": "a"}', "messages: Input should be a valid"),
+        (b'{"messages": ["a"]}', "messages: Input should be"),
+        (b'{"messages": [{"content": "a"}]}', "messages: Field required"),
+        (b'{"messages": [{"role": "user", "content": 1}]}', "messages: Input should be a valid string"),
     ],
 )
 def test_bad_lines_say_what_is_wrong(text, problem):
-    with pytest.raises(ValueError, match=problem):
-        parse_request(InputLine(0, text))
+    with pytest.raises(ValueError) as raised:
+        InputLine(0, text).parse()
+    assert problem in one_line(raised.value)
 
 
 def test_a_run_cut_at_any_byte_goes_on_to_one_record_per_line(output):
@@ -107,7 +108,7 @@ def test_lines_added_to_the_input_are_done_later(output):
 def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings, problem):
     write(output, LINES)
     before = output.read_bytes()
-    with pytest.raises(CommandError, match=problem):
+    with pytest.raises(ValueError, match=problem):
         ResultFile(output, lines, settings)
     assert output.read_bytes() == before
 
@@ -125,7 +126,7 @@ def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings
 )
 def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
     output.write_bytes(content)
-    with pytest.raises(CommandError, match="not a record"):
+    with pytest.raises(ValueError, match="not a record"):
         ResultFile(output, LINES, SETTINGS)
     assert output.read_bytes() == content
 
@@ -133,12 +134,12 @@ def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
 def test_a_doubled_record_is_refused(output):
     write(output, LINES[:1])
     output.write_bytes(output.read_bytes() * 2)
-    with pytest.raises(CommandError, match="second record of input line 0"):
+    with pytest.raises(ValueError, match="second record of input line 0"):
         ResultFile(output, LINES, SETTINGS)
 
 
 def test_two_runs_cannot_write_one_file(output):
-    with ResultFile(output, LINES, SETTINGS), pytest.raises(CommandError, match="another run is writing"):
+    with ResultFile(output, LINES, SETTINGS), pytest.raises(ValueError, match="another run is writing"):
         ResultFile(output, LINES, SETTINGS)
     write(output, LINES)
     assert indices(output) == [0, 1, 3]
@@ -148,9 +149,7 @@ def test_a_full_disk_is_reported():
     """``/dev/full`` fails every write as a full disk does."""
     with (
         ResultFile("/dev/full", LINES, SETTINGS) as results,
-        pytest.raises(
-            CommandError, match=r"cannot write /dev/full: No space left on device; 0 of 3 requests are in it$"
-        ),
+        pytest.raises(ValueError, match=r"cannot write /dev/full: No space left on device; 0 of 3 requests are in it$"),
     ):
         results.append([results.record(LINES[0], text="")])
 
@@ -169,7 +168,7 @@ def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output,
             *whole, last = [records] if at_once else [[record] for record in records]
             for batch in whole:
                 results.append(batch)
-            with pytest.raises(CommandError, match=r"File too large; 2 of 3 requests are in it; the same command"):
+            with pytest.raises(ValueError, match=r"File too large; 2 of 3 requests are in it; the same command"):
                 results.append(last)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -182,7 +181,7 @@ def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output,
 
 @pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
 def test_an_unwritable_output_is_reported_on_opening(tmp_path, name):
-    with pytest.raises(CommandError, match="cannot write"):
+    with pytest.raises(OSError, match=name):
         ResultFile(tmp_path / name, LINES, SETTINGS)
 
 

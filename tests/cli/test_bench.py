@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dllm_engine.cli import bench
-from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.main import build_parser, main
 
 
@@ -39,7 +38,7 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
     arguments = ["--methods", "none,dual", "--batch", "1,2", "--prompt", "32", "--response", "16", "--repeats", "1"]
     arguments += ["--unmasking", "one,threshold=0.9", "--tasks", f"names,{tasks}", "--count", "2"]
     arguments += ["--dtype", "float32", "--max-model-len", "256"]
-    assert main(["--traceback", "bench", *arguments, "--output", str(output)]) == 0
+    assert main(["bench", *arguments, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     rows = [line.split()[:4] for line in printed.splitlines() if line.startswith(("plain ", "none ", "dual "))]
     per_rule = [("plain", "1"), ("none", "1"), ("dual", "1"), ("none", "2"), ("dual", "2")]
@@ -47,7 +46,7 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
     assert f"wrote {output}" in printed
 
     report = json.loads(output.read_text())
-    assert report["command"].startswith("dllm bench --methods none,dual --unmasking one,threshold=0.9 --batch 1,2")
+    assert report["command"].startswith("dllm bench --methods none,dual --batch 1,2 --prompt 32")
     assert report["machine"]["threads"] >= 1
     (run,) = report["runs"]
     assert (run["weights"], run["dtype"], run["block_length"]) == ("checkpoint", "float32", 8)
@@ -130,10 +129,10 @@ def test_policies_and_rules_say_how_to_unmask():
         (["--response", "4", "--block-length", "8"], "--block-length 8 is longer than --response 4"),
         (["--prompt", "4000"], "2048 positions"),
         (["--tasks", "riddles"], "unknown task"),
-        (["--tasks", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--tasks", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
         (["--output", "nowhere/result.json"], "there is no folder nowhere"),
         (["--quick", "--model", "demo"], "--quick chooses its models"),
-        (["--compare", "nowhere.json", "nowhere.json"], "cannot read nowhere.json"),
+        (["--compare", "nowhere.json", "nowhere.json"], "nowhere.json: No such file or directory"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(arguments, message, capsys, tmp_path, monkeypatch):
@@ -151,7 +150,7 @@ def test_tasks_must_have_a_prompt_and_an_answer(tmp_path):
         ("\n", "no tasks"),
     ):
         file.write_text(text)
-        with pytest.raises(CommandError, match=message):
+        with pytest.raises(ValueError, match=message):
             bench.settings(args)
 
 

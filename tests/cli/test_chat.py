@@ -155,8 +155,8 @@ def test_a_conversation_that_is_too_long_can_go_on_after_clear(run, capsys):
     assert "/clear" in error
 
 
-def test_a_model_without_a_chat_template_is_refused(run, monkeypatch, capsys):
-    monkeypatch.setattr(chat, "has_chat_template", lambda llm: False)
+def test_a_model_without_a_chat_template_is_refused(run, demo, monkeypatch, capsys):
+    monkeypatch.setattr(type(demo), "has_chat_template", False)
     assert run("Hello!\n") == 2
     assert "has no chat template" in capsys.readouterr().err
 

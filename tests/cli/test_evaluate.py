@@ -57,7 +57,7 @@ def test_scores_of_a_combination_weigh_examples_and_tokens():
             "names", 10, 20, examples, exact_match, exact_match, tokens, forwards_per_token, 10.0, seconds
         )
 
-    combination = comparison.Combination("dual", "one", settings=None)
+    combination = comparison.Combination("dual", "one", engine={}, decoding={})
     score = comparison.ComparedScore.of(combination, [of_task(3, 1.0, 30, 1.0, 2.0), of_task(1, 0.0, 10, 0.2, 2.0)])
     assert score.row() == ("dual", "one", "75.0%", "0.0%", "75.0%", "0.80", "10.0", "10")
     # Within a task: 9 and 16 examples of which a half and a fifth are right, the root of (9/4 + 16 · 4/25) / 25².
@@ -68,11 +68,11 @@ def test_scores_of_a_combination_weigh_examples_and_tokens():
 def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, capsys):
     started = []
 
-    def start_engine(args):
-        started.append(args.cache_method)
-        return demo, None
+    def load(arguments):
+        started.append(arguments["cache_method"])
+        return demo
 
-    monkeypatch.setattr(comparison, "start_engine", start_engine)
+    monkeypatch.setattr(evaluate, "load", load)
     monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     report = tmp_path / "report.json"
     arguments = ["--tasks", "chat,copy", "--count", "3", "--json", str(report)]
@@ -91,7 +91,7 @@ def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, 
 
 
 def test_what_is_left_out_of_a_comparison_is_the_commands_own(demo, monkeypatch, capsys):
-    monkeypatch.setattr(comparison, "start_engine", lambda args: (demo, None))
+    monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
     monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none", "--threshold", "0.9"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["none", "threshold=0.9"]
@@ -103,17 +103,17 @@ def test_all_stands_for_every_cache_method():
     from dllm_engine.cli.main import build_parser
     from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    asked = comparison.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
+    asked = evaluate.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
     assert [combination.cache_method for combination in asked] == list(CACHE_METHODS)
 
 
 def test_a_comparison_that_fails_late_shows_what_it_found(demo, monkeypatch, capsys):
-    def start_engine(args):
-        if args.cache_method == "dual":
+    def load(arguments):
+        if arguments["cache_method"] == "dual":
             raise OSError("out of luck")
-        return demo, None
+        return demo
 
-    monkeypatch.setattr(comparison, "start_engine", start_engine)
+    monkeypatch.setattr(evaluate, "load", load)
     monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none,dual"]) != 0
     printed = capsys.readouterr()

@@ -51,13 +51,12 @@ def test_a_raw_prompt_gets_no_template(run, capsys):
 
 def test_parameters_may_leave_the_length_open(demo):
     from dllm_engine import DiffusionParams
-    from dllm_engine.cli.engine import check_for_all
 
     params = DiffusionParams(steps=8)
-    check_for_all(demo, params)
+    demo.check_params(params)
     assert params.gen_length is None
     with pytest.raises(ValueError, match="steps=2"):
-        check_for_all(demo, DiffusionParams(steps=2))
+        demo.check_params(DiffusionParams(steps=2))
 
 
 def test_every_line_gets_one_record(run, tmp_path, demo):
@@ -85,7 +84,7 @@ def test_bad_lines_get_an_error_and_stop_no_other(run, tmp_path, capsys):
     assert run(*write_input(tmp_path, *lines, {"prompt": "Hello!"})) == 1
     records = read_output(tmp_path)
     assert [i for i in sorted(records) if "error" in records[i]] == [0, 1, 2, 3]
-    assert "not valid JSON" in records[0]["error"]
+    assert "Invalid JSON" in records[0]["error"]
     assert "maximum context length" in records[1]["error"]
     assert "either 'prompt' or 'messages'" in records[2]["error"]
     assert "mask token" in records[3]["error"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import key_value
-from dllm_engine.cli.errors import CommandError
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.evaluation import comparison, harness
 
@@ -17,15 +17,15 @@ QUICK = ["--count", "3", "--mc-num", "4"]
 
 @pytest.fixture
 def started(demo, monkeypatch):
-    """Every engine is the demo's; holds the settings they were asked for with."""
+    """Every engine is the demo's; holds the arguments that they were asked for with."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     settings = []
 
-    def start_engine(args):
-        settings.append(args)
-        return demo, None
+    def load(arguments):
+        settings.append(arguments)
+        return demo
 
-    monkeypatch.setattr(comparison, "start_engine", start_engine)
+    monkeypatch.setattr(evaluate, "load", load)
     monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     return settings
 
@@ -59,7 +59,7 @@ def test_methods_and_rules_become_rows_and_a_plot(started, tmp_path, capsys):
     rows = rows_of(capsys)
     assert [row[:2] for row in rows] == [[m, r] for m in ("none", "dual") for r in ("one", "steps=8")]
     assert [row[7] for row in rows] == ["1.00", "0.25"] * 2
-    assert [args.cache_method for args in started] == ["none", "dual"]
+    assert [arguments["cache_method"] for arguments in started] == ["none", "dual"]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -113,7 +113,7 @@ def parsed(*arguments):
 
 def test_paper_tasks_bring_lengths_shots_and_intervals():
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k,mbpp", "--paper", "dllm-cache")
-    gsm8k, mbpp = harness.harness_tasks(args)
+    gsm8k, mbpp = evaluate.harness_tasks(args)
     assert (gsm8k.name, gsm8k.num_fewshot, gsm8k.with_chat_template) == ("gsm8k", 4, True)
     assert gsm8k.decoding == {"gen_length": 256, "block_length": 8, "steps": 256}
     assert mbpp.cache_options["dllm_cache"]["prompt_refresh_interval"] == 100
@@ -123,19 +123,19 @@ def test_paper_tasks_bring_lengths_shots_and_intervals():
 
 def test_a_papers_cache_options_are_for_its_method_and_give_way_to_the_commands_own():
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--paper", "dllm-cache")
-    (task,) = harness.harness_tasks(args)
+    (task,) = evaluate.harness_tasks(args)
     args.methods = "none,dllm_cache"
-    none, cached = (harness._for_tasks(combination, task) for combination in comparison.combinations(args))
-    assert none.settings.cache_option == []
-    assert dict(cached.settings.cache_option) == {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
+    none, cached = (harness._for_tasks(combination, task) for combination in evaluate.combinations(args))
+    assert none.engine["cache_options"] == {}
+    assert cached.engine["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
     args.methods, args.cache_method, args.cache_option = None, "dllm_cache", [key_value("update_ratio=0.5")]
-    (own,) = comparison.combinations(args)
+    (own,) = evaluate.combinations(args)
     assert harness._for_tasks(own, task) is own
 
 
 def test_the_commands_own_settings_go_before_the_papers():
     args = parsed("--model", "Dream-org/Dream-v0-Base-7B", "--paper-task", "humaneval", "--num-fewshot", "2")
-    (task,) = harness.harness_tasks(args)
+    (task,) = evaluate.harness_tasks(args)
     assert (task.name, task.num_fewshot, task.with_chat_template) == ("humaneval", 2, False)
 
 
@@ -150,5 +150,5 @@ def test_the_headline_is_the_groups_own_or_the_mean_of_the_tasks():
     assert harness.headline(results(a=(0.5, 3), b=(1.0, 1)), "tag", None) == ("f1,none", 0.625, None)
     group = {"g": {"f1,none": 0.7, "f1_stderr,none": "N/A"}}
     assert harness.headline(results(group, a=(0.5, 3), b=(1.0, 1)), "g", "f1,none") == ("f1,none", 0.7, None)
-    with pytest.raises(CommandError, match="no metric 'acc,none'; choose one of f1,none"):
+    with pytest.raises(ValueError, match="no metric 'acc,none'; choose one of f1,none"):
         harness.headline(results(a=(0.5, 3)), "a", "acc,none")

@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dllm_engine.cli.arguments import key_value, positive_int
-from dllm_engine.cli.errors import CommandError, one_line
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path
+from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks import server_start
 
 
@@ -31,7 +31,7 @@ def own_signal_handlers(monkeypatch):
         (["generate", "Hello!", "--model", "."], ". holds no config.json; name the folder of a checkpoint"),
         (["generate", "Hello!", "--cache-method", "magic"], "unknown cache method"),
         (["generate", "Hello!", "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
-        (["generate", "--input", "/no/such/file", "--output", "o"], "cannot read /no/such/file: No such file"),
+        (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
         (["generate", "Hello!", "--factor", "0"], "factor=0.0"),
         (["generate", "Hello!", "--entropy-bound", "-1"], "entropy_bound=-1.0"),
         (["generate", "Hello!", "--margin", "1.5"], "margin=1.5"),
@@ -43,7 +43,7 @@ def own_signal_handlers(monkeypatch):
         (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
         (["eval", "--unmasking-rules", "one,threshold=2"], "threshold=2"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
-        (["inspect", "Hello!", "--output", "picture.svg"], "as .html or .png"),
+        (["inspect", "Hello!", "--output", "picture.svg"], "an .html page"),
         (["inspect", "Hello!", "--output", "/no/such/folder/o.html"], "there is no folder /no/such/folder"),
         (["inspect", "--model", "some/model"], "give a PROMPT"),
     ],
@@ -175,4 +175,4 @@ def test_validation_errors_come_without_pydantics_additions(ratio, message):
 def test_errors_that_no_user_was_meant_to_see_name_their_type():
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
-    assert one_line(CommandError("two\n  lines")) == "two lines"
+    assert one_line(ValueError("two\n  lines")) == "two lines"

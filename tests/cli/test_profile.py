@@ -36,7 +36,7 @@ def test_a_canvas_that_does_not_fit_is_named(engines, reference_checkpoints):
 
 
 def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
-    monkeypatch.setattr("dllm_engine.cli.profile_layers.load_engine", lambda args: demo)
+    monkeypatch.setattr("dllm_engine.cli.profile_layers.load", lambda arguments: demo)
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "Copy: Rome Tom"}, {"messages": [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -62,6 +62,6 @@ def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
     ],
 )
 def test_what_cannot_work_is_said_before_the_engine_starts(arguments, named, monkeypatch, capsys):
-    monkeypatch.setattr("dllm_engine.cli.profile_layers.load_engine", lambda args: pytest.fail("started"))
+    monkeypatch.setattr("dllm_engine.cli.profile_layers.load", lambda arguments: pytest.fail("started"))
     assert main(["profile", *arguments]) == 2
     assert named in capsys.readouterr().err

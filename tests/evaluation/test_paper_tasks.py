@@ -9,7 +9,7 @@ from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 
-ROWS = [(row, family) for row in PAPER_TASKS for family in FAMILIES.values() if row.family in (None, family)]
+ROWS = [(row, family) for row in PAPER_TASKS for family in FAMILIES.values() if row.is_for(family)]
 FOLDERS = ("arc", "bbh", "benchmarks", "gpqa", "gsm8k", "humaneval", "longbench", "mbpp", "minerva_math", "mmlu")
 FOLDERS += ("mmlu_pro",)
 
@@ -31,7 +31,7 @@ def test_settings_are_servable_with_every_cache_method(row, family):
     block_length = row.block_length or row.gen_length
     params = DiffusionParams(gen_length=row.gen_length, steps=row.steps, block_length=block_length)
     for method in CACHE_METHODS:
-        options = row.cache_options(f"GSAI-ML/{next(iter(row.refresh_intervals or {''}))}").get(method, {})
+        options = row.cache_options(f"GSAI-ML/{next(iter(row.checkpoint_options or {''}))}").get(method, {})
         engine = EngineOptions.parse({"cache_method": method, "cache_options": options})
         spec = resolve_decoding(params, 100, family, engine)
         assert (spec.gen_length, spec.steps, spec.block_length) == (row.gen_length, row.steps, block_length)

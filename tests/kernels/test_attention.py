@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.attention import bidirectional_attention, bidirectional_attention_reference
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+from dllm_engine.kernels.attention import bidirectional_attention
+from tests.kernels import formulas
+from tests.support.paged_cases import TOLERANCE, error
 
 
 def inputs(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0):
@@ -20,11 +20,6 @@ def inputs(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch
         return torch.randn(rows, count, dim, generator=generator).to(dtype)
 
     return draw(heads), draw(kv_heads), draw(kv_heads), [0, *itertools.accumulate(lengths)]
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm."""
-    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @given(
@@ -40,7 +35,7 @@ def test_equals_the_formula(lengths, heads, dim, dtype, seed):
     out = bidirectional_attention(q, k, v, cu_seqlens)
     assert out.shape == q.shape
     assert out.dtype == dtype
-    assert error(out, bidirectional_attention_reference(q, k, v, cu_seqlens)) < TOLERANCE[dtype]
+    assert error(out, formulas.bidirectional_attention(q, k, v, cu_seqlens)) < TOLERANCE[dtype]
 
 
 def test_formula_worked_by_hand():
@@ -49,7 +44,7 @@ def test_formula_worked_by_hand():
     k = torch.tensor([[[0.0, 0, 0, 0]], [[2 * torch.log(torch.tensor(3.0)), 0, 0, 0]]])
     v = torch.tensor([[[4.0, 0, 0, 0]], [[0.0, 4, 0, 0]]])
     expected = torch.tensor([[[1.0, 3, 0, 0]]] * 2)
-    for attention in (bidirectional_attention, bidirectional_attention_reference):
+    for attention in (bidirectional_attention, formulas.bidirectional_attention):
         torch.testing.assert_close(attention(q, k, v, [0, 2]).float(), expected)
 
 

@@ -5,13 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.eviction import (
-    mean_query_scores,
-    mean_query_scores_reference,
-    select_retained,
-    write_retained,
-    write_retained_reference,
-)
+from dllm_engine.kernels.eviction import mean_query_scores, select_retained, write_retained
+from tests.kernels import formulas
+from tests.kernels.checks import check_mean_query_scores, check_write_retained
 from tests.support.paged_cases import TOLERANCE
 
 
@@ -24,16 +20,8 @@ from tests.support.paged_cases import TOLERANCE
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_scores_equal_the_formula(block_rows, candidates, heads, dim, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(block_rows, heads[0], dim, generator=generator).to(dtype)
-    k = torch.randn(candidates, heads[1], dim, generator=generator).to(dtype)
-    scores = mean_query_scores(q, k)
-    assert scores.dtype == torch.float32
-    # The products are exact in float32 whatever the type of the inputs. Against what a score's terms add up to without
-    # their signs: a few candidates' scores may cancel to almost nothing.
-    expected, unsigned = mean_query_scores_reference(q, k), mean_query_scores_reference(q.abs(), k.abs())
-    assert ((scores.double() - expected).abs() <= 1e-6 * unsigned).all()
+def test_scores_equal_the_formula(**arguments):
+    check_mean_query_scores(mean_query_scores, **arguments)
 
 
 def test_scores_worked_by_hand():
@@ -41,7 +29,7 @@ def test_scores_worked_by_hand():
     q = torch.tensor([[[1.0, 0], [0, 2]], [[3, 0], [0, 4]]])
     k = torch.tensor([[[1.0, 10]]])
     assert mean_query_scores(q, k).tolist() == [32.0]
-    assert mean_query_scores_reference(q, k).tolist() == [32.0]
+    assert formulas.mean_query_scores(q, k).tolist() == [32.0]
 
 
 def test_scores_of_parts_of_the_heads_add_up():
@@ -91,19 +79,8 @@ def test_selection_takes_the_highest_pooled_scores_in_ascending_order(scores, po
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_retained_rows_fill_the_slots_behind_those_held_and_nothing_else(
-    retained, held, kv_heads, slots_per_page, dtype, table_type, seed
-):
-    generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, 60, kv_heads, 8, generator=generator).to(dtype)
-    rows = torch.randperm(60, generator=generator)[:retained].sort().values
-    needed = -(-(held + retained) * kv_heads // slots_per_page)
-    k_pages, v_pages = torch.full((needed + 3, 2, slots_per_page, 8), torch.nan, dtype=dtype).unbind(1)
-    page_table = torch.randperm(needed + 3, generator=generator)[: needed + 1].to(table_type)
-    expected = write_retained_reference(k, v, rows, k_pages, v_pages, page_table, held)
-    write_retained(k, v, rows, k_pages, v_pages, page_table, held)
-    torch.testing.assert_close((k_pages, v_pages), expected, rtol=0, atol=0, equal_nan=True)
-    assert int((~k_pages.isnan()).sum()) == retained * kv_heads * 8
+def test_retained_rows_fill_the_slots_behind_those_held_and_nothing_else(**arguments):
+    check_write_retained(write_retained, **arguments)
 
 
 def test_errors_name_what_does_not_fit():

@@ -5,68 +5,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.features import (
-    add_features,
-    add_features_reference,
-    feature_rows,
-    read_features,
-    read_features_reference,
-    write_features,
-    write_features_reference,
-)
+from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
+from tests.kernels.checks import check_features
+from tests.support.paged_cases import TOLERANCE
 
-EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-feature_cases = given(
+@given(
     num_rows=st.one_of(st.integers(0, 3), st.integers(0, 60)),
     width=st.sampled_from([8, 24, 50, 128]),
     slots_per_page=st.sampled_from([8, 9, 64]),
     missing=st.sampled_from([0.0, 0.4, 1.0]),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 1000),
 )
-
-
-def case(
-    num_rows: int, width: int, slots_per_page: int, missing: float, dtype: torch.dtype, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(memory, values, rows, slots): NaN in all memory, values that are columns of a wider tensor, slots at random."""
-    generator = torch.Generator().manual_seed(seed)
-    rows_per_page = 2 * slots_per_page * 8 // width
-    num_pages = -(-num_rows // rows_per_page) + 2
-    memory = torch.full((num_pages, 2, slots_per_page, 8), torch.nan, dtype=dtype)
-    slots = torch.randperm(num_pages * rows_per_page, generator=generator)[:num_rows]
-    slots[torch.rand(num_rows, generator=generator) < missing] = -1
-    values = torch.randn(num_rows, width + 3, generator=generator).to(dtype)[:, :width]
-    return memory, values, feature_rows(memory, width), slots
-
-
-@feature_cases
 @settings(max_examples=60, deadline=None)
-def test_rows_are_written_to_their_slots_and_nowhere_else_and_read_back(**arguments):
-    memory, values, rows, slots = case(**arguments)
-    expected = write_features_reference(values, rows, slots)
-    write_features(values, rows, slots)
-    torch.testing.assert_close(rows, expected, **EXACT)
-    kept = slots >= 0
-    assert int((~memory.isnan()).sum()) == int(kept.sum()) * rows.shape[2]
-    read = read_features(rows, slots)
-    torch.testing.assert_close(read, read_features_reference(rows, slots), **EXACT)
-    torch.testing.assert_close(read, values.masked_fill(~kept[:, None], 0), **EXACT)
-
-
-@feature_cases
-@settings(max_examples=60, deadline=None)
-def test_rows_are_added_and_others_left_as_they_are(**arguments):
-    _, values, rows, slots = case(**arguments)
-    write_features(values, rows, slots)
-    hidden = torch.randn(len(slots), 2 * rows.shape[2]).to(rows.dtype)[:, rows.shape[2] :]
-    hidden[slots < 0] = -0.0
-    expected = add_features_reference(hidden, rows, slots)
-    add_features(hidden, rows, slots)
-    torch.testing.assert_close(hidden, expected, **EXACT)
-    assert bool(hidden[slots < 0].signbit().all())  # not even zero was added
+def test_rows_are_written_read_and_added_and_nothing_else_is_touched(**arguments):
+    check_features((write_features, read_features, add_features), **arguments)
 
 
 def test_rows_that_are_read_or_added_may_share_a_slot():

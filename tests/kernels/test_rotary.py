@@ -6,20 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.platforms import current_platform
 
-from dllm_engine.kernels.rotary import rotate_, rotate_reference
-
-TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-
-
-def case(
-    num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of one head more than are rotated, as those of a fused projection, at positions of up to 5,000."""
-    generator = torch.Generator().manual_seed(seed)
-    fused = torch.randn(num_rows, num_heads + 1, head_dim, generator=generator).to(dtype)
-    positions = torch.randint(5000, (num_rows, 1), generator=generator).double()
-    angles = positions / 500_000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
-    return fused, torch.cat((angles.cos(), angles.sin()), 1).float()
+from dllm_engine.kernels.rotary import rotate_
+from tests.kernels.checks import check_rotate
+from tests.support.paged_cases import TOLERANCE
 
 
 @pytest.fixture(params=["compiled", "pytorch"])
@@ -32,24 +21,18 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-@given(
-    num_rows=st.integers(0, 70),
-    num_heads=st.sampled_from([1, 2, 7]),
-    head_dim=st.sampled_from([2, 32, 64, 96, 128, 256]),
-    dtype=st.sampled_from(list(TOLERANCES)),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=60, deadline=None)
-def check(num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, seed: int) -> None:
-    fused, cos_sin = case(num_rows, num_heads, head_dim, dtype, seed)
-    before, x = fused.clone(), fused[:, 1:]
-    expected = rotate_reference(x, cos_sin)
-    rotate_(x, cos_sin)
-    assert (x.double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
-    assert fused[:, 0].equal(before[:, 0])
-
-
 def test_rotation_is_that_of_the_formula(path):
+    @given(
+        num_rows=st.integers(0, 70),
+        num_heads=st.sampled_from([1, 2, 7]),
+        head_dim=st.sampled_from([2, 32, 64, 96, 128, 256]),
+        dtype=st.sampled_from(list(TOLERANCE)),
+        seed=st.integers(0, 1000),
+    )
+    @settings(max_examples=60, deadline=None)
+    def check(**arguments):
+        check_rotate(rotate_, **arguments)
+
     check()
 
 

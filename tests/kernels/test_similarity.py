@@ -6,24 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.paged_attention import write_slots
-from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums, similarity_sums_reference
-from tests.support.paged_cases import TOLERANCE, error
-
-
-def retained_case(
-    rows: int, kv_heads: int, dim: int, slots_per_page: int, missing: float, dtype: torch.dtype, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(fresh, pages, slots): a view of a projection, and NaN in every slot but those named."""
-    generator = torch.Generator().manual_seed(seed)
-    num_pages = -(-rows * kv_heads // slots_per_page) + 2
-    memory = torch.full((num_pages, 2, slots_per_page, dim), torch.nan, dtype=dtype)
-    pages = memory[:, 1]
-    slots = torch.randperm(num_pages * slots_per_page, generator=generator)[: rows * kv_heads].view(rows, kv_heads)
-    slots[torch.rand(rows, kv_heads, generator=generator) < missing] = -1
-    fresh, retained = torch.randn(rows, 2 * kv_heads, dim, generator=generator).to(dtype).split(kv_heads, dim=1)
-    write_slots(retained, pages, slots)
-    return fresh, pages, slots
+from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
+from tests.kernels import formulas
+from tests.kernels.checks import check_similarity_sums, similarity_case
+from tests.support.paged_cases import TOLERANCE
 
 
 @given(
@@ -36,14 +22,8 @@ def retained_case(
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_sums_equal_the_formula_and_read_only_what_is_retained(
-    rows, kv_heads, dim, slots_per_page, missing, dtype, seed
-):
-    case = retained_case(rows, kv_heads, dim, slots_per_page, missing, dtype, seed)
-    sums = similarity_sums(*case)
-    assert sums.dtype == torch.float32
-    # The products are exact in float32 whatever the type of the inputs.
-    assert error(sums, similarity_sums_reference(*case)) < 1e-5
+def test_sums_equal_the_formula_and_read_only_what_is_retained(**arguments):
+    check_similarity_sums(similarity_sums, **arguments)
 
 
 def test_sums_worked_by_hand():
@@ -51,7 +31,7 @@ def test_sums_worked_by_hand():
     fresh = torch.tensor([[[1.0, 2], [3, 4]], [[9, 9], [0, 2]]])
     pages = torch.tensor([[[torch.nan, torch.nan], [5, 6]], [[1, 0], [7, 3]]])
     slots = torch.tensor([[1, 2], [-1, 3]])
-    for sums in (similarity_sums(fresh, pages, slots), similarity_sums_reference(fresh, pages, slots)):
+    for sums in (similarity_sums(fresh, pages, slots), formulas.similarity_sums(fresh, pages, slots)):
         assert sums.tolist() == [[5 + 12 + 3, 6], [30, 4], [62, 58]]
 
 
@@ -61,7 +41,7 @@ def test_a_missing_head_counts_in_no_sum_even_if_its_fresh_values_are_no_numbers
 
 
 def test_rows_that_have_not_changed_have_equal_sums():
-    _, pages, slots = retained_case(50, 3, 96, 16, 0.0, torch.float32, 0)
+    _, pages, slots = similarity_case(50, 3, 96, 16, 0.0)
     dot, fresh, retained = sums = similarity_sums(pages[slots // 16, slots % 16], pages, slots)
     assert torch.equal(dot, fresh)
     assert torch.equal(dot, retained)
@@ -69,7 +49,7 @@ def test_rows_that_have_not_changed_have_equal_sums():
 
 
 def test_sums_of_parts_of_the_heads_add_up_to_the_cosine_of_the_whole():
-    fresh, pages, slots = retained_case(20, 6, 16, 12, 0.0, torch.float32, 0)
+    fresh, pages, slots = similarity_case(20, 6, 16, 12, 0.0)
     parts = similarity_sums(fresh[:, :2], pages, slots[:, :2]) + similarity_sums(fresh[:, 2:], pages, slots[:, 2:])
     retained = pages[slots // 12, slots % 12]
     torch.testing.assert_close(cosine(parts), F.cosine_similarity(fresh.flatten(1), retained.flatten(1)))
@@ -148,7 +128,7 @@ def test_errors_name_what_does_not_fit():
 
 @pytest.mark.parametrize("missing", [0.0, 0.5])
 def test_operator_is_registered_correctly(missing):
-    fresh, pages, slots = retained_case(5, 2, 8, 4, missing, torch.float32, 0)
+    fresh, pages, slots = similarity_case(5, 2, 8, 4, missing)
     torch.library.opcheck(
         torch.ops.dllm.similarity_sums.default,
         (fresh, pages.nan_to_num(), slots),

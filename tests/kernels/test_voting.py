@@ -6,14 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels import voting
-from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.kernels.voting import voting_scores, voting_scores_reference
-from tests.support.paged_cases import TOLERANCE, error
-
-
-def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return (torch.einsum("ihd,jhd->ihj", q.double(), keys) * q.shape[2] ** -0.5).logsumexp(dim=-1).float()
+from dllm_engine.kernels.paged_attention import attention_with_lse
+from dllm_engine.kernels.voting import voting_scores
+from tests.kernels import formulas
+from tests.kernels.checks import check_voting_scores, log_sum_exp
+from tests.support.paged_cases import TOLERANCE
 
 
 @given(
@@ -26,16 +23,8 @@ def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_equals_the_formula_for_views_of_one_projection(voters, keys, others, heads, dim, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    num_heads, kv_heads = heads
-    fused = torch.randn(keys + others + voters, num_heads + kv_heads, dim, generator=generator).to(dtype)
-    q, k = fused[keys + others :, :num_heads], fused[:, num_heads:]
-    lse = log_sum_exp(q, k)
-    scores = voting_scores(q, k[:keys], lse)
-    assert scores.dtype == torch.float32
-    # The products are exact in float32 whatever the type of the inputs.
-    assert error(scores, voting_scores_reference(q, k[:keys], lse)) < 1e-5
+def test_equals_the_formula_for_views_of_one_projection(**arguments):
+    check_voting_scores(voting_scores, **arguments)
 
 
 def test_worked_by_hand():
@@ -44,16 +33,14 @@ def test_worked_by_hand():
     q[0, 0, 0] = 2 * torch.tensor(3.0).log()
     k = torch.tensor([[[1.0, 0, 0, 0]], [[0.0, 1, 0, 0]]])
     lse = torch.tensor([[4.0, 2.0], [2.0, 2.0]]).log()
-    for scores in (voting_scores(q, k, lse), voting_scores_reference(q, k, lse)):
+    for scores in (voting_scores(q, k, lse), formulas.voting_scores(q, k, lse)):
         assert scores.tolist() == [pytest.approx([1.125, 0.875])]
 
 
 def test_takes_the_log_sum_exp_of_attention_and_every_voter_has_one_vote():
     q, k, v = torch.randn(3, 20, 4, 16).unbind(0)
     k, v = k[:, :2], v[:, :2]
-    pages, table, heads = k.new_zeros(1, 8, 16), torch.zeros(1, 1).int(), torch.zeros(1, 2).int()
-    tables = pages, pages, table, heads, torch.tensor([2]).int(), heads
-    _, lse = paged_attention(q, k, v, [0, 20], *tables, attend_fresh=True, return_lse=True)
+    _, lse = attention_with_lse(q, k, v, [0, 20])
     scores = voting_scores(q[12:], k, lse[12:])
     torch.testing.assert_close(scores.sum(dim=1), torch.full((2,), 8.0))
     attention = (q[12:, :2].transpose(0, 1) @ k[:, 0].T / 4).softmax(dim=-1)

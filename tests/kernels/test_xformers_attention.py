@@ -9,9 +9,11 @@ import itertools
 import pytest
 import torch
 
-from dllm_engine.kernels.attention import bidirectional_attention, bidirectional_attention_reference, use_dense_backend
+from dllm_engine.kernels.attention import bidirectional_attention, use_dense_backend
 from dllm_engine.kernels.xformers_attention import attend_with_xformers, check_xformers
+from tests.kernels import formulas
 from tests.support.engines import start_engine
+from tests.support.paged_cases import error
 
 CASES = [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)]
 
@@ -33,7 +35,7 @@ def test_what_xformers_is_given_means_the_same(monkeypatch, lengths, heads, kv_h
 
     monkeypatch.setattr(ops, "memory_efficient_attention", formula)
     q, k, v, bounds = inputs(lengths, heads, kv_heads)
-    expected = bidirectional_attention_reference(q, k, v, bounds)
+    expected = formulas.bidirectional_attention(q, k, v, bounds)
     torch.testing.assert_close(attend_with_xformers(q, k, v, bounds).double(), expected, rtol=1e-5, atol=1e-5)
     use_dense_backend("xformers")
     try:
@@ -47,9 +49,8 @@ def test_what_xformers_is_given_means_the_same(monkeypatch, lengths, heads, kv_h
 def test_on_a_gpu(lengths, heads, kv_heads):
     pytest.importorskip("xformers.ops")
     q, k, v, bounds = inputs(lengths, heads, kv_heads, "cuda", torch.float16)
-    expected = bidirectional_attention_reference(q, k, v, bounds)
-    error = (attend_with_xformers(q, k, v, bounds).double() - expected).norm() / expected.norm()
-    assert error < 2e-3
+    expected = formulas.bidirectional_attention(q, k, v, bounds)
+    assert error(attend_with_xformers(q, k, v, bounds), expected) < 2e-3
 
 
 def test_a_device_it_cannot_serve_is_named(tiny_llada):

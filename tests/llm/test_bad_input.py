@@ -4,6 +4,7 @@ import pytest
 import torch
 import vllm
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate, start_engine
@@ -44,22 +45,24 @@ def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) 
 # Prompts
 
 
-def test_empty_prompt(llm, healthy):
-    refuse(llm, healthy, [], None, "empty")
-
-
-def test_prompt_with_the_mask_token(llm, healthy):
-    refuse(llm, healthy, [5, 6, MASK, 7], None, f"id {MASK}", "position 2", gen_length=8, block_length=8)
+@pytest.mark.parametrize(
+    ("prompt", "gen_length", "fragments"),
+    [
+        ([], 8, ("empty",)),
+        ([5, 6, MASK, 7], 8, (f"id {MASK}", "position 2")),
+        ([7] * 100, 29, ("100 tokens", "gen_length=29", "129", "max_model_len is 128")),
+        ([7] * 128, 1, ("128",)),
+        ([7] * 200, 1, ("200", "128")),
+    ],
+    ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length"],
+)
+def test_prompt_that_cannot_be_served(llm, healthy, prompt, gen_length, fragments):
+    refuse(llm, healthy, prompt, None, *fragments, gen_length=gen_length)
 
 
 @pytest.mark.parametrize("token", [150, 5000, -1])
-def test_token_outside_the_vocabulary(engines, tiny_llada, healthy, token):
-    llm = engines(tiny_llada, max_model_len=64 + token % 7)  # of its own: it would not survive a failing step
+def test_token_outside_the_vocabulary(llm, healthy, token):
     refuse(llm, healthy, [5, token], None, str(token), "vocabulary", gen_length=8, block_length=8)
-
-
-def test_canvas_beyond_the_model_length(llm, healthy):
-    refuse(llm, healthy, [7] * 100, None, "100 tokens", "gen_length=29", "129", "max_model_len is 128", gen_length=29)
 
 
 def test_canvas_of_exactly_the_model_length_is_served(llm):
@@ -67,14 +70,6 @@ def test_canvas_of_exactly_the_model_length_is_served(llm):
 
     (output,) = generate(llm, [[7] * 100], DiffusionParams(gen_length=28, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 28
-
-
-def test_prompt_that_fills_the_model_length(llm, healthy):
-    refuse(llm, healthy, [7] * 128, None, "128", gen_length=1, block_length=1)
-
-
-def test_prompt_beyond_the_model_length(llm, healthy):
-    refuse(llm, healthy, [7] * 200, None, "200", "128", gen_length=1, block_length=1)
 
 
 def test_prompt_embeddings(llm, healthy):
@@ -95,99 +90,38 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
     assert answer(llm) == healthy
 
 
-# Lengths, blocks and steps
-
-
-@pytest.mark.parametrize("gen_length", [0, -1])
-def test_response_length_below_one(llm, healthy, gen_length):
-    refuse(llm, healthy, None, None, f"gen_length={gen_length}", "at least 1", gen_length=gen_length)
-
-
-def test_two_names_for_two_lengths(llm, healthy):
-    refuse(llm, healthy, None, None, "gen_length=8", "max_tokens=9", "give one", gen_length=8, max_tokens=9)
-
-
-@pytest.mark.parametrize("block_length", [0, -3])
-def test_block_length_below_one(llm, healthy, block_length):
-    fragments = ("block_length", str(block_length), "greater than or equal to 1")
-    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=block_length)
-
-
-def test_block_length_beyond_the_response(llm, healthy):
-    refuse(llm, healthy, None, None, "block_length=9", "1 … gen_length", "here 8", gen_length=8, block_length=9)
-
-
-def test_block_length_that_is_no_integer(llm, healthy):
-    refuse(llm, healthy, None, None, "block_length", gen_length=8, block_length="wide")
-
-
-@pytest.mark.parametrize("steps", [0, -1])
-def test_steps_below_one(llm, healthy, steps):
-    fragments = ("steps", str(steps), "greater than or equal to 1")
-    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=8, steps=steps)
-
-
-def test_fewer_steps_than_blocks(llm, healthy):
-    fragments = ("steps=3", "4 blocks", "raise steps or block_length")
-    refuse(llm, healthy, None, None, *fragments, gen_length=25, block_length=8, steps=3)
-
-
-# Options
-
-
-def test_unknown_unmasking_policy(llm, healthy):
-    refuse(
-        llm, healthy, None, None, "unmasking='best'", "low_confidence", "topk_margin", gen_length=8, unmasking="best"
-    )
-
-
-def test_unknown_request_option(llm, healthy):
-    extra = {"temprature": 1}
-    refuse(llm, healthy, None, None, "'temprature'", "block_length, steps, unmasking", gen_length=8, extra_args=extra)
-
-
-def test_unknown_field_of_the_parameters():
-    from dllm_engine import DiffusionParams
-
-    with pytest.raises(TypeError, match="block_lenght"):
-        DiffusionParams(block_lenght=8)
+# Settings
 
 
 @pytest.mark.parametrize(
     ("settings", "fragments"),
     [
+        ({"block_length": 9}, ("block_length=9", "1 … gen_length", "here 8")),
+        ({"gen_length": 25, "steps": 3}, ("steps=3", "4 blocks", "raise steps or block_length")),
+        ({"extra_args": {"temprature": 1}}, ("'temprature'", "block_length, steps, unmasking")),
         ({"temperature": -0.5}, ("temperature", "-0.5")),
         ({"top_p": 0.0}, ("top_p", "0.0")),
         ({"top_p": 1.5}, ("top_p", "1.5")),
         ({"top_k": -2}, ("top_k", "-2")),
         ({"n": 0}, ("n must", "0")),
-    ],
-    ids=str,
-)
-def test_sampling_setting_out_of_range(llm, healthy, settings, fragments):
-    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=8, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "fragments"),
-    [
         ({"logprobs": -1}, ("logprobs=-1", "not supported")),
         ({"logprob_token_ids": [5]}, ("logprob_token_ids", "not supported")),
         ({"prompt_logprobs": 1}, ("prompt_logprobs=1", "not supported")),
         ({"presence_penalty": 0.5}, ("presence_penalty=0.5", "not supported")),
         ({"frequency_penalty": -0.5}, ("frequency_penalty=-0.5", "not supported")),
         ({"repetition_penalty": 1.1}, ("repetition_penalty=1.1", "not supported")),
-        ({"min_p": 0.1}, ("min_p=0.1", "not supported")),
+        ({"min_p": 0.1, "temperature": 1.0}, ("min_p=0.1", "not supported")),
         ({"min_tokens": 2}, ("min_tokens=2", "not supported")),
         ({"logit_bias": {5: 1.0}}, ("logit_bias", "not supported")),
         ({"allowed_token_ids": [5, 6]}, ("allowed_token_ids", "not supported")),
+        ({"structured_outputs": StructuredOutputsParams(choice=["yes"])}, ("structured_outputs", "not supported")),
         ({"extra_args": {"kv_transfer_params": {"a": 1}}}, ("unknown request option 'kv_transfer_params'",)),
         ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_setting_that_is_not_supported(llm, healthy, settings, fragments):
-    refuse(llm, healthy, None, None, *fragments, gen_length=8, block_length=8, temperature=1.0, **settings)
+def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
+    refuse(llm, healthy, None, None, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
 
 
 def test_forbidden_words(llm, healthy):
@@ -196,13 +130,6 @@ def test_forbidden_words(llm, healthy):
     params = DiffusionParams(gen_length=8, block_length=8)
     params.bad_words = ["never"]
     refuse(llm, healthy, None, params, "bad_words", "not supported")
-
-
-def test_structured_output(llm, healthy):
-    from vllm.sampling_params import StructuredOutputsParams
-
-    structured = StructuredOutputsParams(choice=["yes", "no"])
-    refuse(llm, healthy, None, None, "structured_outputs", "not supported", gen_length=8, structured_outputs=structured)
 
 
 def test_beam_search(llm, healthy):
@@ -240,16 +167,6 @@ def test_lora_request(llm, healthy):
         ({"cache_method": "best"}, ("cache_method", "'best'", "none")),
         ({"cache_options": {"retention": 0.5}}, ("'retention'", "0.5", "cache_method='none'")),
         ({"trace": "often"}, ("trace", "'often'")),
-        (
-            {"additional_config": {"dllm": {"cache": 1}}, "vllm": True},
-            (
-                "'cache'",
-                "cache_method, cache_options, page_size, dense_attention, refresh_ratio, steps_per_dispatch, "
-                "guide_model, guide_tokens_per_token, cuda_graphs, batch_invariant, trace, playground, "
-                "request_defaults",
-            ),
-        ),
-        ({"additional_config": {"dllm": "none"}, "vllm": True}, ("additional_config['dllm']='none'",)),
         ({"enable_lora": True}, ("enable_lora", "not supported")),
         ({"enable_prompt_embeds": True}, ("enable_prompt_embeds", "not supported")),
         ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size", "not supported")),
@@ -257,22 +174,25 @@ def test_lora_request(llm, healthy):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_engine_option_is_refused_by_name(llm, healthy, tiny_llada, settings, fragments):
-    settings = dict(settings)
-    start = start_stock_engine if settings.pop("vllm", False) else start_engine
     with pytest.raises((ValueError, TypeError)) as error:
-        start(tiny_llada, **settings)
+        start_engine(tiny_llada, **settings)
     for fragment in fragments:
         assert fragment in str(error.value), str(error.value)
     assert answer(llm) == healthy
 
 
-def start_stock_engine(model, **settings):
-    import vllm
-
-    return vllm.LLM(
-        str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=128, kv_cache_memory_bytes=64 << 20,
-        enforce_eager=True, **settings,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        ({"cache": 1}, ("'cache'", "cache_method, cache_options, page_size, dense_attention, refresh_ratio")),
+        ("none", ("additional_config['dllm']='none'",)),
+    ],
+)
+def test_option_is_refused_by_stock_vllm_too(tiny_llada, options, fragments):
+    with pytest.raises(ValueError) as error:
+        vllm.LLM(str(tiny_llada), skip_tokenizer_init=True, additional_config={"dllm": options})
+    for fragment in fragments:
+        assert fragment in str(error.value), str(error.value)
 
 
 def test_engine_that_fails_to_start_leaves_the_others_alone(llm, healthy, tmp_path):

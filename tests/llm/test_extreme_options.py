@@ -45,12 +45,12 @@ def ask(llm, name, value, temperature):
     return output
 
 
-def walk(llm, names):
-    """Every option with every number, greedy and sampled. None of them may change what others are answered."""
+def walk(llm, names, turn=None):
+    """Every option with every number, greedy and sampled, or by turns. None may change what others are answered."""
     expected = tokens_of(llm, PROMPT, **REQUEST)
     for name in names:
-        for value in EXTREMES:
-            for temperature in (0.0, 1.0):
+        for number, value in enumerate(EXTREMES):
+            for temperature in (0.0, 1.0) if turn is None else [float((number + turn) % 2)]:
                 output = ask(llm, name, value, temperature)
                 if output is not None:
                     (completion,) = output.outputs
@@ -61,15 +61,26 @@ def walk(llm, names):
         assert tokens_of(llm, PROMPT, **REQUEST) == expected, name
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
-def test_our_options(engines, request, family, cache_method):
-    walk(engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method), RequestOptions.model_fields)
+TURNS = list(enumerate((method, family) for method in CACHE_METHODS for family in ("llada", "dream")))
+"""Each method and family takes its turn: together they see every option with every number several times."""
+
+
+@pytest.fixture
+def engine(engines, request):
+    def make(method, family):
+        return engines(request.getfixturevalue(f"tiny_{family}"), cache_method=method, page_size=8)
+
+    return make
+
+
+@pytest.mark.parametrize(("turn", "served_by"), TURNS, ids=str)
+def test_our_options(engine, turn, served_by):
+    walk(engine(*served_by), RequestOptions.model_fields, None if served_by[0] == "none" else turn)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_vllms_parameters(engines, request, family):
-    walk(engines(request.getfixturevalue(f"tiny_{family}")), VLLMS_NUMBERS)
+def test_vllms_parameters(engine, family):
+    walk(engine("none", family), VLLMS_NUMBERS)
 
 
 def test_a_guides_options(engines):
@@ -95,16 +106,15 @@ def ask_over_http(client, name, value, stream):
     return answer.status_code, answer.text
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
-def test_over_http(engines, request, family, cache_method):
+@pytest.mark.parametrize(("turn", "served_by"), TURNS, ids=str)
+def test_over_http(engine, turn, served_by):
     """The numbers as a client sends them; an answer, or a refusal with a sentence, streamed or not."""
-    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
+    llm = engine(*served_by)
     client = served(llm, "--served-model-name", "served", "--skip-tokenizer-init")
     expected = tokens_of(llm, PROMPT, **REQUEST)
     for number, name in enumerate([*RequestOptions.model_fields, *VLLMS_NUMBERS]):
-        for value in EXTREMES[number % 3 :: 3]:
-            status, text = ask_over_http(client, name, value, stream=bool(number % 2))
+        for value in EXTREMES[(number + turn) % 6 :: 6]:
+            status, text = ask_over_http(client, name, value, stream=bool((number + turn // 6) % 2))
             assert status in (200, 400), (name, value, text[:300])
             assert '"code":500' not in text.replace(" ", ""), (name, value, text[:300])
     assert_nothing_left(llm)

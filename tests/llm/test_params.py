@@ -72,10 +72,11 @@ def test_what_the_caller_put_into_extra_args_is_shown_and_kept():
 
 
 REFUSED = [
-    ({"block_length": 0}, "block_length=0"),
+    ({"block_length": 0}, "block_length=0: Input should be greater than or equal to 1"),
     ({"block_length": "wide"}, "block_length='wide'"),
     ({"steps": -1}, "steps=-1"),
-    ({"gen_length": 0}, "gen_length=0"),
+    ({"gen_length": 0}, "gen_length=0 is out of range: it must be a whole number, at least 1"),
+    ({"gen_length": -1}, "gen_length=-1"),
     ({"gen_length": "8"}, "gen_length='8'"),
     ({"max_tokens": 1.5}, "gen_length=1.5"),
     ({"gen_length": 8, "max_tokens": 9}, "name the same length"),
@@ -101,3 +102,8 @@ def test_a_bad_value_that_is_set_later_changes_nothing(name, value):
     with pytest.raises(InvalidRequestError, match=name):
         setattr(params, name, value)
     assert params == DiffusionParams(gen_length=16, block_length=8, threshold=0.9)
+
+
+def test_an_unknown_field_is_named():
+    with pytest.raises(TypeError, match="block_lenght"):
+        DiffusionParams(block_lenght=8)

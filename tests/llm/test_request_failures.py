@@ -7,7 +7,7 @@ import torch
 
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
 
 BROKEN, EARLIER = 120, 119
 """Tokens whose embeddings are not finite; no answer below contains them."""
@@ -79,12 +79,6 @@ def failed(output) -> int:
     return passes
 
 
-def dispatch(llm, num_steps: int, monkeypatch) -> None:
-    """Give an engine another ``steps_per_dispatch`` until the test ends."""
-    scheduler = scheduler_of(llm)
-    monkeypatch.setattr(scheduler, "options", scheduler.options.model_copy(update={"steps_per_dispatch": num_steps}))
-
-
 def accepted(llm, ways):
     """Those that the engine does not refuse at admission."""
     from dllm_engine.scheduler.request_options import InvalidRequestError
@@ -124,7 +118,7 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
     llm = engine(method, family)
     runner = runner_of(llm)
     if looks_ahead:
-        dispatch(llm, 4, monkeypatch)
+        set_steps_per_dispatch(llm, 4, monkeypatch)
         monkeypatch.setattr(runner, "looks_ahead", True)
     alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
     denoiser = type(runner.denoiser)
@@ -198,7 +192,7 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
 
     llm = engine("sparse")
     scheduler, runner = scheduler_of(llm), runner_of(llm)
-    dispatch(llm, steps_per_dispatch, monkeypatch)
+    set_steps_per_dispatch(llm, steps_per_dispatch, monkeypatch)
     alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
     seed, calls = 4242, 0
 

@@ -230,12 +230,3 @@ def test_default_of_the_demo_model_ends_by_itself(speaking):
     completion = speaking.generate(["User: hello\nBot:"], use_tqdm=False)[0].outputs[0]
     assert completion.finish_reason == "stop"
     assert len(completion.token_ids) < 256
-
-
-def test_canvas_length_is_not_rounded_up_to_whole_blocks(engines, tiny_llada):
-    """A last block that would cross ``max_model_len`` is shorter."""
-    from dllm_engine import DiffusionParams
-
-    llm = engines(tiny_llada, max_model_len=128)
-    (output,) = generate(llm, [[7] * 108], DiffusionParams(gen_length=20, block_length=16, ignore_eos=True))
-    assert len(output.outputs[0].token_ids) == 20

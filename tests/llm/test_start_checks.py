@@ -5,9 +5,9 @@ import sys
 import pytest
 import vllm
 
+from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.start_checks import check_start
 from tests.support.engines import start_engine
 
 LLAMA = str(DEMO_GUIDE_DIR)

@@ -20,8 +20,10 @@ from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 from tests.oracles.guided import Texts, plain_guided
 from tests.oracles.models import PlainModel
+from tests.support.answers import answer_of
 from tests.support.byte_level_tokenizers import NOTE, TALE, copy_renumbered, spelled, train_tokenizer
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
+from tests.support.stepped_engines import abort_all
 
 VOCABULARY = 512
 SIZES = {
@@ -126,6 +128,17 @@ def ask(llm, lengths=LENGTHS, **options):
     return generate(llm, [prompt(length) for length, _, _ in lengths], params)
 
 
+def tokens(llm, lengths=LENGTHS, **options) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in ask(llm, lengths, **options)]
+
+
+def assert_batch_is_as_alone(llm) -> None:
+    together = tokens(llm, guide_threshold=0.2)
+    assert [len(response) for response in together] == [gen_length for _, gen_length, _ in LENGTHS]
+    assert together == [tokens(llm, [case], guide_threshold=0.2)[0] for case in LENGTHS]
+    assert_nothing_left(llm)
+
+
 def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
     """The engine against the plain version: folders of the model and its guide, a name in ``SETTINGS``."""
     plain_model, judge = PlainModel(model), AutoModelForCausalLM.from_pretrained(guide).eval()
@@ -147,12 +160,11 @@ def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
             **SETTINGS[settings],
         )
         # A decision between numbers this close is rounding's, not the method's.
-        if plain["closest"] < 1e-4:
+        if plain.closest < 1e-4:
             continue
-        figures = output.outputs[0].diffusion
-        assert list(output.outputs[0].token_ids) == plain["tokens"]
-        assert figures.unmasked_per_step == plain["order"]
-        assert figures.forward_passes == plain["forwards"]
+        answer = answer_of(output)
+        assert answer.tokens == plain.tokens
+        assert answer.order == plain.order
         compared += 1
     assert compared >= 2, "the cases decide by rounding; choose others"
 
@@ -199,11 +211,7 @@ def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
 
 @pytest.mark.parametrize("cache_method", ["dual", "freecache", "maskkv"])
 def test_a_guide_of_another_tokenizer_in_a_batch(text_engine, cache_method):
-    llm = text_engine("llada-tiny-a", cache_method, guide_tokens_per_token=8.0)
-    together = [list(output.outputs[0].token_ids) for output in ask(llm, guide_threshold=0.2)]
-    alone = [list(ask(llm, [case], guide_threshold=0.2)[0].outputs[0].token_ids) for case in LENGTHS]
-    assert together == alone
-    assert_nothing_left(llm)
+    assert_batch_is_as_alone(text_engine("llada-tiny-a", cache_method, guide_tokens_per_token=8.0))
 
 
 def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(text_engine):
@@ -225,8 +233,6 @@ def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(text_engine):
     # its 3 layers.
     assert pool.num_allocated == pool.num_reserved == 3 * 3
     llm.llm_engine.abort_request(["one"])
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
 
 
 def test_a_guide_whose_tokenizer_spells_no_bytes_is_refused(tmp_path):
@@ -241,15 +247,10 @@ METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache
 
 
 @pytest.mark.parametrize("cache_method", METHODS)
-@pytest.mark.parametrize(("model", "guide"), [("llada-tiny-a", "llama"), ("dream-tiny-a", "qwen2")])
+@pytest.mark.parametrize(("model", "guide"), GUIDED_BY.items())
 def test_every_cache_method_can_be_guided(engine, cache_method, model, guide):
     options = {"cache_options": {"indicator": "none"}} if cache_method == "es_dllm" else {}
-    llm = engine(model, guide, cache_method, **options)
-    together = [list(output.outputs[0].token_ids) for output in ask(llm, guide_threshold=0.2)]
-    assert [len(tokens) for tokens in together] == [gen_length for _, gen_length, _ in LENGTHS]
-    alone = [list(ask(llm, [case], guide_threshold=0.2)[0].outputs[0].token_ids) for case in LENGTHS]
-    assert together == alone
-    assert_nothing_left(llm)
+    assert_batch_is_as_alone(engine(model, guide, cache_method, **options))
 
 
 def test_a_guide_that_agrees_unmasks_whole_windows(engine):
@@ -275,7 +276,7 @@ def test_a_useless_guide_costs_one_step_a_token_and_fills_left_to_right(engine, 
 
 def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(engine, monkeypatch):
     llm = engine(cache_method="dual")
-    alone = [list(ask(llm, [case])[0].outputs[0].token_ids) for case in LENGTHS]
+    alone = tokens(llm)
     guide, judged = runner_of(llm).guide, []
     judge = guide._judge
 
@@ -290,13 +291,13 @@ def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(en
     assert outputs[0].outputs[0].finish_reason == "error"
     assert outputs[0].outputs[0].diffusion.error == "the guide model produced logits that are NaN or infinite"
     assert len(judged) == 1
-    assert [list(o.outputs[0].token_ids) for o in ask(llm, LENGTHS)] == alone
+    assert tokens(llm) == alone
     assert_nothing_left(llm)
 
 
 def test_a_text_that_the_guide_cannot_read_ends_its_request_alone(engine, monkeypatch):
     llm = engine(cache_method="dual")
-    alone = [list(ask(llm, [case])[0].outputs[0].token_ids) for case in LENGTHS]
+    alone = tokens(llm)
     reader = runner_of(llm).guide.reader
     read = type(reader).read
 
@@ -318,13 +319,12 @@ def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, re
 
     llm = engine(cache_method="dual")
     plain = engines(reference_checkpoints / "llada-tiny-a", cache_method="dual", page_size=8, max_model_len=128)
-    lengths = [(24, 16, 8), (24, 16, 8)]
     params = [
         DiffusionParams(gen_length=16, block_length=8, ignore_eos=True, guided=guided) for guided in (None, False)
     ]
     guided, unguided = (list(o.outputs[0].token_ids) for o in generate(llm, [prompt(24)] * 2, params))
-    assert unguided == list(ask(plain, lengths[:1])[0].outputs[0].token_ids)
-    assert guided == list(ask(llm, lengths[:1])[0].outputs[0].token_ids)
+    assert [unguided] == tokens(plain, LENGTHS[:1])
+    assert [guided] == tokens(llm, LENGTHS[:1])
     assert guided != unguided
 
 
@@ -341,33 +341,21 @@ def test_pages_of_the_guide_come_from_the_pool_and_go_back(engine):
     assert pool.num_allocated == 3 * 3 + 4 * 4
     assert pool.num_reserved == pool.num_allocated
     llm.llm_engine.abort_request(["one"])
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
     assert_nothing_left(llm)
 
 
 def test_slots_that_hold_nothing_are_never_read(engine):
     llm = engine("dream-tiny-a", "qwen2", "freecache")
-    expected = [list(o.outputs[0].token_ids) for o in ask(llm)]
+    expected = tokens(llm)
     runner_of(llm).pages.memory.fill_(torch.nan)
-    assert [list(o.outputs[0].token_ids) for o in ask(llm)] == expected
+    assert tokens(llm) == expected
 
 
 def test_aborting_in_any_state_leaks_no_page(engine):
     from dllm_engine import DiffusionParams
 
-    llm = engine(cache_method="sparse")
-    draw = random.Random(4)
-    waiting = [str(i) for i in range(30)]
-    for name in waiting:
-        params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
-        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt(5 + int(name))}, params)
-    draw.shuffle(waiting)
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
-        if waiting and draw.random() < 0.7:
-            llm.llm_engine.abort_request([waiting.pop()])
-    assert_nothing_left(llm)
+    params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
+    abort_all(engine(cache_method="sparse"), [prompt(5 + i) for i in range(30)], [params] * 30, seed=4)
 
 
 @pytest.mark.parametrize(

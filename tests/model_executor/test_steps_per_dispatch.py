@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
 from tests.support.stepped_engines import run_in_steps
 
 PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
@@ -16,13 +16,21 @@ def asked(**settings):
 
 
 @pytest.fixture
-def pair(engines, tiny_llada, tiny_dream):
-    """Engines that differ in their steps per dispatch."""
+def engine(engines, tiny_llada, tiny_dream):
+    def make(method, family="LLaDA"):
+        return engines({"LLaDA": tiny_llada, "Dream": tiny_dream}[family], cache_method=method, page_size=8)
 
-    def make(method, family="LLaDA", steps_per_dispatch=5):
-        model = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
-        alike = {"cache_method": method, "page_size": 8}
-        return engines(model, **alike), engines(model, steps_per_dispatch=steps_per_dispatch, **alike)
+    return make
+
+
+@pytest.fixture
+def several(engine, monkeypatch):
+    """``several(method)``: an engine that runs five steps per dispatch until the test ends."""
+
+    def make(method):
+        llm = engine(method)
+        set_steps_per_dispatch(llm, 5, monkeypatch)
+        return llm
 
     return make
 
@@ -42,24 +50,25 @@ def count_dispatches(llm, monkeypatch):
 
 @pytest.mark.parametrize("family", ["LLaDA", "Dream"])
 @pytest.mark.parametrize("method", CACHE_METHODS)
-def test_answers_and_records_are_those_of_single_steps(pair, method, family):
-    one, several = pair(method, family)
+def test_answers_and_records_are_those_of_single_steps(engine, monkeypatch, method, family):
+    llm = engine(method, family)
     params = [asked(), asked(steps=9), asked(threshold=0.3), asked(temperature=0.7, seed=3, gen_length=16)]
-    expected = generate(one, PROMPTS, params)
-    found = generate(several, PROMPTS, params)
+    expected = generate(llm, PROMPTS, params)
+    set_steps_per_dispatch(llm, 5, monkeypatch)
+    found = generate(llm, PROMPTS, params)
     for a, b in zip(expected, found, strict=True):
         assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
         assert a.outputs[0].diffusion == b.outputs[0].diffusion
-    assert_nothing_left(several)
+    assert_nothing_left(llm)
 
 
-def test_a_dispatch_ends_with_its_steps_or_with_a_block(pair, monkeypatch):
-    _, several = pair("sparse")
-    ran = count_dispatches(several, monkeypatch)
-    generate(several, PROMPTS[:1], asked())
+def test_a_dispatch_ends_with_its_steps_or_with_a_block(several, monkeypatch):
+    llm = several("sparse")
+    ran = count_dispatches(llm, monkeypatch)
+    generate(llm, PROMPTS[:1], asked())
     assert ran == [5, 3] * 3
     ran.clear()
-    generate(several, PROMPTS[:1], asked(threshold=1e-6))
+    generate(llm, PROMPTS[:1], asked(threshold=1e-6))
     assert ran == [1] * 3
 
 
@@ -77,13 +86,14 @@ def count_runs(runner, monkeypatch):
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("method", ["none", "sparse", "dual", "freecache"])
-def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, recorded):
+def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, recorded):
     from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
 
-    one, several = pair(method, steps_per_dispatch=8)
+    llm = engine(method)
     params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
-    expected = [list(output.outputs[0].token_ids) for output in generate(one, PROMPTS, params)]
-    runner = runner_of(several)
+    expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)]
+    set_steps_per_dispatch(llm, 8, monkeypatch)
+    runner = runner_of(llm)
     monkeypatch.setattr(runner, "looks_ahead", True)
     if recorded and method != "none":
         monkeypatch.setattr(runner.denoiser, "graphs", None)
@@ -95,11 +105,11 @@ def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, re
             return step(*args)
 
     monkeypatch.setattr(runner.denoiser, "_step", watched)
-    assert [list(output.outputs[0].token_ids) for output in generate(several, PROMPTS, params)] == expected
+    assert [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)] == expected
     assert max(lengths) >= 3
     # Alone, a request runs the steps of a block that reuse its cache in one go.
     lengths.clear()
-    generate(several, PROMPTS[:1], asked())
+    generate(llm, PROMPTS[:1], asked())
     assert lengths == {"none": [8], "sparse": [1, 1, 6], "dual": [1, 7], "freecache": [1, 7]}[method] * 3
 
 
@@ -107,55 +117,54 @@ def test_between_its_steps_no_device_is_waited_for(pair, monkeypatch, method, re
     "settings",
     [{"threshold": 0.1}, {"unmasking": "origin", "seed": 1}, {"delay_eos": True}, {"logprobs": 1}],
 )
-def test_steps_that_are_not_known_ahead_run_one_by_one(pair, monkeypatch, settings):
-    one, several = pair("dual")
-    expected = generate(one, PROMPTS, asked(**settings))
-    runner = runner_of(several)
+def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, settings):
+    llm = engine("dual")
+    expected = generate(llm, PROMPTS, asked(**settings))
+    set_steps_per_dispatch(llm, 5, monkeypatch)
+    runner = runner_of(llm)
     monkeypatch.setattr(runner, "looks_ahead", True)
     lengths = count_runs(runner, monkeypatch)
-    found = generate(several, PROMPTS, asked(**settings))
+    found = generate(llm, PROMPTS, asked(**settings))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert set(lengths) == {1}
 
 
-def test_requests_that_wait_are_looked_at_after_every_step(pair, monkeypatch):
-    _, several = pair("dual")
-    scheduler = scheduler_of(several)
-    monkeypatch.setattr(scheduler, "max_num_running", 2)
-    ran = count_dispatches(several, monkeypatch)
-    generate(several, PROMPTS[:3], asked(gen_length=8))
+def test_requests_that_wait_are_looked_at_after_every_step(several, monkeypatch):
+    llm = several("dual")
+    monkeypatch.setattr(scheduler_of(llm), "max_num_running", 2)
+    ran = count_dispatches(llm, monkeypatch)
+    generate(llm, PROMPTS[:3], asked(gen_length=8))
     # Two run while the third waits, then the third alone.
     assert ran == [1] * 8 + [5, 3]
 
 
-def test_requests_of_unlike_size_are_scheduled_step_by_step(pair, monkeypatch):
-    _, several = pair("dual")
-    ran = count_dispatches(several, monkeypatch)
-    generate(several, [PROMPTS[0], PROMPTS[0] * 7], asked(gen_length=8))
+def test_requests_of_unlike_size_are_scheduled_step_by_step(several, monkeypatch):
+    llm = several("dual")
+    ran = count_dispatches(llm, monkeypatch)
+    generate(llm, [PROMPTS[0], PROMPTS[0] * 7], asked(gen_length=8))
     assert set(ran) == {1}
 
 
-def test_a_request_that_streams_by_step_is_reported_by_step(pair, monkeypatch):
+def test_a_request_that_streams_by_step_is_reported_by_step(several, monkeypatch):
     from vllm.sampling_params import RequestOutputKind
 
-    _, several = pair("dual")
-    ran = count_dispatches(several, monkeypatch)
+    llm = several("dual")
+    ran = count_dispatches(llm, monkeypatch)
     params = asked(gen_length=8, stream_granularity="step")
     params.output_kind = RequestOutputKind.DELTA
-    run = run_in_steps(several, PROMPTS[:1], [params])
+    run = run_in_steps(llm, PROMPTS[:1], [params])
     assert run.figures[0].forward_passes == 8
     assert [n for n in ran if n] == [1] * 8
 
 
-def test_requests_may_join_and_leave_between_dispatches(pair):
-    one, several = pair("dllm_cache")
+def test_requests_may_join_and_leave_between_dispatches(engine, monkeypatch):
+    llm = engine("dllm_cache")
     params = [asked(gen_length=8 * (1 + i)) for i in range(3)]
-    expected = [generate(one, [prompt], p)[0].outputs[0] for prompt, p in zip(PROMPTS, params, strict=False)]
-    run = run_in_steps(several, PROMPTS[:3], params, joins=[0, 1, 2])
+    expected = [generate(llm, [prompt], p)[0].outputs[0] for prompt, p in zip(PROMPTS, params, strict=False)]
+    set_steps_per_dispatch(llm, 5, monkeypatch)
+    run = run_in_steps(llm, PROMPTS[:3], params, joins=[0, 1, 2])
     assert run.tokens == [list(output.token_ids) for output in expected]
-    several.llm_engine.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, params[2])
-    several.llm_engine.step()
-    several.llm_engine.abort_request(["gone"])
-    while several.llm_engine.has_unfinished_requests():
-        several.llm_engine.step()
-    assert_nothing_left(several)
+    llm.llm_engine.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, params[2])
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request(["gone"])
+    assert_nothing_left(llm)

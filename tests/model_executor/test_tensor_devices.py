@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.engines import generate, runner_of
+from tests.support.engines import generate, runner_of, set_steps_per_dispatch
 
 FACTORIES = {torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
 OPTIONS = {
@@ -68,16 +68,17 @@ PROMPTS = [[7 * i % 100 for i in range(1, 14)], [3, 4, 5, 6, 7, 8, 9, 10, 11], [
 
 @pytest.mark.parametrize("family", ["LLaDA", "Dream"])
 @pytest.mark.parametrize("method", CACHE_METHODS)
-def test_of_every_cache_method(engines, tiny_llada, tiny_dream, strict, method, family):
+def test_of_every_cache_method(engines, tiny_llada, tiny_dream, strict, monkeypatch, method, family):
     model = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
-    llm = engines(model, cache_method=method, cache_options=OPTIONS.get(method, {}), page_size=4, steps_per_dispatch=4)
+    llm = engines.shared(model, cache_method=method, cache_options=OPTIONS.get(method, {}), page_size=8)
+    set_steps_per_dispatch(llm, 4, monkeypatch)
     generate(strict(llm), PROMPTS, [asked(), asked(threshold=0.2), asked(temperature=0.8, top_p=0.9, seed=1)])
 
 
 def test_of_every_way_of_unmasking(engines, tiny_llada, strict):
     from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 
-    llm = strict(engines(tiny_llada, page_size=4))
+    llm = strict(engines(tiny_llada, cache_method="none", page_size=8))
     params = [asked(unmasking=name) for name in UNMASKING_POLICIES if name not in PARALLEL_RULES]
     params += [asked(factor=0.5), asked(entropy_bound=0.1), asked(margin=0.3), asked(delay_eos=True), asked(logprobs=3)]
     params += [asked(temperature=0.5, top_k=4, seed=3)]

@@ -98,32 +98,6 @@ def test_temperature_divides_before_the_filters():
     torch.testing.assert_close(got.negative_entropy, (p * (p + 1e-10).log()).sum(-1))
 
 
-def test_top_p_keeps_the_token_that_crosses_it():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    for top_p, kept in ((0.4, 1), (0.6, 2), (0.85, 3), (0.99, 4)):
-        filtered = token_prediction._tempered(logits, SamplingSettings(0.0, top_p, 0, True), -1)
-        assert (filtered.softmax(-1) > 1e-6).sum() == kept, top_p
-
-
-def test_top_p_is_applied_in_the_order_of_probability_not_of_ids():
-    logits = torch.log(torch.tensor([[0.05, 0.15, 0.5, 0.3], [0.3, 0.05, 0.15, 0.5]]))
-    filtered = token_prediction._tempered(logits, SamplingSettings(0.0, 0.6, 0, True), -1).softmax(-1)
-    torch.testing.assert_close(filtered, torch.tensor([[0, 0, 0.625, 0.375], [0.375, 0, 0, 0.625]]))
-
-
-def test_top_k_keeps_k_tokens():
-    filtered = token_prediction._tempered(random_logits(), SamplingSettings(0.0, 1.0, 7, True), -1)
-    assert ((filtered.softmax(-1) > 0).sum(-1) == 7).all()
-    unfiltered = token_prediction._tempered(random_logits(), SamplingSettings(0.0, 1.0, 10 * VOCAB, True), -1)
-    assert torch.equal(unfiltered, random_logits())
-
-
-def test_top_p_of_the_tempered_distribution():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    hot = token_prediction._tempered(logits, SamplingSettings(100.0, 0.6, 0, True), -1)
-    assert (hot.softmax(-1) > 1e-6).sum() == 3, "nearly uniform: 0.25 each"
-
-
 def test_plain_statistics_ignore_the_filters_and_the_temperature():
     logits = random_logits()
     got = predict(logits, SamplingSettings(0.7, 0.8, 5, tempered=False))

@@ -5,35 +5,18 @@ one step before. Dream: every ``refresh_interval``-th step computes the whole ca
 whose next token was known one step before, and the last position from step 2 on.
 """
 
-from typing import Any
-
 from tests.oracles.buffer import Buffer
-from tests.oracles.models import PlainModel
-from tests.oracles.unmasking import Decoding
+from tests.oracles.decoding import Decoding
 
 
-def plain_dkv(model: PlainModel, prompt: list[int], *, refresh_interval: int = 8, **asked: Any) -> Decoding:
-    """Decode; ``asked`` are fields of ``Decoding``."""
-    run = Decoding(model, prompt, **asked)
-    run.fills_first_alone = len(run.blocks) > 1
-    buffer = Buffer(model, run.length)
-    whole = list(range(run.length))
-    for number, (first, end) in enumerate(run.blocks):
-        step = 0
-        rows_of_next = whole
-        while run.masked(first, end):
-            if step % refresh_interval == 0 or (step == 1 and not model.is_dream):
-                rows = whole
-            else:
-                rows = rows_of_next
-            masked = set(run.masked(0, run.length))
-            if model.is_dream:
-                last = run.length - 1
-                rows_of_next = [p for p in whole if (step == 0 if p == last else p + 1 in masked)]
-            else:
-                rows_of_next = sorted(masked)
-            logits, _ = buffer.forward(run.canvas, rows)
-            run.computed.append(rows)
-            run.fill(logits, number, step)
-            step += 1
-    return run
+def plain_dkv(run: Decoding, *, refresh_interval: int = 8) -> None:
+    buffer, last = Buffer(run.model, run.length), run.length - 1
+    rows_of_next = whole = list(range(run.length))
+    for _, step in run.passes():
+        refreshes = step % refresh_interval == 0 or (step == 1 and not run.model.is_dream)
+        rows = whole if refreshes else rows_of_next
+        rows_of_next = run.masked(0, run.length)
+        if run.model.is_dream:
+            masked = set(rows_of_next)
+            rows_of_next = [p for p in whole if (step == 0 if p == last else p + 1 in masked)]
+        run.fill(buffer.forward(run.canvas, rows)[0], rows)

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from tests.oracles.buffer import Buffer
-from tests.oracles.models import PlainModel
+from tests.oracles.decoding import Decoding, gap, llada_count
 from tests.oracles.sparse import select
-from tests.oracles.unmasking import Decoding, Scored, gap
 
 SCHEDULE = [[1.0, 0.0], [0.5, 0.125], [0.25, 0.25]]
 
@@ -35,8 +34,7 @@ class PlainESDLLM:
 
     def __init__(
         self,
-        model: PlainModel,
-        prompt: list[int],
+        run: Decoding,
         *,
         indicator: str = "hidden_state",
         alpha: float = 0.5,
@@ -45,54 +43,48 @@ class PlainESDLLM:
         prompt_refresh_interval: int = 64,
         retention_ratio: float = 1.0,
         update_delay: int = 1,
-        **asked: Any,
     ) -> None:
-        """``asked`` are fields of ``Decoding``."""
-        self.model, self.run = model, Decoding(model, prompt, **asked)
+        self.run, self.model = run, run.model
+        run.top_p, run.top_k = 1.0, 0  # its confidence is of the plain softmax
         self.indicator, self.alpha = indicator, alpha
         self.block_refresh_interval, self.prompt_refresh_interval = block_refresh_interval, prompt_refresh_interval
         self.retention_ratio, self.update_delay = retention_ratio, update_delay
-        num_layers = len(model.layers)
+        num_layers = len(run.model.layers)
         self.fractions = {int(depth * num_layers): fraction for fraction, depth in keep_schedule or SCHEDULE}
         if indicator == "none":
             self.fractions = {}
         self.fractions = {number: fraction for number, fraction in self.fractions.items() if fraction < 1}
-        self.buffer = Buffer(model, self.run.length)
-        self.confidence = torch.zeros(self.run.length)
+        self.buffer = Buffer(run.model, run.length)
+        self.confidence = torch.zeros(run.length)
         """Of each row, when it last reached the last layer."""
-        self.old = {number: [math.nan] * self.run.length for number in self.fractions}
+        self.old = {number: [math.nan] * run.length for number in self.fractions}
         """By layer with a cut and row: what the row was like when it last was computed."""
         self.retained: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
         """By layer: what is left to attend to outside the block, with its keys and values."""
         self.retained_by_block: list[list[list[int]]] = []
         self.selected: list[list[list[int]]] = []
         """By pass that skips: the rows that each cut kept."""
-        self.run.traces = {"selected_positions": self.selected}
+        run.traces["selected_positions"] = self.selected
         if retention_ratio < 1:
-            self.run.traces["retained_positions"] = self.retained_by_block
+            run.traces["retained_positions"] = self.retained_by_block
         self.decoded_last: list[int] = []
         """Positions that the step before decoded."""
-        self.shift = 1 if model.is_dream else 0
+        self.shift = 1 if run.model.is_dream else 0
 
-    def decode(self) -> Decoding:
-        run = self.run
-        for number, (first, end) in enumerate(run.blocks):
-            step = 0
-            self.retained = []
-            while run.masked(first, end):
-                self.step(number, first - len(run.prompt) + step, step)
-                step += 1
-        return run
-
-    def step(self, number: int, t: int, step: int) -> None:
-        self.block = list(range(*(position - self.shift for position in self.run.blocks[number])))
-        self.leftmost_mask = self.run.masked(*self.run.blocks[number])[0] - self.shift
-        due = t % self.block_refresh_interval == 0 or t % self.prompt_refresh_interval == 0
-        records = self.retention_ratio < 1 and step == self.update_delay
-        rows = self.rows_of_step(t, step)
-        self.run.computed.append(rows)
-        rows, logits = self.forward(rows, bool(self.fractions) and not due and not records, records)
-        self.unmask(number, step, rows, logits)
+    def decode(self) -> None:
+        for number, step in self.run.passes():
+            first, end = self.run.blocks[number]
+            self.block = list(range(first - self.shift, end - self.shift))
+            self.leftmost_mask = self.run.masked(first, end)[0] - self.shift
+            if step == 0:
+                self.retained = []
+            t = first - len(self.run.prompt) + step
+            due = t % self.block_refresh_interval == 0 or t % self.prompt_refresh_interval == 0
+            records = self.retention_ratio < 1 and step == self.update_delay
+            rows = self.rows_of_step(t, step)
+            self.run.computed.append(rows)
+            rows, logits = self.forward(rows, bool(self.fractions) and not due and not records, records)
+            self.unmask(rows, logits)
 
     def rows_of_step(self, t: int, step: int) -> list[int]:
         start = self.block[0]
@@ -106,7 +98,7 @@ class PlainESDLLM:
 
     def forward(self, rows: list[int], skips: bool, records: bool) -> tuple[list[int], torch.Tensor]:
         """The rows that reach the last layer, and the logits."""
-        x, range_length = self.buffer.embed(self.run.canvas, rows), len(rows)
+        x, range_length = self.model.embed(self.run.canvas)[rows], len(rows)
         cuts: list[list[int]] = []
         recorded = []
 
@@ -120,13 +112,13 @@ class PlainESDLLM:
                 self.old[layer][rows[i]] = values[i].clone()
             return kept
 
-        for layer in range(len(self.model.layers)):
-            q, k, v = self.buffer.qkv(layer, x, rows)
+        for layer, weights in enumerate(self.model.layers):
+            q, k, v = self.model.qkv(weights, x, rows)
             tensors = {"query": q.flatten(1), "key": k.flatten(1), "value": v.flatten(1)}
             if layer in self.fractions and self.indicator in tensors:
                 kept = cut(layer, tensors[self.indicator])
                 rows, x, q, k, v = [rows[i] for i in kept], x[kept], q[kept], k[kept], v[kept]
-            self.buffer.write(layer, rows, k, v)
+            self.buffer.k[layer, rows], self.buffer.v[layer, rows] = k, v
             keys, values = self.buffer.k[layer], self.buffer.v[layer]
             if records:
                 outside = [row for row in range(self.run.length) if row not in self.block]
@@ -135,7 +127,8 @@ class PlainESDLLM:
             if self.retained:
                 _, old_keys, old_values = self.retained[layer]
                 keys, values = torch.cat([old_keys, keys[self.block]]), torch.cat([old_values, values[self.block]])
-            x = self.buffer.attend(layer, x, q, keys, values)
+            x = x + self.model.attention(weights, q, keys, values)
+            x = x + self.model.mlp(weights, x)
             if layer in self.fractions and self.indicator == "hidden_state":
                 kept = cut(layer, x)
                 rows, x = [rows[i] for i in kept], x[kept]
@@ -177,9 +170,9 @@ class PlainESDLLM:
             run.decided(gap(scores[by_score[count - 1]], scores[by_score[count]]))
         return sorted(by_score[:count])
 
-    def unmask(self, number: int, step: int, rows: list[int], logits: torch.Tensor) -> None:
+    def unmask(self, rows: list[int], logits: torch.Tensor) -> None:
         run = self.run
-        first, end = run.blocks[number]
+        first, end = run.blocks[run.block]
         for row in set(rows) & set(self.block):
             position = row + self.shift
             p = logits[row].softmax(-1)
@@ -189,27 +182,20 @@ class PlainESDLLM:
         scored = [run.score(logits, position) for position in run.masked(first, end) if position - self.shift in rows]
         scored = [entry for entry in scored if entry.confidence > -math.inf]
         scored.sort(key=lambda entry: (-entry.confidence, entry.position))
-        if run.parallel:
-            count = self.count_by_rule(scored)
+        steps = run.steps_of[run.block]
+        if run.threshold is not None:
+            for entry in scored:
+                run.decided(gap(entry.confidence, run.threshold))
+            count = max(sum(entry.confidence > run.threshold for entry in scored), min(1, len(scored)))
+        elif run.parallel:
+            count = run.count_by_rule(scored)
         else:
-            count = self.count_by_schedule(end - first, run.steps_of(number), step)
-        chosen: list[Scored] = scored[:count]
-        if 0 < count < len(scored):
-            run.decided(gap(scored[count - 1].confidence, scored[count].confidence))
-        run.commit(chosen)
+            count = end - first if run.step >= steps - 1 else llada_count(end - first, steps, run.step)
+        chosen = run.commit_most_confident(scored, count)
         self.decoded_last = [entry.position for entry in chosen]
         for entry in chosen:
             self.confidence[entry.position - self.shift] = 0.0
 
-    def count_by_rule(self, scored: list[Scored]) -> int:
-        if self.run.threshold is None:
-            return self.run.count_by_rule(scored)
-        for entry in scored:
-            self.run.decided(gap(entry.confidence, self.run.threshold))
-        passing = sum(entry.confidence > self.run.threshold for entry in scored)
-        return max(passing, min(1, len(scored)))
 
-    def count_by_schedule(self, block_size: int, in_block: int, step: int) -> int:
-        if step >= in_block - 1:
-            return block_size
-        return block_size // in_block + (1 if step < block_size % in_block else 0)
+def plain_es_dllm(run: Decoding, **options: Any) -> None:
+    PlainESDLLM(run, **options).decode()

@@ -36,10 +36,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 
 Guide = Callable[[list[int]], torch.Tensor]
@@ -212,33 +213,20 @@ def plain_guided(
     fallback: str = "guide",
     correction: bool = False,
     texts: Texts | None = None,
-) -> dict[str, Any]:
-    """Decode with a guide; without ``block_length`` the response is one block; with ``texts`` the guide reads text.
-
-    The result: ``tokens`` of the response; ``order``, canvas positions unmasked per step; ``forwards`` of the diffusion
-    model and ``guide_calls``, one each per step; ``closest``, the smallest relative margin of any decision.
-    """
+) -> Decoding:
+    """Decode with a guide; without ``block_length`` the response is one block; with ``texts`` the guide reads text."""
     if not prompt_ids:
         raise ValueError("the guide needs a prompt")
-    prompt_length, length = len(prompt_ids), len(prompt_ids) + gen_length
-    block_length = block_length or gen_length
-    canvas = prompt_ids + [model.mask] * gen_length
-    order: list[list[int]] = []
-    guide_calls = 0
-    closest = math.inf
-    while model.mask in canvas[prompt_length:]:
-        leftmost = next(position for position in range(prompt_length, length) if canvas[position] == model.mask)
-        end = min(leftmost - (leftmost - prompt_length) % block_length + block_length, length)
-        window = [position for position in range(leftmost, end) if canvas[position] == model.mask][:speculation_length]
-
-        predictions = model.predictions(canvas)[window]
+    run = Decoding(model, prompt_ids, gen_length, block_length or gen_length)
+    for block, _ in run.passes():
+        window = run.masked(*run.blocks[block])[:speculation_length]
+        predictions = model.predictions(run.canvas)[window]
         drafts = [int(row.argmax()) for row in predictions]
         probabilities = [float(row.softmax(-1)[draft]) for row, draft in zip(predictions, drafts, strict=True)]
-        text = canvas[: window[-1] + 1]
+        text = run.canvas[: window[-1] + 1]
         for position, draft in zip(window, drafts, strict=True):
             text[position] = draft
         judged = texts.judge(guide, text, window) if texts else judge_tokens(guide, text, window, model.mask)
-        guide_calls += 1
 
         chosen = select(
             drafts,
@@ -250,21 +238,14 @@ def plain_guided(
             fallback=fallback,
             correction=correction,
         )
+        assert model.mask not in chosen.values(), "the diffusion model drafts its mask token"
         for i, token in chosen.items():
-            canvas[window[i]] = token
-        order.append(sorted(window[i] for i in chosen))
-        if any(token == model.mask for token in chosen.values()):
-            raise RuntimeError("the diffusion model drafts its mask token")
-        closest = min(closest, _token_margin(predictions, judged, set(chosen), top_k, fallback, correction))
+            run.canvas[window[i]] = token
+        run.order.append(sorted(window[i] for i in chosen))
+        run.decided(_token_margin(predictions, judged, set(chosen), top_k, fallback, correction))
         if confidence_threshold is not None:
-            closest = min([closest, *(_gap(probability, confidence_threshold) for probability in probabilities)])
-    return {
-        "tokens": canvas[prompt_length:],
-        "order": order,
-        "forwards": len(order),
-        "guide_calls": guide_calls,
-        "closest": closest,
-    }
+            run.decided(min(_gap(probability, confidence_threshold) for probability in probabilities))
+    return run
 
 
 def _token_margin(

@@ -22,7 +22,7 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
 * A budget of at least the prompt's length evicts nothing.
 * Prompt refreshes gather the positions that the first pass chose. A refresh of only the prompt reuses the response
   fully; nothing is verified then.
-* No layer is refreshed in every pass. ``first_layer_always`` switches on that habit of dLLM-Cache's code.
+* No layer is refreshed in every pass. ``refresh_first_layer`` switches on that habit of dLLM-Cache's code.
 """
 
 import math
@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 
-from tests.oracles.dllm_cache import DllmCacheModel, LayerCache, run
-from tests.oracles.models import PlainModel
+from tests.oracles.decoding import Decoding
+from tests.oracles.dllm_cache import AdaptiveCache, LayerCache
+from tests.oracles.models import Layer
 
 
 def mask_votes(q: torch.Tensor, k: torch.Tensor, prompt_length: int) -> torch.Tensor:
@@ -133,154 +134,73 @@ def head_budgets(
     return [min(prompt_length, math.floor(share)) for share in shares]
 
 
-class MaskKVModel(DllmCacheModel):
-    """A model that evicts after its first forward pass."""
+class MaskKVCache(AdaptiveCache):
+    """Evicts after the first forward pass."""
+
+    adapt_beside_prompt = False
 
     def __init__(
         self,
-        model: PlainModel,
-        prompt_length: int,
+        run: Decoding,
         *,
-        budgets: list[int],
-        head_budget: str,
-        alpha: float,
-        redistribute: bool,
-        pool_kernel_size: int,
-        prompt_refresh_interval: int,
-        response_refresh_interval: int,
-        update_ratio: float,
-        first_layer_always: bool,
-        count_tokens: bool = False,
+        kv_budget: int = 256,
+        layer_budget: str = "boundary",
+        profile: Sequence[float] | None = None,
+        beta: float = 0.4,
+        head_budget: str = "prompt_preference",
+        alpha: float = 0.1,
+        redistribute: bool = False,
+        pool_kernel_size: int = 1,
+        **refreshes: Any,
     ) -> None:
-        super().__init__(
-            model,
-            prompt_length,
-            prompt_refresh_interval=prompt_refresh_interval,
-            response_refresh_interval=response_refresh_interval,
-            update_ratio=update_ratio,
-            first_layer_always=first_layer_always,
-            adapt_beside_prompt=False,
-            count_tokens=count_tokens,
-        )
-        self.budgets, self.head_budget, self.alpha, self.redistribute = budgets, head_budget, alpha, redistribute
+        super().__init__(run, **({"refresh_first_layer": False} | refreshes))
+        self.prompt_length, num_layers = len(run.prompt), len(run.model.layers)
+        assert layer_budget in ("boundary", "uniform")
+        if kv_budget >= self.prompt_length:
+            self.budgets, head_budget = [self.prompt_length] * num_layers, "uniform"
+        else:
+            shares = {"beta": beta, "redistribute": redistribute, "prompt_length": self.prompt_length}
+            self.budgets = layer_budgets(
+                kv_budget, profile if layer_budget == "boundary" else None, num_layers, **shares
+            )
+        self.head_budget, self.alpha, self.redistribute = head_budget, alpha, redistribute
         self.pool_kernel_size = pool_kernel_size
-        self.heads_keep: list[list[int]] = []
         self.retained: list[list[list[int]]] = []
-        self.closest_vote = math.inf
-        self.closest_share = math.inf
+        run.traces["retained_per_head"] = [self.retained]
 
-    def visible(self, number: int, canvas: int) -> list[list[int]]:
-        if self.forwards == 1:
-            return super().visible(number, canvas)
-        return [kept + list(range(self.prompt_length, canvas)) for kept in self.retained[number]]
+    def visible(self, number: int) -> list[list[int]] | None:
+        if self.forwards == 0:
+            return None
+        return [kept + list(range(self.prompt_length, self.run.length)) for kept in self.retained[number]]
 
-    def after_layer(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
-        if self.forwards == 1:
-            self._vote(number, q, cache)
+    def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
+        if self.forwards == 0:
+            self.vote(number, q, cache)
         for g, kept in enumerate(self.retained[number]):
             evicted = [position for position in range(self.prompt_length) if position not in kept]
-            cache.k[evicted, g] = math.nan
-            cache.v[evicted, g] = math.nan
+            cache.k[evicted, g] = cache.v[evicted, g] = math.nan
 
-    def _vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
+    def vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
         votes = mask_votes(q[self.prompt_length :], cache.k, self.prompt_length)
-        masses = votes.double().sum(-1).tolist()
-        budget = self.budgets[number]
-        keep = head_budgets(
-            masses,
-            budget,
-            self.prompt_length,
-            kind=self.head_budget,
-            alpha=self.alpha,
-            redistribute=self.redistribute,
-        )
-        self.heads_keep.append(keep)
+        masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
+        shares = {"alpha": self.alpha, "redistribute": self.redistribute}
+        keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, **shares)
         ranked = pooled(votes, self.pool_kernel_size)
-        self.retained.append([keep_top(ranked[g], keep[g]) for g in range(self.kv_heads)])
+        self.retained.append([keep_top(scores, count) for scores, count in zip(ranked, keep, strict=True)])
         for g, count in enumerate(keep):
             ordered = ranked[g].double().sort(descending=True).values
             if 0 < count < len(ordered):
                 last = ordered[count - 1]
                 # Neighbours with the same maximum are equal in any arithmetic.
                 others = ordered[ordered != last] if self.pool_kernel_size > 1 else ordered[count:]
-                self.closest_vote = min([self.closest_vote, *(1 - others / last).abs().tolist()])
-        if self.head_budget != "uniform" and not self.redistribute and budget < self.prompt_length:
-            shares = head_shares(masses, budget, self.alpha)
-            self.closest_share = min([self.closest_share, *(abs(share - round(share)) for share in shares)])
+                for margin in (1 - others / last).abs().tolist():
+                    self.run.decided(10 * margin)
+        if self.head_budget != "uniform" and not self.redistribute and 0 < budget < self.prompt_length:
+            for share in head_shares(masses, budget, self.alpha):
+                self.run.decided(abs(share - round(share)))  # rounding down decides
 
 
-def plain_maskkv(
-    model: PlainModel,
-    prompt_ids: list[int],
-    *,
-    gen_length: int,
-    block_length: int,
-    steps: int,
-    prompt_refresh_interval: int,
-    response_refresh_interval: int,
-    update_ratio: float,
-    kv_budget: int,
-    layer_budget: str = "boundary",
-    profile: Sequence[float] | None = None,
-    beta: float = 0.4,
-    head_budget: str = "prompt_preference",
-    alpha: float = 0.1,
-    redistribute: bool = False,
-    pool_kernel_size: int = 1,
-    unmasking: str = "low_confidence",
-    first_layer_always: bool = False,
-    threshold: float | None = None,
-) -> dict[str, Any]:
-    """Decode with MaskKV.
-
-    ``kv_budget``: retained prompt tokens, the average per layer and KV head. ``layer_budget``: "boundary" (Algorithm 2
-    with ``profile``, the layers' importances) or "uniform". ``head_budget``: "prompt_preference" or "uniform".
-
-    The result, besides the entries of ``plain_dllm_cache``: ``retained``, sorted prompt positions per layer and KV
-    head; ``layer_budgets``; ``head_budgets`` per layer; ``closest_vote`` (relative, between the last token kept and the
-    first evicted) and ``closest_share`` (distance of a head's share from a whole number, where rounding down decides).
-    """
-    prompt_length, num_layers = len(prompt_ids), len(model.layers)
-    if layer_budget not in ("boundary", "uniform") or head_budget not in ("prompt_preference", "uniform"):
-        raise ValueError(f"unknown budget: {layer_budget}, {head_budget}")
-    if kv_budget >= prompt_length:
-        budgets, head_budget = [prompt_length] * num_layers, "uniform"
-    else:
-        budgets = layer_budgets(
-            kv_budget,
-            profile if layer_budget == "boundary" else None,
-            num_layers,
-            beta=beta,
-            redistribute=redistribute,
-            prompt_length=prompt_length,
-        )
-    evicting = MaskKVModel(
-        model,
-        prompt_length,
-        budgets=budgets,
-        head_budget=head_budget,
-        alpha=alpha,
-        redistribute=redistribute,
-        pool_kernel_size=pool_kernel_size,
-        prompt_refresh_interval=prompt_refresh_interval,
-        response_refresh_interval=response_refresh_interval,
-        update_ratio=update_ratio,
-        first_layer_always=first_layer_always,
-        count_tokens=threshold is not None,
-    )
-    out = run(
-        evicting,
-        prompt_ids,
-        gen_length=gen_length,
-        block_length=block_length,
-        steps=steps,
-        unmasking=unmasking,
-        threshold=threshold,
-    )
-    return out | {
-        "retained": evicting.retained,
-        "layer_budgets": budgets,
-        "head_budgets": evicting.heads_keep,
-        "closest_vote": evicting.closest_vote,
-        "closest_share": evicting.closest_share,
-    }
+def plain_maskkv(run: Decoding, **options: Any) -> None:
+    """``kv_budget``: retained prompt tokens, the average per layer and KV head. ``layer_budget``: "boundary" (Algorithm
+    2 with ``profile``, the layers' importances) or "uniform". ``head_budget``: "prompt_preference" or "uniform"."""
+    MaskKVCache(run, **options).decode()

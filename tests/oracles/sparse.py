@@ -4,54 +4,40 @@ Within a block: ``update_delay`` passes over the whole canvas, one more that als
 passes over the block alone, which read the retained positions, as that one left them, and the block.
 """
 
-from typing import Any
-
 import torch
 
 from tests.oracles.buffer import Buffer
-from tests.oracles.models import PlainModel
-from tests.oracles.unmasking import Decoding, gap
+from tests.oracles.decoding import Decoding, gap
 
 
 def plain_sparse(
-    model: PlainModel,
-    prompt: list[int],
+    run: Decoding,
     *,
     retention_ratio: float = 0.5,
     pool_kernel_size: int = 3,
     update_delay: int = 1,
     scope: str = "bidirectional",
-    **asked: Any,
-) -> Decoding:
-    """Decode; ``asked`` are fields of ``Decoding``."""
-    run = Decoding(model, prompt, **asked)
-    buffer = Buffer(model, run.length)
-    retained_by_block: list[list[list[int]]] = []
-    run.traces["retained_positions"] = retained_by_block
-    for number, (first, end) in enumerate(run.blocks):
-        block = list(range(first, end))
-        before, behind = list(range(first)), list(range(end, run.length))
-        retained: list[list[int]] = []
-        step = 0
-        while run.masked(first, end):
-            if step <= update_delay:
-                rows = list(range(run.length))
-                logits, queries = buffer.forward(run.canvas, rows)
-                if step == update_delay:
-                    for keys, q in zip(buffer.k, queries, strict=True):
-                        if scope == "prefix":
-                            kept = select(run, q[block], keys, before, retention_ratio, pool_kernel_size) + behind
-                        else:
-                            kept = select(run, q[block], keys, before + behind, retention_ratio, pool_kernel_size)
-                        retained.append(kept)
-                    retained_by_block.append(retained)
-            else:
-                rows = block
-                logits, _ = buffer.forward(run.canvas, rows, [kept + block for kept in retained])
-            run.computed.append(rows)
-            run.fill(logits, number, step)
-            step += 1
-    return run
+) -> None:
+    run.fills_first_alone = True
+    buffer = Buffer(run.model, run.length)
+    retained_by_block = run.traces["retained_positions"] = []
+    for number, step in run.passes():
+        first, end = run.blocks[number]
+        block, behind = list(range(first, end)), list(range(end, run.length))
+        if step > update_delay:
+            logits, _ = buffer.forward(run.canvas, block, [kept + block for kept in retained_by_block[-1]])
+            run.fill(logits, block)
+            continue
+        logits, queries = buffer.forward(run.canvas, range(run.length))
+        if step == update_delay:
+            candidates, always = (range(first), behind) if scope == "prefix" else ([*range(first), *behind], [])
+            retained_by_block.append(
+                [
+                    select(run, q[block], keys, list(candidates), retention_ratio, pool_kernel_size) + always
+                    for keys, q in zip(buffer.k, queries, strict=True)
+                ]
+            )
+        run.fill(logits, range(run.length))
 
 
 def select(

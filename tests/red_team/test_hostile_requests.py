@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.serving_load import SERVER
+from benchmarks.load_clients import SERVER
 from dllm_engine.scheduler.request_options import RequestOptions
 from tests.support.server import scrape
 

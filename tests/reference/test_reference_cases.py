@@ -1,62 +1,77 @@
-"""The engine decodes exactly as the authors' code: the same tokens, unmasked in the same order."""
+"""The engine decodes exactly as the authors' code, and so do the plain versions: tokens, order, and all cases state."""
 
 import pytest
+import torch
 
-from tests.support.engines import assert_nothing_left, generate
-from tests.support.reference_cases import Case, reference_cases, request_fields
+from tests.oracles.decode import decode
+from tests.oracles.models import PlainModel
+from tests.support.answers import answers
+from tests.support.reference_cases import (
+    DECISIVE_GAP,
+    ENGINES,
+    ReferenceRow,
+    assert_as_stated,
+    by_engine,
+    first_updates,
+    reference_rows,
+)
 
-CASES = {case["name"]: case for method in ("vanilla_llada", "vanilla_dream") for case in reference_cases(method)}
-MODELS = sorted({case["model"] for case in CASES.values()})
-
-
-def requests_of(case: Case):
-    """(prompt, response, positions unmasked per step) of each row of a case."""
-    for row, prompt in enumerate(case["prompt_ids"]):
-        response = case["output_ids"][row][len(prompt) :]
-        yield prompt, response, [sorted(step[row]) for step in case["unmasked_per_step"]]
-
-
-def submit(llm, cases: list[Case]):
-    from dllm_engine import DiffusionParams
-
-    rows = [(case, *row) for case in cases for row in requests_of(case)]
-    outputs = generate(
-        llm, [prompt for _, prompt, _, _ in rows], [DiffusionParams(**request_fields(c)) for c, *_ in rows]
-    )
-    return list(zip(rows, outputs, strict=True))
+ROWS = reference_rows(*ENGINES)
+GROUPS = by_engine(ROWS)
 
 
-def assert_same(case: Case, prompt: list[int], response: list[int], order: list[list[int]], output) -> None:
-    figures = output.outputs[0].diffusion
-    assert list(output.outputs[0].token_ids) == response, case["name"]
-    assert figures.unmasked_per_step == order, case["name"]
-    assert figures.forward_passes == case["num_forward_passes"], case["name"]
-    assert figures.denoising_steps == len(order)
-    assert figures.tokens_unmasked == len(response)
-    assert figures.tokens_computed == case["num_forward_passes"] * (len(prompt) + len(response))
-    assert output.outputs[0].finish_reason == "length"
+def short(rows: list[ReferenceRow], most: int = 6) -> list[ReferenceRow]:
+    """Some rows of each kind, model and method that are soon done by a plain version."""
+    found: dict[tuple[str, str, str], list[ReferenceRow]] = {}
+    for row in rows:
+        if row.case["num_forward_passes"] <= 32 and len(row.prompt) <= 17:
+            found.setdefault((row.kind, row.case["model"], row.engine["cache_method"]), []).append(row)
+    return [row for group in found.values() for row in group[:most]]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case_alone(engines, reference_checkpoints, name):
-    case = CASES[name]
-    llm = engines(reference_checkpoints / case["model"], max_model_len=512)
-    for row, output in submit(llm, [case]):
-        assert_same(*row, output)
+@pytest.fixture
+def engine(engines, reference_checkpoints):
+    def make(row: ReferenceRow, **settings):
+        return engines.shared(
+            reference_checkpoints / row.case["model"], max_model_len=512, page_size=16, **row.engine, **settings
+        )
+
+    return make
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_all_cases_of_a_model_in_one_batch(engines, reference_checkpoints, model):
-    llm = engines(reference_checkpoints / model, max_model_len=512)
-    for row, output in submit(llm, [case for case in CASES.values() if case["model"] == model]):
-        assert_same(*row, output)
-    assert_nothing_left(llm)
+def assert_answers(llm, rows: list[ReferenceRow]) -> None:
+    for row, answer in zip(rows, answers(llm, [(row.prompt, row.fields) for row in rows]), strict=True):
+        assert_as_stated(row, answer)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_requests_that_queue_for_a_place_join_others_in_mid_block(engines, reference_checkpoints, model):
-    cases = [case for case in CASES.values() if case["model"] == model][::2]
-    llm = engines(reference_checkpoints / model, max_model_len=512, max_num_seqs=3)
-    for row, output in submit(llm, cases):
-        assert_same(*row, output)
-    assert_nothing_left(llm)
+@pytest.mark.parametrize("group", GROUPS)
+def test_cases_of_one_engine_in_one_batch_and_one_alone(engine, group):
+    rows = GROUPS[group]
+    llm = engine(rows[0])
+    assert_answers(llm, rows)
+    assert_answers(llm, rows[-1:])
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "vanilla"][::3], ids=lambda row: row.name)
+def test_case_without_a_cache_alone(engine, row):
+    assert_answers(engine(row), [row])
+
+
+@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
+def test_requests_that_queue_for_a_place_join_others_in_mid_block(engine, model):
+    rows = [row for row in ROWS if row.kind == "vanilla" and row.case["model"] == model][::2]
+    assert_answers(engine(rows[0], max_num_seqs=3), rows)
+
+
+@pytest.mark.parametrize("row", short(ROWS), ids=lambda row: row.name)
+def test_the_plain_version_is_the_authors(reference_checkpoints, row):
+    torch.set_num_threads(1)
+    model = PlainModel(reference_checkpoints / row.case["model"])
+    assert_as_stated(row, decode(model, row.prompt, **row.engine, **row.fields))
+
+
+def test_cases_include_some_whose_updated_rows_are_certain():
+    certain = [row for row in reference_rows("dllm_cache") if row.case.get("similarity_gap", 0) > DECISIVE_GAP]
+    assert {row.case["model"] for row in certain} == {"llada-tiny-a", "dream-tiny-a"}
+    assert len({row.case["name"] for row in certain}) == 9
+    assert all(len(layers) == 3 for row in certain for layers in first_updates(row))

@@ -1,49 +1,32 @@
 """Plans and pages of the methods that refresh at intervals and adapt in between."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
-from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, average_budget, prompt_budgets
+from dllm_engine.scheduler.methods.dllm_cache import live_start
+from dllm_engine.scheduler.methods.maskkv import average_budget, prompt_budgets
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, ParallelRule, Progress
+from tests.support.plans import (
+    GEOMETRY,
+    cache_of,
+    engine_options,
+    longest_demand,
+    page_demand,
+    pages_of,
+    plan_of,
+    plans_of,
+    spec_of,
+)  # fmt: skip
 
 INTERVALS = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
 
 
-def spec(cache, **changes: Any) -> DecodingSpec:
-    fields = {
-        "prompt_length": 10,
-        "gen_length": 21,
-        "block_length": 8,
-        "steps": 13,
-        "schedule": "uniform",
-        "unmasking": "low_confidence",
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "cache": cache,
-    }
-    return DecodingSpec(**(fields | changes))
-
-
-def plans_of(request: DecodingSpec, method: str):
-    """All plans of a request whose steps unmask exactly what is asked."""
-    progress, plans = Progress(), []
-    for block in range(request.num_blocks):
-        progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
-        while progress.num_masked:
-            plan = CACHE_METHODS[method].plan(request, progress)
-            plans.append(plan)
-            progress.step += 1
-            progress.num_forwards += 1
-            progress.num_masked -= plan.quota.count
-    return plans
+def spec(cache, **changes) -> DecodingSpec:
+    return spec_of(**({"steps": 13, "cache": cache} | changes))
 
 
 # Prompt due in passes 0, 4, 8, 12; response in 0, 3, 6, 9, 12. Blocks begin at passes 0, 5 and 10.
@@ -57,11 +40,11 @@ ADAPTED = [number for number, scope in enumerate(SCOPES) if scope in ("active", 
     ("method", "options", "updated"),
     [
         # int(21 · 0.25) rows.
-        ("dllm_cache", DLLMCacheOptions(**INTERVALS), dict.fromkeys(ADAPTED, 5)),
-        ("maskkv", MaskKVOptions(**INTERVALS), {number: 5 for number in ADAPTED if SCOPES[number] == "active"}),
-        ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 0.0})), {}),
-        ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 0.04})), dict.fromkeys(ADAPTED, 0)),
-        ("dllm_cache", DLLMCacheOptions(**(INTERVALS | {"update_ratio": 1.0})), dict.fromkeys(ADAPTED, 21)),
+        ("dllm_cache", cache_of("dllm_cache", **INTERVALS), dict.fromkeys(ADAPTED, 5)),
+        ("maskkv", cache_of("maskkv", **INTERVALS), {number: 5 for number in ADAPTED if SCOPES[number] == "active"}),
+        ("dllm_cache", cache_of("dllm_cache", **(INTERVALS | {"update_ratio": 0.0})), {}),
+        ("dllm_cache", cache_of("dllm_cache", **(INTERVALS | {"update_ratio": 0.04})), dict.fromkeys(ADAPTED, 0)),
+        ("dllm_cache", cache_of("dllm_cache", **(INTERVALS | {"update_ratio": 1.0})), dict.fromkeys(ADAPTED, 21)),
     ],
     ids=["dllm_cache", "maskkv", "no updates", "updates of no row", "all rows"],
 )
@@ -82,11 +65,10 @@ def test_passes_count_over_block_borders(method, options, updated, shifts_logits
 @pytest.mark.parametrize("open_count", [{"parallel": ParallelRule("threshold", 0.9)}, {"guidance": Guidance()}])
 @pytest.mark.parametrize("method", ["dllm_cache", "maskkv"])
 def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, open_count):
-    cache = {"dllm_cache": DLLMCacheOptions, "maskkv": MaskKVOptions}[method](**INTERVALS)
-    request, progress, scopes = spec(cache, **open_count), Progress(), []
+    request, progress, scopes = spec(cache_of(method, **INTERVALS), **open_count), Progress(), []
     # Known before each pass: 0, 2, 3, 4, 4, 8, 10, 15. The prompt is due at 4, 8, 12, …, the response at 3, 6, 9, ….
     for num_unmasked in (2, 1, 1, 0, 4, 2, 5, 6):
-        scopes.append(CACHE_METHODS[method].plan(request, progress).scope.value)
+        scopes.append(plan_of(request, method, progress).scope.value)
         progress.num_forwards += 1
         progress.num_unmasked += num_unmasked
         progress.last_unmasked = num_unmasked
@@ -94,30 +76,26 @@ def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, o
 
 
 def test_prompt_rows_that_are_not_excluded_are_fed_in_every_pass():
-    plans = plans_of(spec(DLLMCacheOptions(**INTERVALS, exclude_prompt_states=False)), "dllm_cache")
+    plans = plans_of(spec(cache_of("dllm_cache", **INTERVALS, exclude_prompt_states=False)), "dllm_cache")
     assert {plan.span for plan in plans} == {(0, 31)}
     assert [plan.scope.value for plan in plans] == SCOPES
 
 
 @pytest.mark.parametrize(("prompt_length", "live"), [(1, 0), (2, 1), (10, 9)])
 def test_a_shifted_response_needs_the_last_prompt_row(prompt_length, live):
-    assert live_start(spec(DLLMCacheOptions(), prompt_length=prompt_length, shifts_logits=True)) == live
-    assert live_start(spec(DLLMCacheOptions(), prompt_length=prompt_length)) == prompt_length
+    assert live_start(spec(cache_of("dllm_cache"), prompt_length=prompt_length, shifts_logits=True)) == live
+    assert live_start(spec(cache_of("dllm_cache"), prompt_length=prompt_length)) == prompt_length
 
 
 def test_dream_in_one_block_has_no_step_outside_its_schedule():
     dream = {"schedule": "timestep", "shifts_logits": True, "gen_length": 8, "block_length": 8, "steps": 4}
-    for method, cache in (("dllm_cache", DLLMCacheOptions()), ("maskkv", MaskKVOptions())):
+    for method, cache in (("dllm_cache", cache_of("dllm_cache")), ("maskkv", cache_of("maskkv"))):
         assert [plan.quota.count for plan in plans_of(spec(cache, **dream), method)] == [1, 2, 2, 3]
-    blocks = plans_of(spec(DLLMCacheOptions(), **(dream | {"gen_length": 16, "steps": 8})), "dllm_cache")
+    blocks = plans_of(spec(cache_of("dllm_cache"), **(dream | {"gen_length": 16, "steps": 8})), "dllm_cache")
     assert [plan.quota.count for plan in blocks] == [1, 2, 2, 3] * 2
 
 
 # Pages
-
-
-GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
-"""8 slots a page, and 128 numbers: 4 rows of features."""
 
 
 @pytest.mark.parametrize(
@@ -139,27 +117,24 @@ GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, h
     ],
 )
 def test_pages_of_a_request(method, options, shifts_logits, kv, features):
-    engine = EngineOptions(cache_method=method, cache_options=options, page_size=4)
+    engine = engine_options(method, **options)
     request = spec(engine.cache, shifts_logits=shifts_logits)
     for block in range(request.num_blocks):
-        assert CACHE_METHODS[method].pages(request, block, GEOMETRY) == {
-            PageKind.KV: kv,
-            PageKind.FEATURES: features,
-        }
-    assert engine.method.page_demand(request, GEOMETRY) == sum(kv) + sum(features)
+        assert pages_of(request, method, block) == {PageKind.KV: kv, PageKind.FEATURES: features}
+    assert page_demand(request, engine, GEOMETRY) == sum(kv) + sum(features)
 
 
 def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
-    engine = EngineOptions(cache_method="maskkv", cache_options={"kv_budget": 4}, page_size=4)
+    engine = engine_options("maskkv", kv_budget=4)
     request = spec(engine.cache)
     # One of two ranks: 4 slots and 2 rows a page. Its head may be left all 8 of both heads, but not all 10.
     rank = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=1, head_dim=8, hidden_size=32, total_kv_heads=2)
-    kv, features = CACHE_METHODS["maskkv"].pages(request, 0, rank).values()
+    kv, features = pages_of(request, "maskkv", 0, rank).values()
     assert kv == [8] * 4
     assert features == [11] * 4
     # With a budget of 6 it could be 12, but the prompt has 10 tokens: 31 in all.
-    engine = EngineOptions(cache_method="maskkv", cache_options={"kv_budget": 6}, page_size=4)
-    assert CACHE_METHODS["maskkv"].pages(spec(engine.cache), 0, rank)[PageKind.KV] == [8] * 4
+    engine = engine_options("maskkv", kv_budget=6)
+    assert pages_of(spec(engine.cache), "maskkv", 0, rank)[PageKind.KV] == [8] * 4
 
 
 def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
@@ -167,7 +142,7 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
     for method in ("dllm_cache", "maskkv"):
         engine = EngineOptions(cache_method=method, page_size=1)
         with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
-            engine.method.longest_demand(engine.cache, small, 64)
+            longest_demand(engine, small, 64)
     assert small.__class__(**(vars(small) | {"page_size": 3})).feature_rows_per_page == 1
 
 
@@ -176,19 +151,19 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
     [(256, 1.0, 100, 100), (30, 1.0, 100, 30), (None, 0.29, 100, 28), (30, 0.2, 100, 20), (30, 0.5, 100, 30)],
 )
 def test_average_budget_is_the_lower_of_tokens_and_share(kv_budget, retention_ratio, prompt_length, average):
-    options = MaskKVOptions(kv_budget=kv_budget, retention_ratio=retention_ratio)
+    options = cache_of("maskkv", kv_budget=kv_budget, retention_ratio=retention_ratio)
     # 0.29 · 100 is a little less than 29.
     assert average_budget(options, prompt_length) == average
 
 
 def test_prompt_budgets_follow_the_options():
     profile = (0.3, 0.1, 0.1, 0.5)
-    assert prompt_budgets(MaskKVOptions(kv_budget=12, profile=profile), 40, 4) == [16, 7, 7, 16]
-    assert prompt_budgets(MaskKVOptions(kv_budget=12, profile=profile, beta=1.0), 40, 4) == [12] * 4
-    exact = prompt_budgets(MaskKVOptions(kv_budget=12, profile=profile, redistribute=True), 40, 4)
+    assert prompt_budgets(cache_of("maskkv", kv_budget=12, profile=profile), 40, 4) == [16, 7, 7, 16]
+    assert prompt_budgets(cache_of("maskkv", kv_budget=12, profile=profile, beta=1.0), 40, 4) == [12] * 4
+    exact = prompt_budgets(cache_of("maskkv", kv_budget=12, profile=profile, redistribute=True), 40, 4)
     # 4 + 25.6 / 2 = 16.8 and 4 + 6.4 / 2 = 7.2.
     assert exact == [17, 7, 7, 17]
-    assert prompt_budgets(MaskKVOptions(kv_budget=40, profile=profile), 40, 4) == [40] * 4
+    assert prompt_budgets(cache_of("maskkv", kv_budget=40, profile=profile), 40, 4) == [40] * 4
 
 
 _RATIO = st.floats(0, 1)
@@ -257,24 +232,21 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
         block_length=data.draw(st.integers(1, gen_length), label="block_length"),
         shifts_logits=data.draw(st.booleans(), label="shifts_logits"),
     )
-    assert engine.method.page_demand(request, geometry) <= engine.method.longest_demand(
-        engine.cache, geometry, max_model_len
-    )
+    assert page_demand(request, engine, geometry) <= longest_demand(engine, geometry, max_model_len)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
     """Of one token a share of a half leaves none; of two, the first layer of a pyramid, or a rank, may retain both."""
-    options = {"kv_budget": None, "retention_ratio": 0.5, "layer_budget": "pyramid"}
-    engine = EngineOptions(cache_method="maskkv", cache_options=options, page_size=4)
+    engine = engine_options("maskkv", kv_budget=None, retention_ratio=0.5, layer_budget="pyramid")
     # A page holds the features of any response here.
     geometry = PoolGeometry(
         page_size=4, num_layers=4, num_kv_heads=2 // ranks, head_dim=8, hidden_size=8 // ranks, total_kv_heads=2
     )
-    longest = engine.method.longest_demand(engine.cache, geometry, 9)
+    longest = longest_demand(engine, geometry, 9)
     for prompt_length in range(1, 9):
         request = spec(engine.cache, prompt_length=prompt_length, gen_length=9 - prompt_length, block_length=1)
-        assert engine.method.page_demand(request, geometry) <= longest, prompt_length
+        assert page_demand(request, engine, geometry) <= longest, prompt_length
 
 
 def test_every_method_is_among_those_drawn():
@@ -289,7 +261,7 @@ def test_every_method_is_among_those_drawn():
 @given(data=st.data())
 def test_every_plan_reads_what_is_kept_and_computes_no_more_than_it_is_charged_for(method, data):
     options = data.draw(st.fixed_dictionaries(_ADAPTIVE))
-    cache = CACHE_METHODS[method].options(**options)
+    cache = cache_of(method, **options)
     prompt_length, gen_length = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 30))
     block_length = data.draw(st.integers(1, gen_length))
     shifts = data.draw(st.booleans())

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -261,12 +260,6 @@ def test_requests_run_together_when_their_rows_fit_exactly(max_rows, together):
     assert step(scheduler, runner)[0] == together
 
 
-def test_canvas_of_exactly_the_budget_runs():
-    scheduler, runner = make_scheduler(max_rows=18), StandInRunner()
-    scheduler.add_request(request("a"))
-    assert step(scheduler, runner)[0] == ["a"]
-
-
 def test_canvas_beyond_the_budget_is_refused_and_others_go_on():
     scheduler, runner = make_scheduler(max_rows=18), StandInRunner()
     scheduler.add_request(request("large", prompt_length=11))
@@ -291,35 +284,6 @@ def test_pages_are_reserved_at_admission_and_held_until_the_end():
 
 
 # End of a response
-
-
-def test_response_ends_with_the_first_end_token_of_a_finished_block():
-    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: EOS if position in (12, 13) else 7)
-    scheduler.add_request(request("a"))
-    ran, tokens, reasons = run(scheduler, runner)
-    assert tokens == {"a": [7, 7, EOS]}
-    assert reasons == {"a": FinishReason.STOP}
-    assert len(ran) == 2, "the second block is not computed"
-    assert_empty(scheduler)
-
-
-def test_ignore_eos_goes_on():
-    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: EOS)
-    scheduler.add_request(request("a", ignore_eos=True))
-    _, tokens, reasons = run(scheduler, runner)
-    assert tokens == {"a": [EOS] * 8}
-    assert reasons == {"a": FinishReason.LENGTH}
-
-
-def test_stop_token_ends_and_is_the_reason():
-    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
-    scheduler.add_request(request("a", stop_token_ids=[15], ignore_eos=True))
-    outs = []
-    while scheduler.has_unfinished_requests():
-        for per_client in step(scheduler, runner)[1].values():
-            outs += per_client.outputs
-    assert [o.new_token_ids for o in outs] == [[10, 11, 12, 13], [14, 15]]
-    assert (outs[-1].finish_reason, outs[-1].stop_reason) == (FinishReason.STOP, 15)
 
 
 # Abort
@@ -510,49 +474,6 @@ def test_finished_ids_go_to_the_client_that_asked():
     assert 2 not in outputs
     _, outputs = step(scheduler, runner)
     assert not outputs or outputs[2].finished_requests is None
-
-
-def test_plain_sampling_params_get_the_familys_defaults():
-    scheduler = make_scheduler()
-    scheduler.add_request(request("a", params=SamplingParams(temperature=0.0, max_tokens=40)))
-    spec = scheduler.states["a"].spec
-    assert (spec.gen_length, spec.block_length, spec.steps) == (40, 32, 40)
-    assert (spec.schedule, spec.unmasking, spec.top_k) == ("uniform", "low_confidence", 0)
-
-
-def test_many_requests_with_random_aborts_leave_nothing_behind():
-    rng = random.Random(1)
-    scheduler = make_scheduler(max_num_seqs=8, max_rows=300, num_pages=40, page_demand=lambda spec: spec.num_blocks)
-    runner = StandInRunner(token_at=lambda position: rng.choice([7] * 20 + [EOS]))
-    names = [f"r{i}" for i in range(200)]
-    pending, aborted, finished = list(names), set(), set()
-    while pending or scheduler.has_unfinished_requests():
-        for _ in range(rng.randrange(4)):
-            if pending:
-                gen_length = rng.randrange(1, 60)
-                block_length = rng.randrange(1, gen_length + 1)
-                steps = rng.randrange(-(-gen_length // block_length), gen_length + 1)
-                scheduler.add_request(
-                    request(pending.pop(0), prompt_length=rng.randrange(1, 100), gen_length=gen_length,
-                            block_length=block_length, steps=steps)
-                )  # fmt: skip
-        output = scheduler.schedule()
-        result = runner.execute(output)
-        if scheduler.states and rng.random() < 0.15:
-            victim = rng.choice(list(scheduler.states))
-            scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
-            aborted.add(victim)
-        outputs = scheduler.update_from_output(output, result)
-        for per_client in outputs.values():
-            finished |= {o.request_id for o in per_client.outputs if o.finish_reason is not None}
-        assert scheduler.pages.num_reserved <= 39
-    assert len(aborted) > 10
-    assert finished | aborted == set(names)
-    assert not finished & aborted
-    assert_empty(scheduler)
-    assert scheduler.pages.num_reserved == 0
-    runner.execute(scheduler.schedule())
-    assert not runner.masked
 
 
 # Refreshes beside smaller requests

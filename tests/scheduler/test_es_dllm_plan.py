@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
-from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
-from dllm_engine.scheduler.methods.es_dllm import plan as plan_es_dllm
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Progress, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope
+from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan
+from tests.support.plans import cache_of, engine_options, longest_demand, page_demand, pages_of, spec_of
+from tests.support.plans import plans_of as plans_of_method
 
 UPDATE, REUSE = RefreshState.UPDATE, RefreshState.REUSE
 NONE, WRITE, READ = RetainedCopy.NONE, RetainedCopy.WRITE, RetainedCopy.READ
@@ -21,30 +19,12 @@ GEOMETRY = PoolGeometry(page_size=4, num_layers=8, num_kv_heads=2, head_dim=8, h
 
 
 def spec(shifts_logits: bool = False, **options) -> DecodingSpec:
-    return DecodingSpec(
-        prompt_length=10,
-        gen_length=20,
-        block_length=8,
-        steps=20,
-        schedule="uniform",
-        unmasking="low_confidence",
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        shifts_logits=shifts_logits,
-        cache=ESDLLMOptions(**options),
-    )
+    cache = cache_of("es_dllm", **options)
+    return spec_of(gen_length=20, steps=20, shifts_logits=shifts_logits, cache=cache)
 
 
-def plans_of(request: DecodingSpec, steps: tuple[int, ...]):
-    """Plans of as many steps per block."""
-    progress, plans = Progress(num_masked=8), []
-    for block, num_steps in enumerate(steps):
-        for step in range(num_steps):
-            progress.block, progress.step = block, step
-            plans.append(plan_es_dllm(request, progress))
-            progress.num_forwards += 1
-    return plans
+def plans_of(request: DecodingSpec, steps: tuple[int, ...]) -> list[StepPlan]:
+    return plans_of_method(request, "es_dllm", steps)
 
 
 def test_what_a_step_computes():
@@ -125,58 +105,26 @@ def test_eviction_copies_once_per_block_and_reads_the_copy_until_its_end(delay):
     ],
 )
 def test_pages_of_a_block(options, expected):
-    pages = CACHE_METHODS["es_dllm"].pages(spec(**options), 0, GEOMETRY)
+    pages = pages_of(spec(**options), "es_dllm", 0, GEOMETRY)
     assert pages == {PageKind.KV: [8] * 8} | expected
 
 
 @pytest.mark.parametrize("options", [{}, {"retention_ratio": 0.5}, {"retention_ratio": 0.0}, {"indicator": "none"}])
 def test_no_request_needs_more_than_the_longest(options):
-    engine = EngineOptions(cache_method="es_dllm", cache_options=options, page_size=4)
-    longest = engine.method.longest_demand(engine.cache, GEOMETRY, 30)
+    engine = engine_options("es_dllm", **options)
+    longest = longest_demand(engine, GEOMETRY, 30)
     demands = []
     for gen_length in range(1, 30):
         for block_length in range(1, gen_length + 1):
-            request = DecodingSpec(
-                prompt_length=30 - gen_length,
-                gen_length=gen_length,
-                block_length=block_length,
-                steps=gen_length,
-                schedule="uniform",
-                unmasking="low_confidence",
-                temperature=0.0,
-                top_p=1.0,
-                top_k=0,
-                cache=engine.cache,
-            )
-            demands.append(engine.method.page_demand(request, GEOMETRY))
+            lengths = {"prompt_length": 30 - gen_length, "gen_length": gen_length, "steps": gen_length}
+            request = spec_of(**lengths, block_length=block_length, cache=engine.cache)
+            demands.append(page_demand(request, engine, GEOMETRY))
     assert max(demands) == longest
 
 
 def test_layers_that_drop_rows():
-    assert ESDLLMOptions().cuts(32) == {4: 0.5, 8: 0.25}
-    assert ESDLLMOptions().cuts(4) == {0: 0.5, 1: 0.25}
-    assert ESDLLMOptions(indicator="none").cuts(32) == {}
+    assert cache_of("es_dllm").cuts(32) == {4: 0.5, 8: 0.25}
+    assert cache_of("es_dllm").cuts(4) == {0: 0.5, 1: 0.25}
+    assert cache_of("es_dllm", indicator="none").cuts(32) == {}
     # Two depths of one layer: the deeper one.
-    assert ESDLLMOptions(keep_schedule=[[1, 0], [0.5, 0.3], [0.2, 0.4]]).cuts(2) == {0: 0.2}
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"keep_schedule": []}, "must begin with depth 0"),
-        ({"keep_schedule": [[1, 0.5]]}, "must begin with depth 0"),
-        ({"keep_schedule": [[1, 0], [0.5, 0.5], [0.2, 0.5]]}, "depths must rise"),
-        ({"keep_schedule": [[1, 0], [0.5, 1]]}, "depths must rise within"),
-        ({"keep_schedule": [[1, 0], [0, 0.5]]}, "fractions must fall"),
-        ({"keep_schedule": [[0.5, 0], [0.6, 0.5]]}, "fractions must fall"),
-        ({"indicator": "hidden"}, "indicator='hidden'"),
-        ({"alpha": 1.5}, "alpha=1.5"),
-        ({"block_refresh_interval": 0}, "block_refresh_interval=0"),
-        ({"prompt_refresh_interval": 0}, "prompt_refresh_interval=0"),
-        ({"retention_ratio": -0.1}, "retention_ratio=-0.1"),
-        ({"update_delay": -1}, "update_delay=-1"),
-    ],
-)
-def test_options_out_of_range_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        EngineOptions.parse({"cache_method": "es_dllm", "cache_options": options})
+    assert cache_of("es_dllm", keep_schedule=[[1, 0], [0.5, 0.3], [0.2, 0.4]]).cuts(2) == {0: 0.2}

@@ -2,29 +2,10 @@
 
 import pytest
 
-from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.methods.dkv import DKVOptions
-from dllm_engine.scheduler.methods.freecache import FreeCacheOptions
-from dllm_engine.scheduler.methods.sparse import SparseOptions
-from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.request import Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, unmask_quota
-
-
-def spec(**changes) -> DecodingSpec:
-    settings = {
-        "prompt_length": 10,
-        "gen_length": 21,
-        "block_length": 8,
-        "steps": 11,
-        "schedule": "uniform",
-        "unmasking": "low_confidence",
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-    }
-    return DecodingSpec(**(settings | changes))
+from tests.support.plans import cache_of, engine_options, page_demand, plans_of
+from tests.support.plans import spec_of as spec
 
 
 def test_blocks_follow_the_prompt_and_the_last_may_be_shorter():
@@ -46,23 +27,9 @@ def test_number_of_blocks(gen_length, block_length, num_blocks, last):
     assert request.block_span(num_blocks - 1) == last
 
 
-def plans_of(request: DecodingSpec, method: str = "none"):
-    """All plans of a request whose steps unmask exactly what is asked."""
-    progress, plans = Progress(num_masked=request.block_span(0).size), []
-    for block in range(request.num_blocks):
-        progress.block, progress.step, progress.num_masked = block, 0, request.block_span(block).size
-        while progress.num_masked:
-            plan = CACHE_METHODS[method].plan(request, progress)
-            plans.append(plan)
-            progress.step += 1
-            progress.num_forwards += 1
-            progress.num_masked -= plan.quota.count
-    return plans
-
-
 def test_without_a_cache_every_step_computes_the_whole_canvas():
     request = spec()
-    plans = plans_of(request)
+    plans = plans_of(request, "none")
     assert len(plans) == 11
     for number, plan in enumerate(plans):
         assert plan.state is RefreshState.FULL
@@ -74,19 +41,19 @@ def test_without_a_cache_every_step_computes_the_whole_canvas():
 
 
 def test_llada_unmasks_evenly_within_each_block():
-    plans = plans_of(spec())
+    plans = plans_of(spec(), "none")
     assert [plan.quota.count for plan in plans] == [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]
     assert all(plan.quota.candidates == plan.block for plan in plans)
 
 
 def test_dream_in_one_block_follows_the_time_grid_over_the_whole_response():
-    plans = plans_of(spec(schedule="timestep", gen_length=8, block_length=8, steps=4))
+    plans = plans_of(spec(schedule="timestep", gen_length=8, block_length=8, steps=4), "none")
     assert [plan.quota.count for plan in plans] == [1, 2, 2, 3]
     assert all(plan.quota.candidates == (10, 18) for plan in plans)
 
 
 def test_dream_in_blocks_first_fills_the_position_that_a_block_alone_cannot_predict():
-    plans = plans_of(spec(schedule="timestep", gen_length=16, block_length=8, steps=8))
+    plans = plans_of(spec(schedule="timestep", gen_length=16, block_length=8, steps=8), "none")
     # One at the start; then, on the grid of four steps from its second: 7·0.3329 = 2.33, 5·0.499 = 2.495, the rest.
     assert [plan.quota.count for plan in plans] == [1, 2, 2, 3] * 2
     assert [plan.quota.candidates for plan in plans[:4]] == [(10, 11)] + [(10, 18)] * 3
@@ -94,7 +61,7 @@ def test_dream_in_blocks_first_fills_the_position_that_a_block_alone_cannot_pred
 
 
 def test_dream_block_of_one_step_unmasks_everything():
-    plans = plans_of(spec(schedule="timestep", gen_length=16, block_length=8, steps=2))
+    plans = plans_of(spec(schedule="timestep", gen_length=16, block_length=8, steps=2), "none")
     assert [(plan.quota.candidates, plan.quota.count) for plan in plans] == [((10, 18), 8), ((18, 26), 8)]
 
 
@@ -130,7 +97,7 @@ FULL, UPDATE, REUSE = RefreshState.FULL, RefreshState.UPDATE, RefreshState.REUSE
     ],
 )
 def test_states_and_retained_tokens_of_a_cache_method(method, options, first_block, reused_span, retained):
-    request = spec(cache=SparseOptions(**options)) if method == "sparse" else spec()
+    request = spec(cache=cache_of(method, **options))
     plans = plans_of(request, method)
     assert [plan.state for plan in plans[:4]] == first_block
     assert {plan.span for plan in plans if plan.state is not REUSE} <= {Span(0, 31)}
@@ -154,11 +121,11 @@ def test_dream_with_a_cache_decodes_in_blocks_even_where_there_is_one():
     ],
 )
 def test_dkv_recomputes_the_canvas_at_a_blocks_start_and_at_intervals(interval, llada, dream):
-    request = spec(gen_length=16, steps=16, cache=DKVOptions(refresh_interval=interval))
+    request = spec(gen_length=16, steps=16, cache=cache_of("dkv", refresh_interval=interval))
     plans = plans_of(request, "dkv")
     assert [plan.state for plan in plans] == llada * 2
     shifted = spec(
-        gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=DKVOptions(refresh_interval=interval)
+        gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=cache_of("dkv", refresh_interval=interval)
     )
     shifted_plans = plans_of(shifted, "dkv")
     assert [plan.state for plan in shifted_plans][: len(dream)] == dream
@@ -173,14 +140,14 @@ def test_dkv_recomputes_the_canvas_at_a_blocks_start_and_at_intervals(interval, 
 
 
 def test_dkv_feeds_the_last_row_of_shifted_logits_once_more_in_the_second_step():
-    shifted = spec(gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=DKVOptions())
+    shifted = spec(gen_length=8, steps=8, schedule="timestep", shifts_logits=True, cache=cache_of("dkv"))
     reused = [RowRule.MASKED_BEFORE_AND_LAST] + [RowRule.MASKED_BEFORE] * 6
     assert [plan.rows for plan in plans_of(shifted, "dkv")] == [RowRule.ALL, *reused]
 
 
 @pytest.mark.parametrize("include_suffix", [True, False])
 def test_freecache_keeps_a_finished_block_in_the_next_ones_first_step(include_suffix):
-    plans = plans_of(spec(cache=FreeCacheOptions(include_suffix=include_suffix)), "freecache")
+    plans = plans_of(spec(cache=cache_of("freecache", include_suffix=include_suffix)), "freecache")
     stops = [31, 31, 31] if include_suffix else [18, 26, 31]
     assert [(plan.state, plan.span, plan.read, plan.retained) for plan in plans] == [
         (UPDATE, (0, 31), 0, 10),
@@ -199,6 +166,5 @@ def test_freecache_keeps_a_finished_block_in_the_next_ones_first_step(include_su
     [("none", 0), ("prefix", 4 * 7), ("dual", 4 * 7), ("sparse", 4 * 4), ("dkv", 4 * 8), ("freecache", 4 * 7)],
 )
 def test_page_demand_is_that_of_the_largest_block(method, pages):
-    options = EngineOptions(cache_method=method, page_size=4)
-    geometry = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
-    assert options.method.page_demand(spec(cache=options.cache), geometry) == pages
+    options = engine_options(method)
+    assert page_demand(spec(cache=options.cache), options) == pages

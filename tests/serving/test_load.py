@@ -1,4 +1,4 @@
-"""A server under load; ``benchmarks/serving_load.py`` is the same for ten minutes."""
+"""A server under load; ``python -m benchmarks.serving load`` is the same for ten minutes."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ import random
 import openai
 import pytest
 
-from benchmarks.serving_load import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
+from benchmarks.load_clients import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
 from tests.support.server import scrape
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server under load")]

@@ -8,7 +8,14 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from dllm_engine.vllm_hooks.shutdown import DIED, ENGINE_DIED, STOPPING, EngineDied, ServerStopping, ending_well
+from dllm_engine.vllm_hooks.shutdown import (
+    DIED,
+    ENGINE_DIED,
+    STOPPING,
+    EngineDied,
+    ServerStopping,
+    with_graceful_shutdown,
+)
 from tests.support.http_app import app_client
 
 
@@ -50,7 +57,7 @@ def serve(engine, *, until):
         return close()
 
     async def run():
-        await (await ending_well(serve_http)(app, None, host=None, port=1))
+        await (await with_graceful_shutdown(serve_http)(app, None, host=None, port=1))
 
     try:
         asyncio.run(run())
@@ -144,7 +151,7 @@ def test_a_port_that_was_taken_while_the_model_loaded_is_named():
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=Engine()))
     with pytest.raises(SystemExit, match=r"port 8123 is in use on 127\.0\.0\.1"):
-        asyncio.run(ending_well(serve_http)(app, host="127.0.0.1", port=8123))
+        asyncio.run(with_graceful_shutdown(serve_http)(app, host="127.0.0.1", port=8123))
 
 
 def test_a_server_that_stops_refuses_everything_but_its_metrics():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pytest
     from vllm.outputs import RequestOutput
 
     from dllm_engine import LLM
@@ -22,12 +23,26 @@ class EngineFactory:
 
     def __init__(self) -> None:
         self._engines: dict[tuple, LLM] = {}
+        self._shared: set[tuple] = set()
 
     def __call__(self, model: Path | str, **settings: Any) -> "LLM":
         key = (str(model), *sorted((name, repr(value)) for name, value in settings.items()))
         if key not in self._engines:
             self._engines[key] = start_engine(model, **settings)
+        elif key in self._shared:
+            set_cache_options(self._engines[key], {})
+            self._shared.remove(key)
         return self._engines[key]
+
+    def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> "LLM":
+        """The one engine of a model and settings, whatever its cache options: they are those of the last call.
+
+        Requests carry the options from their admission on, so that an engine of its own would differ in nothing.
+        """
+        llm = self(model, **settings)
+        set_cache_options(llm, cache_options or {})
+        self._shared |= {key for key, engine in self._engines.items() if engine is llm}
+        return llm
 
     def keep(self, llm: Any) -> None:
         """Take charge of an engine that a test has started itself."""
@@ -56,6 +71,24 @@ def start_engine(model: Path | str, **settings: Any) -> "LLM":
         "trace": True,
     }
     return LLM(str(model), **(defaults | settings))
+
+
+def set_cache_options(llm: "LLM", cache_options: dict[str, Any]) -> None:
+    """Validate and settle other cache options for the requests that a running engine admits from now on."""
+    from dllm_engine.options import EngineOptions
+    from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
+
+    config = llm.llm_engine.vllm_config
+    options = config.additional_config["dllm"] | {"cache_options": cache_options}
+    config.additional_config = {**config.additional_config, "dllm": options}
+    _settle_engine_options(config)
+    scheduler_of(llm).options = EngineOptions.from_vllm_config(config)
+
+
+def set_steps_per_dispatch(llm: "LLM", num_steps: int, monkeypatch: "pytest.MonkeyPatch") -> None:
+    """Give an engine another ``steps_per_dispatch`` until the test ends."""
+    scheduler = scheduler_of(llm)
+    monkeypatch.setattr(scheduler, "options", scheduler.options.model_copy(update={"steps_per_dispatch": num_steps}))
 
 
 def freeze_imports() -> None:

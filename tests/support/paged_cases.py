@@ -6,12 +6,13 @@ CPU. Without either, what a launch would run can still be compiled for a GPU.
 
 import itertools
 import os
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from dllm_engine.kernels.paged_tokens import PagedTokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -25,28 +26,19 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-@dataclass
-class PagedCase:
-    """Arguments of ``paged_attention``; every slot without a retained token holds NaN, unused page ids are no pages."""
+class PagedCase(NamedTuple):
+    """Arguments of ``paged_attention``; every slot without a token holds NaN, unused page ids are no pages."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     cu_seqlens: torch.Tensor
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
-    page_tables: torch.Tensor
-    head_start: torch.Tensor
-    token_stride: torch.Tensor
-    head_len: torch.Tensor
-    k_slots: torch.Tensor
-    v_slots: torch.Tensor
-    """Where ``attend_fresh=False`` writes: for K and V each, some rows onto retained tokens, drawn separately."""
+    tokens: PagedTokens
 
-    @property
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        """All but the slots to write."""
-        return tuple(vars(self).values())[:10]
+    def arguments(self, attend_fresh: bool, causal: bool, return_lse: bool, max_seqlen: int | None = None) -> tuple:
+        """Of the operator, and so of the kernels of a device."""
+        *paged, max_head_len = self.tokens
+        return *self[:4], paged, max_head_len, attend_fresh, causal, return_lse, max_seqlen
 
 
 def paged_case(
@@ -86,26 +78,16 @@ def paged_case(
     k_pages, v_pages = pool.unbind(1)
     page_tables = torch.full((len(rows), max_pages), 2**30, dtype=torch.int32)
     free = torch.randperm(len(pool), generator=generator).int()
-    k_slots, v_slots = (torch.full((sum(rows), num_kv_heads), -1) for _ in range(2))
-    first_row = 0
     for request, count in enumerate(num_pages.tolist()):
         page_tables[request, :count], free = free[:count], free[count:]
         for head, length in enumerate(retained[request]):
             virtual = head_start[request, head] + torch.arange(length) * token_stride[request]
             page, offset = page_tables[request, virtual // slots_per_page].long(), virtual % slots_per_page
             k_pages[page, offset], v_pages[page, offset] = draw(length, dim), draw(length, dim)
-            for slots in (k_slots, v_slots):
-                written = min(rows[request], length) * 2 // 3
-                tokens = torch.randperm(length, generator=generator)[:written]
-                to_rows = first_row + torch.randperm(rows[request], generator=generator)[:written]
-                slots[to_rows, head] = page[tokens] * slots_per_page + offset[tokens]
-        first_row += rows[request]
     cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
     q, k, v = draw(sum(rows), heads, dim), draw(sum(rows), num_kv_heads, dim), draw(sum(rows), num_kv_heads, dim)
-    case = PagedCase(
-        q, k, v, cu_seqlens, k_pages, v_pages, page_tables, head_start, token_stride, head_len, k_slots, v_slots
-    )
-    return PagedCase(*(x.to(device) for x in vars(case).values()))
+    tokens = k_pages, v_pages, page_tables, head_start, token_stride, head_len
+    return PagedCase(*(x.to(device) for x in (q, k, v, cu_seqlens)), PagedTokens(*(x.to(device) for x in tokens)))
 
 
 class CompilesForCuda:

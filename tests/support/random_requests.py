@@ -4,14 +4,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tests.oracles.unmasking import Decoding
-from tests.support.engines import assert_nothing_left, generate
+from tests.oracles.decoding import Decoding
+from tests.support.answers import Request, answers
 
 if TYPE_CHECKING:
     from dllm_engine import LLM
 
-Request = tuple[list[int], dict[str, Any]]
-"""A prompt and what is asked of it: fields that ``DiffusionParams`` and the plain versions share."""
 COIN_TOSS = 1e-4
 """Decisions closer than this may go the other way by rounding."""
 
@@ -43,30 +41,19 @@ def _random_request(draw: random.Random, is_dream: bool) -> Request:
 
 
 def assert_answers_as(
-    llm: "LLM", requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Any]
+    llm: "LLM", requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
 ) -> int:
     """Ask for all requests together and for some alone. ``plain`` decodes one; returns how many were no coin toss."""
-    from dllm_engine import DiffusionParams
-
-    params = [DiffusionParams(**asked, ignore_eos=True) for _, asked in requests]
-    answers = [output.outputs[0] for output in generate(llm, [prompt for prompt, _ in requests], params)]
-    assert_nothing_left(llm)
     compared = 0
-    for number, ((prompt, asked), answer) in enumerate(zip(requests, answers, strict=True)):
-        run: Decoding = plain(prompt, asked)
+    for number, (request, answer) in enumerate(zip(requests, answers(llm, requests), strict=True)):
+        run = plain(*request)
         if run.closest <= COIN_TOSS:
             continue
         compared += 1
-        same = [answer]
-        if number % 3 == 0:
-            same.append(generate(llm, [prompt], params[number])[0].outputs[0])
-        for one in same:
-            figures = one.diffusion
-            whole = list(range(run.length))
-            computed = [whole if rows is None else rows for rows in figures.computed_positions]
-            assert list(one.token_ids) == run.tokens, (prompt, asked)
-            assert figures.unmasked_per_step == run.order, (prompt, asked)
-            assert computed == run.computed, (prompt, asked)
+        for one in [answer, *(answers(llm, [request]) if number % 3 == 0 else [])]:
+            assert one.tokens == run.tokens, request
+            assert one.order == run.order, request
+            assert one.computed == run.computed, request
             for name, expected in run.traces.items():
-                assert getattr(figures, name) == expected, (name, prompt, asked)
+                assert one.traces.get(name, []) == expected, (name, request)
     return compared

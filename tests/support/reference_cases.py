@@ -1,15 +1,61 @@
-"""Access to the carried reference cases (``tests/reference``)."""
+"""Reference cases: outputs of the authors' own code (``tests/reference``), as requests and what they must give.
+
+One driver for all kinds. A new kind of case needs a row in ``ENGINES``; a new way to ask a branch in
+``request_fields``; a new thing that cases state a check in ``assert_as_stated``.
+"""
 
 import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from tests.oracles.decoding import Decoding
+from tests.support.answers import Answer
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 Case = dict[str, Any]
 
+ENGINES: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "vanilla": lambda h: {"cache_method": "none"},
+    "fast_dllm": lambda h: {"cache_method": h["cache"]},
+    "dkv": lambda h: {
+        "cache_method": "dkv",
+        "cache_options": {"refresh_interval": h.get("cache_reloading_step") or h["cache_steps"]},
+    },
+    "sparse_dllm": lambda h: {
+        "cache_method": "sparse",
+        "cache_options": {"retention_ratio": h["keep_ratio"], "pool_kernel_size": h["kernel_size"], "update_delay": 1},
+    },
+    "dllm_cache": lambda h: {
+        "cache_method": "dllm_cache",
+        "cache_options": {
+            "prompt_refresh_interval": h["prompt_interval_steps"],
+            "response_refresh_interval": h["gen_interval_steps"],
+            "update_ratio": h["transfer_ratio"],
+        },
+    },
+    "es_dllm": lambda h: (
+        {
+            "cache_method": "es_dllm",
+            "cache_options": {
+                "indicator": "none" if h["ESdLLM_mode"] is None else "hidden_state",
+                "alpha": h["importance_score_alpha"],
+                "keep_schedule": h["proportion_steps"],
+                "prompt_refresh_interval": h["prompt_update_freq"],
+                "block_refresh_interval": h["block_update_freq"],
+            },
+        }
+        if h["use_kvcache"]
+        else {"cache_method": "none"}
+    ),
+}
+"""By the beginning of a file's name: engine options that are the authors' hyperparameters."""
 
-def reference_cases(method: str) -> list[Case]:
-    return json.loads((REFERENCE / f"{method}.json").read_text())
+
+def reference_cases(file: str) -> list[Case]:
+    return json.loads((REFERENCE / f"{file}.json").read_text())
 
 
 def request_fields(case: Case) -> dict[str, Any]:
@@ -17,9 +63,138 @@ def request_fields(case: Case) -> dict[str, Any]:
     h = case["hyperparameters"]
     fields = {
         "gen_length": h["gen_length"],
-        "block_length": h.get("block_length", h["gen_length"]),
-        "steps": h["steps"],
-        "unmasking": h.get("alg", "low_confidence"),
+        "block_length": h.get("block_length") or h["gen_length"],
+        "steps": h["steps"] if "steps" in h else h["gen_length"] // h["token_per_step"],
         "ignore_eos": True,
     }
-    return fields | {name: h[name] for name in ("top_p", "top_k") if h.get(name) is not None}
+    if h.get("alg"):
+        # Fast-dLLM's name for unmasking by threshold on Dream; its confidence is maskgit_plus's.
+        fields["unmasking"] = "maskgit_plus" if h["alg"] == "confidence_threshold" else h["alg"]
+    if h.get("delay_eos_generation"):
+        fields["delay_eos"] = True
+    return fields | {name: h[name] for name in ("threshold", "top_p", "top_k") if h.get(name) is not None}
+
+
+@dataclass(frozen=True)
+class ReferenceRow:
+    """One row of an authors' batch."""
+
+    kind: str
+    case: Case
+    row: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.case['name']}, row {self.row}"
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.case["prompt_ids"][self.row]
+
+    @property
+    def response(self) -> list[int]:
+        return self.case["output_ids"][self.row][len(self.prompt) :]
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        return ENGINES[self.kind](self.case["hyperparameters"])
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return request_fields(self.case)
+
+    @property
+    def makes_empty_passes(self) -> bool:
+        """Fast-dLLM's code makes a pass that unmasks nothing where the first one completed the block."""
+        h = self.case["hyperparameters"]
+        return self.kind == "fast_dllm" and h["threshold"] is not None and h.get("alg") != "entropy"
+
+    @property
+    def rows_per_pass(self) -> list[int] | None:
+        if self.kind == "vanilla":
+            return [len(self.prompt) + len(self.response)] * self.case["num_forward_passes"]
+        return self.case.get("forward_lengths")
+
+
+def reference_rows(*kinds: str) -> list[ReferenceRow]:
+    """Of all files whose names begin with a kind."""
+    return [
+        ReferenceRow(kind, case, row)
+        for kind in kinds
+        for file in sorted(REFERENCE.glob(f"{kind}_*.json"))
+        for case in reference_cases(file.stem)
+        for row in range(len(case["prompt_ids"]))
+    ]
+
+
+def by_engine(rows: Iterable[ReferenceRow]) -> dict[str, list[ReferenceRow]]:
+    """Rows that one engine can answer together, by its model and options."""
+    groups: dict[str, list[ReferenceRow]] = {}
+    for row in rows:
+        options = json.dumps(row.engine.get("cache_options", {}))
+        groups.setdefault(f"{row.case['model']} {row.engine['cache_method']} {options}", []).append(row)
+    return groups
+
+
+DECISIVE_GAP = 1e-6
+"""Rows whose similarity differs by less than this from that of the first row left out are rounding's choice."""
+
+
+def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
+    """An engine's or a plain version's answer is, in all that the case states, what the authors' code did."""
+    case, name = row.case, row.name
+    assert answer.tokens == row.response, name
+    order = [sorted(step[row.row]) for step in case["unmasked_per_step"]]
+    if row.makes_empty_passes:
+        assert [step for step in answer.order if step] == [step for step in order if step], name
+        assert len(answer.order) <= case["num_forward_passes"], name
+        return
+    assert answer.order == order, name
+    assert len(answer.computed) == case["num_forward_passes"], name
+    if row.rows_per_pass is not None:
+        assert [len(positions) for positions in answer.computed] == row.rows_per_pass, name
+        if isinstance(answer, Answer) and row.kind != "es_dllm":
+            assert answer.tokens_computed == sum(row.rows_per_pass), name
+    if "computed_positions_per_step" in case:
+        whole = list(range(len(row.prompt) + len(row.response)))
+        stated = case["computed_positions_per_step"]
+        assert answer.computed == [whole if step is None else step[row.row] for step in stated], name
+    if "retained_positions" in case:
+        stated = [block["per_layer"] for block in case["retained_positions"]]
+        assert answer.traces.get("retained_positions", []) == stated, name
+    if "es_selected_positions_first_skips" in case:
+        stated = [rows[row.row] for rows in case["es_selected_positions_first_skips"]]
+        assert rows_kept(answer.traces["selected_positions"])[: len(stated)] == stated, name
+    if row.kind == "dllm_cache":
+        updated = answer.traces.get("updated_positions", [])
+        assert len(updated) == num_adaptive_passes(case), name
+        if case.get("similarity_gap", 0) > DECISIVE_GAP:
+            stated = first_updates(row)
+            assert updated[: len(stated)] == stated, name
+
+
+def rows_kept(selected_positions: list[list[list[int]]]) -> list[list[int]]:
+    """What layers kept, one after the other; the authors' record leaves out a layer that kept all it had."""
+    return [
+        rows
+        for layers in selected_positions
+        for before, rows in pairwise([None, *layers])
+        if before is None or len(rows) < len(before)
+    ]
+
+
+def num_adaptive_passes(case: Case) -> int:
+    """Passes in which the response is not due."""
+    h = case["hyperparameters"]
+    if not h["transfer_ratio"]:
+        return 0
+    return sum(n % h["gen_interval_steps"] != 0 for n in range(case["num_forward_passes"]))
+
+
+def first_updates(row: ReferenceRow) -> list[list[list[int]]]:
+    """The positions updated by each layer but the first, in the first adaptive passes."""
+    by_pass: dict[int, list[list[int]]] = {}
+    for update in row.case["adaptive_update_positions_first_steps"]:
+        positions = [len(row.prompt) + i for i in update["gen_relative_indices"][row.row]]
+        by_pass.setdefault(update["forward"], []).append(positions)
+    return list(by_pass.values())

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from tests.oracles.models import Decoded, PlainModel, Uniform, decode
+from tests.oracles.decode import decode
+from tests.oracles.decoding import Decoding, Uniform
+from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
-from tests.support.engines import generate
+from tests.support.answers import answers
 
 PROMPTS = [
     [(7 * i * i + 3 * i * k + 11 * k) % 140 for i in range(length)]
@@ -59,25 +61,17 @@ SAMPLED_SETTINGS = {
 
 def assert_decodes_like_the_plain_model(llm, folder, settings, seed: int | None = None) -> None:
     """Two prompts of different lengths in one batch: tokens, order and number of forward passes."""
-    from dllm_engine import DiffusionParams
-
-    plain = PlainModel(folder)
-    expected: dict[int, tuple[list[int], Decoded]] = {}
+    plain, uniform = PlainModel(folder), None if seed is None else uniform_of(seed)
+    expected: dict[int, Decoding] = {}
     for prompt in PROMPTS:
-        if len(prompt) not in expected:
-            decoded = decode(plain, prompt, **settings, uniform=None if seed is None else uniform_of(seed))
-            if decoded.closest > MARGIN:
-                expected[len(prompt)] = (prompt, decoded)
-        if len(expected) == 2:
-            break
+        if len(prompt) not in expected and len(expected) < 2:
+            run = decode(plain, prompt, **settings, uniform=uniform)
+            if run.closest > MARGIN:
+                expected[len(prompt)] = run
     assert len(expected) == 2, "these weights leave every prompt to rounding; choose another seed"
-    params = DiffusionParams(**settings, seed=seed, ignore_eos=True)
-    outputs = generate(llm, [prompt for prompt, _ in expected.values()], params)
-    for (_, decoded), output in zip(expected.values(), outputs, strict=True):
-        figures = output.outputs[0].diffusion
-        assert figures.unmasked_per_step == decoded.order
-        assert list(output.outputs[0].token_ids) == decoded.tokens
-        assert figures.forward_passes == len(decoded.order)
+    found = answers(llm, [(run.prompt, settings | {"seed": seed}) for run in expected.values()])
+    for run, answer in zip(expected.values(), found, strict=True):
+        assert (answer.tokens, answer.order) == (run.tokens, run.order)
 
 
 def uniform_of(seed: int) -> Uniform:
@@ -145,24 +139,15 @@ def test_settings_left_out_are_the_familys(engines, tiny_llada, tiny_dream, fami
         "llada": {"block_length": 32, "unmasking": "low_confidence"},
         "dream": {"block_length": 40, "unmasking": "entropy"},
     }[family]
-    from dllm_engine import DiffusionParams
-
-    llm, params = engines(folder), {"gen_length": 40, "ignore_eos": True}
-    (left_out,) = generate(llm, PROMPTS[:1], DiffusionParams(**params))
-    (spelled,) = generate(llm, PROMPTS[:1], DiffusionParams(**params, **named, steps=40))
-    assert left_out.outputs[0].token_ids == spelled.outputs[0].token_ids
-    assert left_out.outputs[0].diffusion == spelled.outputs[0].diffusion
+    llm, length = engines(folder), {"gen_length": 40}
+    assert answers(llm, [(PROMPTS[0], length)]) == answers(llm, [(PROMPTS[0], length | named | {"steps": 40})])
 
 
 @pytest.mark.parametrize("gen_length", [33, 40, 65])
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_steps_left_open_are_one_per_token_whatever_the_length(engines, tiny_llada, tiny_dream, family, gen_length):
-    from dllm_engine import DiffusionParams
-
     llm = engines(tiny_llada if family == "llada" else tiny_dream)
-    params = DiffusionParams(gen_length=gen_length, block_length=32, ignore_eos=True)
-    (output,) = generate(llm, PROMPTS[:1], params)
-    figures = output.outputs[0].diffusion
-    assert figures.forward_passes == gen_length
+    (answer,) = answers(llm, [(PROMPTS[0], {"gen_length": gen_length, "block_length": 32})])
+    assert len(answer.order) == gen_length
     if family == "llada":
-        assert [len(step) for step in figures.unmasked_per_step] == [1] * gen_length
+        assert [len(step) for step in answer.order] == [1] * gen_length

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
-from dllm_engine.model_executor.models.configs import parse_config, read_json_object
-from dllm_engine.released_configs import RELEASED_CONFIGS
+from dllm_engine.model_executor.models.configs import check_config, parse_config, read_json_object
+from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
 
@@ -22,6 +24,10 @@ def refusal(config: dict[str, Any]) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def without(config: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != key}
 
 
 SIZES = {
@@ -76,6 +82,35 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
     assert message in refusal(config)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (without(LLADA, "mask_token_id"), "has no 'mask_token_id'"),
+        (without(DREAM, "mask_token_id"), "has no 'mask_token_id'"),
+        (LLADA | {"block_type": "sequential"}, "block_type='sequential'"),
+        (LLADA | {"activation_type": "gelu"}, "activation_type='gelu'"),
+        (LLADA | {"layer_norm_type": "low_precision"}, "layer_norm_type='low_precision'"),
+        (LLADA | {"rope": False}, "rope=False"),
+        (LLADA | {"alibi": True}, "alibi=True"),
+        (LLADA | {"include_bias": True}, "include_bias=True"),
+        (LLADA | {"attention_layer_norm": True}, "attention_layer_norm=True"),
+        (LLADA | {"input_emb_norm": True}, "input_emb_norm=True"),
+        (LLADA | {"scale_logits": True}, "scale_logits=True"),
+        (LLADA | {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        (DREAM | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (DREAM | {"use_sliding_window": True}, "use_sliding_window=True"),
+        (DREAM | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        (DREAM | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_variant_that_is_not_implemented_is_named(config, message):
+    model, read = {"llada": LLaDAModelLM, "Dream": DreamModel}[config["model_type"]], parse_config(config, "folder")
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        check_config(read) or model.decoder_shape(read)
+    assert message in str(caught.value)
+
+
 def test_released_configs_and_what_they_state_besides_are_accepted(reference_checkpoints):
     from dllm_engine.demo import demo_model_path
 
@@ -94,8 +129,7 @@ def test_released_configs_and_what_they_state_besides_are_accepted(reference_che
 
 
 def test_the_architecture_may_be_left_out():
-    config = {key: value for key, value in DREAM.items() if key != "architectures"}
-    assert parse_config(config, "folder").architectures == ["DreamModel"]
+    assert parse_config(without(DREAM, "architectures"), "folder").architectures == ["DreamModel"]
 
 
 # Weights that are not those of the config
@@ -151,6 +185,7 @@ def write(folder: Path, name: str, text: str) -> None:
         (lambda folder: write(folder, "config.json", "[]"), "config.json must hold a JSON object, not a list"),
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (lambda folder: restated(folder, mlp_hidden_size=0), "config.json: mlp_hidden_size=0"),
+        (lambda folder: restated(folder, mask_token_id=None), "config.json has no 'mask_token_id'"),
         (lambda folder: restated(folder, n_layers=9999), "the weights hold 2 layers, not the 9999 of"),
         (lambda folder: restated(folder, block_type="x"), "config.json: block_type='x' is not supported"),
     ],

@@ -1,0 +1,204 @@
+"""Files of a batch run: an input line is a request, an output line is its record.
+
+A record is appended and synced to disk as soon as its request has finished; its ``index`` is the number of the input
+line, from 0. So whatever stops a run, the output says what is left to do. Each record also has digests of its input and
+settings, so that a run never resumes an output of another input or other settings.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, BinaryIO, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
+from typing_extensions import TypedDict
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class Message(TypedDict):
+    """A message of a conversation; a chat template may read further keys."""
+
+    role: str
+    content: str
+
+
+class BatchRequest(BaseModel):
+    """What an input line asks for. Other keys are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | int | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either 'prompt' or 'messages'")
+        return self
+
+
+@dataclass(frozen=True)
+class InputLine:
+    """One line of the input that is not blank."""
+
+    index: int
+    text: bytes
+
+    @property
+    def digest(self) -> str:
+        return _digest(self.text)
+
+    def parse(self) -> BatchRequest:
+        """Raises pydantic's ``ValidationError``, a ``ValueError``, for a line that is no request."""
+        return BatchRequest.model_validate_json(self.text)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What an output already holds."""
+
+    indices: frozenset[int] = frozenset()
+    num_errors: int = 0
+    num_bytes: int = 0
+    """Length of its complete lines. A torn one may follow."""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def settings_digest(settings: dict[str, Any]) -> str:
+    """Identifies the settings that a response depends on."""
+    return _digest(json.dumps(settings, sort_keys=True).encode())
+
+
+def read_input(path: Path) -> list[InputLine]:
+    """The lines of a file, not parsed yet: a bad one must not stop the others."""
+    lines = path.read_bytes().split(b"\n")
+    return [InputLine(index, line.strip()) for index, line in enumerate(lines) if line.strip()]
+
+
+def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings: str) -> Finished:
+    """Read the records of an earlier run.
+
+    Args:
+        output: the file's lines with their line breaks; only a torn last line has none.
+        lines: the input of this run.
+        settings: ``settings_digest`` of this run.
+
+    Raises:
+        ValueError: a line that is no record, or a record of another input or other settings.
+    """
+    inputs = {line.index: line for line in lines}
+    indices: set[int] = set()
+    num_errors = num_bytes = 0
+    for number, raw in enumerate(output, start=1):
+        if not raw.endswith(b"\n"):
+            if not _may_be_torn_record(raw):
+                raise ValueError(f"line {number} is not a record of this command")
+            break
+        record = _load_record(raw)
+        if record is None:
+            raise ValueError(f"line {number} is not a record of this command")
+        index = record["index"]
+        if index not in inputs or record["input_hash"] != inputs[index].digest:
+            raise ValueError(f"line {number} was made from another input (its line {index})")
+        if record["settings_hash"] != settings:
+            raise ValueError(f"line {number} was made with another model or other settings")
+        if index in indices:
+            raise ValueError(f"line {number} is a second record of input line {index}")
+        indices.add(index)
+        num_errors += "error" in record
+        num_bytes += len(raw)
+    return Finished(frozenset(indices), num_errors, num_bytes)
+
+
+_RECORD_START = b'{"index": '
+
+
+def _may_be_torn_record(raw: bytes) -> bool:
+    return raw.startswith(_RECORD_START[: len(raw)])
+
+
+def _load_record(raw: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        return None
+    is_ours = isinstance(record, dict) and {"index", "input_hash", "settings_hash"} <= record.keys()
+    return record if is_ours and isinstance(record["index"], int) else None
+
+
+class ResultFile:
+    """The output of a run, opened so that it resumes an earlier run.
+
+    Raises ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that
+    holds anything but records of the same input and settings. Pipes and devices can be written but not resumed.
+    """
+
+    def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:
+        self.path = path
+        self.num_errors = 0
+        self._settings = settings
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file: BinaryIO = os.fdopen(descriptor, "rb+", buffering=0)
+        self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        try:
+            finished = self._resume(lines) if self._is_regular else Finished()
+        except BaseException:
+            self._file.close()
+            raise
+        self.num_errors = finished.num_errors
+        self.num_resumed = self._num_written = len(finished.indices)
+        self._num_lines = len(lines)
+        self.pending = [line for line in lines if line.index not in finished.indices]
+
+    def _resume(self, lines: Sequence[InputLine]) -> Finished:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing {self.path}; wait for it, or choose another output") from None
+        try:
+            with self.path.open("rb") as existing:
+                finished = read_finished(existing, lines, self._settings)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}; choose another output, or remove this one") from None
+        self._file.truncate(finished.num_bytes)
+        return finished
+
+    def __enter__(self) -> "ResultFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def record(self, line: InputLine, request_id: str | int | None = None, **fields: Any) -> dict[str, Any]:
+        """An output line: the request's index and id, its outcome, and the digests of input and settings."""
+        given_id = {} if request_id is None else {"id": request_id}
+        made_from = {"input_hash": line.digest, "settings_hash": self._settings}
+        return {"index": line.index, **given_id, **fields, **made_from}
+
+    def append(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write the records of finished requests. Once this returns, they survive a crash of the machine."""
+        data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        num_bytes = 0
+        try:
+            while num_bytes < len(data):
+                num_bytes += self._file.write(data[num_bytes:])
+            if self._is_regular:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            num_written = self._num_written + data[:num_bytes].count(b"\n")
+            raise ValueError(
+                f"cannot write {self.path}: {error.strerror}; {num_written} of {self._num_lines} requests are in it"
+                + ("; the same command goes on where this one stopped" if self._is_regular else "")
+            ) from error
+        self._num_written += len(records)
+        self.num_errors += sum("error" in record for record in records)

@@ -1,0 +1,110 @@
+"""The config that a model's checkpoint states, and what is checked of a model before vLLM starts an engine.
+
+A mistake then ends in one sentence and not in vLLM's traceback.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.demo import model_path
+from dllm_engine.text import one_line
+
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
+
+_LLADA_8B: dict[str, Any] = {
+    "model_type": "llada",
+    "d_model": 4096,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "n_layers": 32,
+    "mlp_hidden_size": 12_288,
+    "vocab_size": 126_464,
+    "embedding_size": 126_464,
+    "max_sequence_length": 4096,
+    "weight_tying": False,
+    "include_qkv_bias": False,
+    "torch_dtype": "bfloat16",
+}
+_DREAM_7B: dict[str, Any] = {
+    "model_type": "Dream",
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
+    "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
+    "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,
+    "GSAI-ML/LLaDA-1.5": _LLADA_8B,
+    "Dream-org/Dream-v0-Base-7B": _DREAM_7B,
+    "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
+}
+"""Sizes of released checkpoints, for planning before anything is downloaded."""
+
+
+def load_config(model: str) -> "LLaDAConfig | DreamConfig":
+    """A model's config: of its folder, known by its name, or of Hugging Face, which is asked for config.json alone.
+
+    Raises ``ValueError`` naming the model or the key of its config that is not supported.
+    """
+    from dllm_engine.model_executor.models.configs import parse_config
+
+    source = model_path(model)
+    return parse_config(RELEASED_CONFIGS.get(model) or _stated_config(source, {}), source)
+
+
+def check_start(model: str, arguments: Mapping[str, Any]) -> None:
+    """Check that ``model`` is one of ours and that what the engine needs is installed.
+
+    Args:
+        model: a checkpoint's folder or Hugging Face name, or ``"demo"``.
+        arguments: those of ``vllm.LLM`` that the caller gave.
+
+    Raises:
+        ValueError: naming the folder, the file and its key, or the extra to install.
+    """
+    for name in ("distributed_executor_backend", "data_parallel_backend"):
+        if arguments.get(name) == "ray" and find_spec("ray") is None:
+            raise ValueError(f"{name}='ray': Ray is not installed; run pip install 'dllm-engine[ray]'")
+    check_folder(model)
+    overrides = arguments.get("hf_overrides") or {}
+    if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):
+        return  # checked by engine_config, once vLLM has made the config
+    # Imports transformers, which takes seconds.
+    from dllm_engine.model_executor.models.configs import parse_config
+
+    source = arguments.get("hf_config_path") or model_path(model)
+    parse_config(_stated_config(source, arguments) | overrides, source)
+
+
+def check_folder(model: str) -> None:
+    """Raise ``ValueError`` if ``model`` names a folder that does not exist."""
+    if model.startswith((".", "/", "~")) and not Path(model).is_dir():
+        raise ValueError(f"model folder {model} does not exist")
+
+
+def _stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of config.json, from a folder or from Hugging Face, downloaded as vLLM would."""
+    from transformers import PretrainedConfig
+
+    from dllm_engine.model_executor.models.configs import read_json_object
+
+    if Path(model).is_dir():
+        return read_json_object(Path(model) / "config.json")
+    try:
+        return PretrainedConfig.get_config_dict(
+            model, revision=arguments.get("revision"), token=arguments.get("hf_token")
+        )[0]
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {model!r} is not a folder, and Hugging Face does not give its config.json: {one_line(error)}"
+        ) from None

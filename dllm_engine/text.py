@@ -1,0 +1,48 @@
+"""Errors and tables as plain text, and tables as JSON."""
+
+import json
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+# Whoever raised them did not write for users, so their text alone may say little ("'role'").
+_UNEXPECTED = (AssertionError, AttributeError, LookupError, NameError, TypeError)
+
+
+def one_line(error: Exception) -> str:
+    """The message of ``error`` without line breaks, and without the values that pydantic appends to it."""
+    if isinstance(error, ValidationError):
+        text = "; ".join(
+            ": ".join([*(str(part) for part in detail["loc"][:1]), detail["msg"].removeprefix("Value error, ")])
+            for detail in error.errors()
+        )
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = str(error)
+    text = " ".join(text.split())
+    if not text or isinstance(error, _UNEXPECTED):
+        return f"{type(error).__name__}: {text} (dllm --traceback … shows where)"
+    return text
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned columns, two spaces apart; the first row is the header."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def json_rows(value: Any, depth: int) -> str:
+    """JSON with a line for each value at ``depth``, so that a list of rows there reads as a table."""
+    if depth == 0 or not value or not isinstance(value, dict | list):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        (first, last), items = "{}", [f"{json.dumps(key)}: {json_rows(v, depth - 1)}" for key, v in value.items()]
+    else:
+        (first, last), items = "[]", [json_rows(v, depth - 1) for v in value]
+    body = textwrap.indent(",\n".join(items), " ")
+    return f"{first}\n{body}\n{last}"

@@ -1,0 +1,113 @@
+r"""The statistics of each row of logits that unmasking needs, in one pass over the vocabulary.
+
+For logits l_1 … l_V of a row, and p = softmax(l):
+
+    token            = argmax_j l_j, j other than a forbidden token; the lowest j on a tie
+    log_total        = log Σ_j exp(l_j);  the token's probability is exp(token_logit − log_total)
+    top2             = the two largest l_j;  the margin is the difference of their probabilities
+    negative_entropy = Σ_j p_j log(p_j + ε),  ε = 1e-10
+
+The forbidden token counts in all of them but the first. One pass keeps the running maximum m and the sums
+S = Σ exp(l_j − m) and A = Σ exp(l_j − m)(l_j − m), which it rescales when m grows; then log_total = m + log S and
+Σ p_j log p_j = A/S − log S. This leaves out ε, which adds Σ p_j log(1 + ε/p_j): between 0 and V·ε, about 1e-5. The CPU
+takes a second pass and includes it.
+
+The shards i of a vocabulary combine from these numbers alone: log_total = log Σ_i exp(log_total_i) and, with
+w_i = exp(log_total_i − log_total), negative_entropy = Σ_i w_i (negative_entropy_i + log w_i).
+"""
+
+import numpy as np
+import torch
+
+from dllm_engine.kernels._operator import operator
+
+_ENTROPY_EPS = 1e-10
+_LOGITS_PER_CHUNK = 1 << 17
+"""Logits that the CPU handles at once: with their exponentials 1 MiB, which stays in a core's cache between passes."""
+
+
+@operator("token_statistics", triton="token_statistics")
+def token_statistics(
+    logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The greedy token of each row and the statistics that confidence, entropy and margin come from.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``, float32, float16 or bfloat16.
+        forbidden_token: column that is never the token, such as the mask's; −1 for none.
+        with_entropy, with_margin: whether to compute ``negative_entropy`` and ``top2``.
+
+    Returns:
+        token: int64 ``[num_rows]``.
+        token_logit, log_total, negative_entropy: float32 ``[num_rows]``; the last empty unless asked for.
+        top2: float32 ``[num_rows, 2]``, the larger first; empty unless asked for.
+
+    Raises:
+        ValueError: logits that are not ``[num_rows, vocab_size]`` with a token to choose (two for a margin), or a
+            forbidden column outside them.
+    """
+    num_rows, vocab_size = logits.shape
+    results = token, token_logit, log_total, negative_entropy, top2 = empty_results(
+        logits, forbidden_token, with_entropy, with_margin
+    )
+    rows_per_chunk = max(1, _LOGITS_PER_CHUNK // vocab_size)
+    buffer = logits.new_empty(min(rows_per_chunk, num_rows), vocab_size, dtype=torch.float32)
+    # Several passes over a chunk that is in the cache, one over the logits in memory.
+    for start in range(0, num_rows, rows_per_chunk):
+        rows = slice(start, start + rows_per_chunk)
+        chunk = logits[rows].float()
+        token[rows] = best = _argmax(chunk)
+        highest = chunk.gather(1, best[:, None])
+        if with_margin:
+            others = buffer[: chunk.shape[0]].copy_(chunk).scatter_(1, best[:, None], -torch.inf)
+            top2[rows] = torch.cat((highest, others.amax(dim=-1, keepdim=True)), dim=1)
+        p = torch.sub(chunk, highest, out=buffer[: chunk.shape[0]]).exp_()
+        total = p.sum(dim=-1, keepdim=True)
+        token_logit[rows] = highest[:, 0]
+        log_total[rows] = total.log().add_(highest)[:, 0]
+        if with_entropy:
+            p.div_(total)
+            negative_entropy[rows] = (p + _ENTROPY_EPS).log_().mul_(p).sum(dim=-1)
+    barred = (token == forbidden_token).nonzero()[:, 0]
+    if barred.numel():
+        others = logits[barred].float()
+        others[:, forbidden_token] = -torch.inf
+        token[barred] = best = _argmax(others)
+        token_logit[barred] = others.gather(1, best[:, None])[:, 0]
+    return results
+
+
+@token_statistics.register_fake
+def empty_results(
+    logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for the operator's results."""
+    num_rows = logits.shape[0]
+
+    def floats(*shape: int) -> torch.Tensor:
+        return logits.new_empty(shape, dtype=torch.float32)
+
+    return (
+        logits.new_empty(num_rows, dtype=torch.int64),
+        floats(num_rows),
+        floats(num_rows),
+        floats(num_rows if with_entropy else 0),
+        floats(num_rows if with_margin else 0, 2),
+    )
+
+
+@token_statistics.register_check
+def _(logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"logits {list(logits.shape)} are not [num_rows, vocab_size]")
+    vocab_size = logits.shape[1]
+    if not -1 <= forbidden_token < vocab_size:
+        raise ValueError(f"forbidden_token={forbidden_token} is not a column of logits {list(logits.shape)}, nor -1")
+    needed = max(2 if with_margin else 1, 2 if forbidden_token >= 0 else 1)
+    if vocab_size < needed:
+        raise ValueError(f"logits {list(logits.shape)}: at least {needed} tokens are needed")
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """The lowest index of each row's maximum. NumPy's search is vectorized, PyTorch's on a CPU is not."""
+    return torch.from_numpy(np.argmax(x.numpy(), axis=-1))

@@ -1,0 +1,42 @@
+"""Rotary position embedding, on CUDA devices."""
+
+import torch
+
+import triton
+import triton.language as tl
+
+# The arguments of Triton kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+
+@triton.jit
+def _rotate_kernel(
+    x, cos_sin, x_row, x_head, num_heads,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One program: a row."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)[:, None]
+    column = tl.arange(0, BLOCK_D)
+    exists = column < HALF
+    cos = tl.load(cos_sin + row * 2 * HALF + column, mask=exists, other=0.0)[None, :]
+    sin = tl.load(cos_sin + row * 2 * HALF + HALF + column, mask=exists, other=0.0)[None, :]
+    kept = (head < num_heads) & exists[None, :]
+    place = x + row * x_row + head * x_head + column[None, :]
+    first = tl.load(place, mask=kept, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=kept, other=0.0).to(tl.float32)
+    tl.store(place, first * cos - second * sin, mask=kept)
+    tl.store(place + HALF, second * cos + first * sin, mask=kept)
+
+
+def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    num_rows, num_heads, head_dim = x.shape
+    if x.numel():
+        _rotate_kernel[(num_rows,)](
+            x, cos_sin, x.stride(0), x.stride(1), num_heads,
+            HALF=head_dim // 2,
+            BLOCK_H=triton.next_power_of_2(num_heads),
+            BLOCK_D=triton.next_power_of_2(head_dim // 2),
+        )  # fmt: skip

@@ -1,0 +1,65 @@
+"""Checkpoint folders and the rows of their model cards."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+
+from dllm_engine.demo.tasks import Example, make_examples
+
+from .network import DemoModel
+
+PROGRESS_EXAMPLES = 32
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One row of a model card: a task at a fixed number of pairs or words (None: 2 up to the longest trained)."""
+
+    task: str
+    pairs: int | None = None
+    filler: float = 0.0
+    threshold: float | None = None
+    """Of parallel unmasking; None: one token per step."""
+
+    def examples(self, count: int) -> list[Example]:
+        """Held out: training draws other seeds."""
+        return make_examples(self.task, count, 0, min_pairs=self.pairs, max_pairs=self.pairs, filler=self.filler)
+
+
+PROGRESS_ROWS = [
+    Evaluation(task, pairs)
+    for task, pairs in (("names", 12), ("keys", 12), ("facts", 12), ("reverse", 8), ("copy", 12))
+]
+_SIZES = {"names": (8, 24, 36), "keys": (8, 16, 24), "facts": (8, 16, 24), "reverse": (8, 10, 12), "copy": (8, 16)}
+_WITH_FILLER = {"names": (16, 0.6), "keys": (12, 0.6), "facts": (12, 0.6), "reverse": (8, 0.8), "copy": (8, 0.8)}
+CARD_ROWS = [
+    row
+    for task, sizes in _SIZES.items()
+    for row in (*(Evaluation(task, pairs) for pairs in sizes), Evaluation(task, *_WITH_FILLER[task]))
+]
+
+
+def save_checkpoint(model: DemoModel, name_of: Callable[[str], str], configs: dict[str, Any], out: Path) -> None:
+    """Write the weights in bf16 under the names that ``name_of`` gives them, and ``configs`` as JSON files."""
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {name_of(name): p.detach().bfloat16() for name, p in model.named_parameters()}
+    (out / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    for name, content in configs.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def table_row(cells: Iterable[object]) -> str:
+    """A row of a model card's table, printed as well."""
+    row = "| " + " | ".join(map(str, cells)) + " |"
+    print(row, flush=True)
+    return row
+
+
+def write_model_card(name: str, rows: list[str], facts: dict[str, Any], out: Path) -> None:
+    """Fill the template ``name`` in this folder and write it as README.md."""
+    template = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    (out / "README.md").write_text(template.format(table="\n".join(rows), **facts), encoding="utf-8")

@@ -1,0 +1,123 @@
+"""The structured start: initial weights that roughly find a token's context in the prompt and copy from there.
+
+The residual stream is cut into slots of equal width, one dimension that is the same for every token and, where there
+are mask tokens, one that marks them. Slot 0 holds the token itself. Head h of the first layer looks h + 1 positions
+back (the constant dimension and the RoPE phase make the attention peak there) and writes that token into slot h + 1.
+Heads of later layers compare some of these context slots between query and key, in the RoPE dimensions that turn
+slowest, and copy a token from the position they find into the output slot. The output head starts as a copy of the
+embedding that reads the output slot. Training changes all of it; without this start recall takes far longer to appear.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .network import Block, DemoModel, ModelSettings, rope_frequencies
+from .samples import MASK, VOCAB_SIZE
+
+CONTEXT = 4
+"""Tokens back that the first layer writes beside each token, one per head."""
+EMBEDDING_NORM = 5.0
+"""Scale of the residual stream, large next to one step of the optimizers: smaller ones wreck the start."""
+
+
+@dataclass(frozen=True)
+class CopyHead:
+    """What a head of a later layer does at first: attend where slots agree, copy one slot from there to the output.
+
+    ``compare`` lists pairs (slot of the query, slot of the key) that should hold the same token.
+    """
+
+    compare: tuple[tuple[int, int], ...]
+    copied: int = 0
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """The start of one model."""
+
+    slot_width: int
+    output_slot: int
+    later_heads: tuple[tuple[CopyHead, ...], ...]
+    """Per layer after the first."""
+    marks_masks: bool
+    """Whether heads keep away from mask tokens; their slot 0 is then empty."""
+
+    @property
+    def constant_dim(self) -> int:
+        return (max(CONTEXT, self.output_slot) + 1) * self.slot_width
+
+    @property
+    def mask_dim(self) -> int:
+        return self.constant_dim + 1
+
+    @torch.no_grad()
+    def initialise(self, model: DemoModel) -> None:
+        """Set the weights of ``model`` to this start."""
+        settings = model.settings
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.01)
+        blocks = cast(list[Block], list(model.blocks))
+        for block in blocks:
+            block.ff_proj.weight.normal_(std=settings.d_model**-0.5)
+            block.up_proj.weight.normal_(std=settings.d_model**-0.5)
+            block.ff_out.weight.zero_()
+
+        embedding = F.normalize(torch.randn(VOCAB_SIZE, self.slot_width), dim=-1)
+        if self.marks_masks:
+            embedding[MASK] = 0.0
+            model.wte.weight[MASK, self.mask_dim] = EMBEDDING_NORM
+        model.wte.weight[:, self._slot(0)] = EMBEDDING_NORM * embedding
+        model.wte.weight[:, self.constant_dim] = EMBEDDING_NORM
+        model.ff_out.weight[:, self._slot(self.output_slot)] = 2.0 * embedding
+
+        first, *later = blocks
+        for head in range(CONTEXT):
+            self._look_back(first, head, head + 1, settings)
+            self._copy_slot(first, head, source=0, target=head + 1, gain=0.35, settings=settings)
+        for block, heads in zip(later, self.later_heads, strict=True):
+            for head, plan in enumerate(heads):
+                self._match_slots(block, head, plan.compare, gain=2.5, settings=settings)
+                self._copy_slot(block, head, plan.copied, self.output_slot, gain=0.3, settings=settings)
+
+    def _slot(self, index: int) -> slice:
+        return slice(index * self.slot_width, (index + 1) * self.slot_width)
+
+    def _look_back(self, block: Block, head: int, distance: int, settings: ModelSettings) -> None:
+        """Make a head attend ``distance`` positions back, with the six RoPE pairs that turn fastest."""
+        strength = 0.9
+        start, half = head * settings.head_dim, settings.head_dim // 2
+        for pair, frequency in enumerate(rope_frequencies(settings)[:6].tolist()):
+            block.q_proj.weight[start + pair, self.constant_dim] = strength
+            block.k_proj.weight[start + pair, self.constant_dim] = strength * math.cos(distance * frequency)
+            block.k_proj.weight[start + half + pair, self.constant_dim] = strength * math.sin(distance * frequency)
+
+    def _match_slots(
+        self, block: Block, head: int, compare: tuple[tuple[int, int], ...], gain: float, settings: ModelSettings
+    ) -> None:
+        """Make a head attend where the given slots of query and key hold the same tokens, and not to masks."""
+        start, half = head * settings.head_dim, settings.head_dim // 2
+        slow = [pair + part for pair in range(start + half // 2, start + half) for part in (0, half)]
+        if self.marks_masks:
+            last = slow.pop()
+            block.q_proj.weight[last, self.constant_dim] = gain
+            block.k_proj.weight[last, self.mask_dim] = -gain
+        for query_slot, key_slot in compare:
+            projection = torch.empty(len(slow), self.slot_width)
+            nn.init.orthogonal_(projection)
+            block.q_proj.weight[slow, self._slot(query_slot)] = gain / len(compare) ** 0.5 * projection
+            block.k_proj.weight[slow, self._slot(key_slot)] = gain / len(compare) ** 0.5 * projection
+
+    def _copy_slot(
+        self, block: Block, head: int, source: int, target: int, gain: float, settings: ModelSettings
+    ) -> None:
+        """Make a head write slot ``source`` of the attended position into slot ``target``."""
+        start = head * settings.head_dim
+        rows = slice(start, start + self.slot_width)
+        block.v_proj.weight[rows, self._slot(source)] = gain * torch.eye(self.slot_width)
+        block.attn_out.weight[self._slot(target), rows] = EMBEDDING_NORM * gain * torch.eye(self.slot_width)

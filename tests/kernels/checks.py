@@ -1,0 +1,197 @@
+"""Checks of a kernel against its formula in one case, whose numbers are drawn from a seed.
+
+The kernel is the operator on a CPU, or the function that launches it on a GPU. Inputs are views of larger tensors, and
+memory that must not be read holds NaN.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dllm_engine.kernels.features import feature_rows
+from tests.kernels import formulas
+from tests.support.paged_cases import TOLERANCE, PagedCase, error
+
+Kernel = Callable[..., Any]
+ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
+
+
+class Draw:
+    """Random numbers of one seed, on one device."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.generator, self.device = torch.Generator().manual_seed(seed), device
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, dtype)
+
+    def order(self, count: int) -> torch.Tensor:
+        return torch.randperm(count, generator=self.generator).to(self.device)
+
+    def slots(self, places: int, *shape: int, missing: float) -> torch.Tensor:
+        """Different places, but −1 for about ``missing`` of them."""
+        slots = self.order(places)[: torch.Size(shape).numel()].view(shape)
+        slots[torch.rand(shape, generator=self.generator).to(self.device) < missing] = -1
+        return slots
+
+    def pages(self, num_pages: int, slots_per_page: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Pages of keys and of values, all NaN."""
+        shape = num_pages, 2, slots_per_page, dim
+        return torch.full(shape, torch.nan, dtype=dtype, device=self.device).unbind(1)
+
+
+def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, causal: bool, rtol: float) -> None:
+    """``attend`` takes the case, ``attend_fresh``, ``causal`` and whether the second result, lse, is wanted."""
+    expected, expected_lse = formulas.paged_attention(*case, attend_fresh, causal)
+    for return_lse in (True, False):
+        out, lse = attend(case, attend_fresh, causal, return_lse)
+        assert out.dtype == case.q.dtype
+        assert not out.isnan().any()
+        assert error(out, expected) < TOLERANCE[case.q.dtype]
+        if return_lse:
+            assert lse.dtype == torch.float32
+            torch.testing.assert_close(lse.double(), expected_lse, rtol=rtol, atol=rtol)
+
+
+def check_write_slots(
+    write_slots: Kernel, rows: int, kv_heads: int, slots_per_page: int, missing: float, dtype: torch.dtype,
+    seed: int = 0, device: str = "cpu",
+) -> None:  # fmt: skip
+    draw = Draw(seed, device)
+    num_pages = -(-rows * kv_heads // slots_per_page) + 2
+    _, pages = draw.pages(num_pages, slots_per_page, 24, dtype)
+    values = draw.normal(rows, 2 * kv_heads, 24, dtype=dtype)[:, kv_heads:]
+    slots = draw.slots(num_pages * slots_per_page, rows, kv_heads, missing=missing)
+    expected = formulas.write_slots(values, pages, slots)
+    write_slots(values, pages, slots)
+    torch.testing.assert_close(pages, expected, **EXACT)
+
+
+def check_mean_query_scores(
+    mean_query_scores: Kernel, block_rows: int, candidates: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
+    seed: int = 0, device: str = "cpu",
+) -> None:  # fmt: skip
+    fused = Draw(seed, device).normal(max(block_rows, candidates), sum(heads), dim, dtype=dtype)
+    q, k = fused[:block_rows, : heads[0]], fused[:candidates, heads[0] :]
+    scores = mean_query_scores(q, k)
+    assert scores.dtype == torch.float32
+    # The products are exact in float32 whatever the type of the inputs. The error is relative to the sum of a score's
+    # terms without their signs, because a few candidates' terms may cancel to almost nothing.
+    expected, unsigned = formulas.mean_query_scores(q, k), formulas.mean_query_scores(q.abs(), k.abs())
+    assert ((scores.double() - expected).abs() <= 1e-6 * unsigned).all()
+
+
+def check_write_retained(
+    write_retained: Kernel, retained: int, held: int, kv_heads: int, slots_per_page: int, dtype: torch.dtype,
+    table_type: torch.dtype = torch.int32, seed: int = 0, device: str = "cpu",
+) -> None:  # fmt: skip
+    """Retained rows fill the slots behind those held, and nothing else."""
+    draw = Draw(seed, device)
+    k, v = draw.normal(2, 60, kv_heads, 24, dtype=dtype)
+    rows = draw.order(60)[:retained].sort().values
+    needed = -(-(held + retained) * kv_heads // slots_per_page)
+    k_pages, v_pages = draw.pages(needed + 3, slots_per_page, 24, dtype)
+    page_table = draw.order(needed + 3)[: needed + 1].to(table_type)
+    expected = formulas.write_retained(k, v, rows, k_pages, v_pages, page_table, held)
+    write_retained(k, v, rows, k_pages, v_pages, page_table, held)
+    torch.testing.assert_close((k_pages, v_pages), expected, **EXACT)
+    assert int((~k_pages.isnan()).sum()) == retained * kv_heads * 24
+
+
+def check_features(
+    kernels: tuple[Kernel, Kernel, Kernel], num_rows: int, width: int, slots_per_page: int, missing: float,
+    dtype: torch.dtype, seed: int = 0, device: str = "cpu",
+) -> None:  # fmt: skip
+    """Rows are written to their slots and nowhere else, read back, and added. ``kernels``: write, read, add."""
+    write_features, read_features, add_features = kernels
+    draw = Draw(seed, device)
+    num_pages = -(-num_rows // (2 * slots_per_page * 8 // width)) + 2
+    memory = torch.full((num_pages, 2, slots_per_page, 8), torch.nan, dtype=dtype, device=device)
+    rows = feature_rows(memory, width)
+    slots = draw.slots(num_pages * rows.shape[1], num_rows, missing=missing)
+    values, hidden = draw.normal(num_rows, 2 * width + 3, dtype=dtype)[:, 3:].split(width, dim=1)
+
+    expected = formulas.write_features(values, rows, slots)
+    write_features(values, rows, slots)
+    torch.testing.assert_close(rows, expected, **EXACT)
+    assert int((~memory.isnan()).sum()) == int((slots >= 0).sum()) * width
+
+    torch.testing.assert_close(read_features(rows, slots), values.masked_fill((slots < 0)[:, None], 0), **EXACT)
+
+    hidden[slots < 0] = -0.0
+    expected = formulas.add_features(hidden, rows, slots)
+    add_features(hidden, rows, slots)
+    torch.testing.assert_close(hidden, expected, **EXACT)
+    assert bool(hidden[slots < 0].signbit().all())  # not even zero was added
+
+
+def check_rotate(
+    rotate_: Kernel, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Rows of one head more than are rotated, as those of a fused projection, at positions of up to 5,000."""
+    draw = Draw(seed, device)
+    fused = draw.normal(num_rows, num_heads + 1, head_dim, dtype=dtype)
+    positions = torch.randint(5000, (num_rows, 1), generator=draw.generator).double()
+    angles = positions / 500_000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1).float().to(device)
+    before, x = fused.clone(), fused[:, 1:]
+    expected = formulas.rotate_(x, cos_sin)
+    rotate_(x, cos_sin)
+    assert (x.double() - expected).norm() <= ROTATION_TOLERANCE[dtype] * expected.norm()
+    assert fused[:, 0].equal(before[:, 0])
+
+
+def similarity_case(
+    rows: int, kv_heads: int, dim: int, slots_per_page: int, missing: float, dtype: torch.dtype = torch.float32,
+    seed: int = 0, device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(fresh, pages, slots), with NaN in every slot but those named."""
+    draw = Draw(seed, device)
+    num_pages = -(-rows * kv_heads // slots_per_page) + 2
+    _, pages = draw.pages(num_pages, slots_per_page, dim, dtype)
+    slots = draw.slots(num_pages * slots_per_page, rows, kv_heads, missing=missing)
+    fresh, retained = draw.normal(rows, 2 * kv_heads, dim, dtype=dtype).split(kv_heads, dim=1)
+    kept = slots >= 0
+    pages[slots[kept] // slots_per_page, slots[kept] % slots_per_page] = retained[kept]
+    return fresh, pages, slots
+
+
+def check_similarity_sums(similarity_sums: Kernel, **arguments: Any) -> None:
+    case = similarity_case(**arguments)
+    sums = similarity_sums(*case)
+    assert sums.dtype == torch.float32
+    # The products are exact in float32 whatever the type of the inputs.
+    assert error(sums, formulas.similarity_sums(*case)) < 1e-5
+
+
+def check_token_statistics(
+    token_statistics: Kernel, logits: torch.Tensor, forbidden_token: int, atol: float = 1e-5
+) -> None:
+    token, *statistics = token_statistics(logits, forbidden_token, True, True)
+    expected_token, *expected = formulas.token_statistics(logits, forbidden_token)
+    assert torch.equal(token, expected_token)  # ties too: rounded logits have many
+    torch.testing.assert_close([x.double() for x in statistics], expected, rtol=1e-5, atol=atol)
+
+
+def check_voting_scores(
+    voting_scores: Kernel, voters: int, keys: int, others: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
+    seed: int = 0, device: str = "cpu",
+) -> None:  # fmt: skip
+    """The last rows of a sequence vote on its first, with ``others`` between them; what lies behind is not read."""
+    fused = Draw(seed, device).normal(keys + others + voters, sum(heads), dim, dtype=dtype)
+    fused = torch.cat((fused, torch.full_like(fused[:1], torch.nan).expand(99, -1, -1)))[: len(fused)]
+    q, k = fused[keys + others :, : heads[0]], fused[:, heads[0] :]
+    lse = F.pad(log_sum_exp(q, k), (0, 0, 3, 0), value=torch.nan)[3:]
+    scores = voting_scores(q, k[:keys], lse)
+    assert scores.dtype == torch.float32
+    # The products are exact in float32 whatever the type of the inputs.
+    assert error(scores, formulas.voting_scores(q, k[:keys], lse)) < 1e-5
+
+
+def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return (torch.einsum("ihd,jhd->ihj", q.double(), keys) * q.shape[2] ** -0.5).logsumexp(dim=-1).float()

@@ -1,0 +1,120 @@
+"""Statistics of rows of logits, on the CPU, against their formulas in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.kernels.token_statistics import token_statistics
+from tests.kernels import formulas
+from tests.kernels.checks import check_token_statistics
+from tests.support.paged_cases import TOLERANCE
+
+
+@given(
+    num_rows=st.integers(0, 9),
+    vocab_size=st.one_of(st.integers(2, 5), st.integers(2, 3000)),
+    forbidden=st.floats(0, 1) | st.none(),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=80, deadline=None)
+def test_equals_the_formulas(num_rows, vocab_size, forbidden, scale, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(num_rows, vocab_size + 3, generator=generator) * scale).to(dtype)[:, :vocab_size]
+    column = -1 if forbidden is None else round(forbidden * (vocab_size - 1))
+    check_token_statistics(token_statistics, logits, column)
+
+
+def test_worked_by_hand():
+    """Probabilities 1/2, 1/4, 1/4, with the best token forbidden."""
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    for token, token_logit, log_total, negative_entropy, top2 in (
+        token_statistics(logits, 0, True, True),
+        formulas.token_statistics(logits, 0),
+    ):
+        assert token.tolist() == [1]
+        assert token_logit.exp().item() == pytest.approx(0.25)
+        assert log_total.item() == pytest.approx(0.0, abs=1e-6)
+        assert negative_entropy.item() == pytest.approx(-1.5 * torch.log(torch.tensor(2.0)).item(), rel=1e-6)
+        assert top2.exp()[0].tolist() == pytest.approx([0.5, 0.25])
+
+
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+def test_filtered_tokens_weigh_nothing(lowest):
+    logits = torch.full((1, 50), lowest)
+    logits[0, [7, 30]] = torch.tensor([1.0, 2.0])
+    filtered = token_statistics(logits, 30, True, True)
+    alone = token_statistics(torch.tensor([[1.0, 2.0]]), 1, True, True)
+    assert filtered[0].tolist() == [7]
+    torch.testing.assert_close(filtered[1:], alone[1:])
+
+
+def test_chunks_of_rows_equal_the_whole(monkeypatch):
+    logits = torch.randn(10, 40)
+    whole = token_statistics(logits, 3, True, True)
+    monkeypatch.setattr("dllm_engine.kernels.token_statistics._LOGITS_PER_CHUNK", 100)
+    torch.testing.assert_close(token_statistics(logits, 3, True, True), whole)
+
+
+def test_what_is_not_wanted_is_empty():
+    *_, negative_entropy, top2 = token_statistics(torch.randn(4, 9), -1, False, False)
+    assert (negative_entropy.shape, top2.shape) == ((0,), (0, 2))
+
+
+def test_shards_of_a_vocabulary_combine():
+    """The rule that the module's description gives."""
+    logits = torch.randn(6, 100) * 5
+    shards = [token_statistics(x, -1, True, True) for x in logits.split([40, 35, 25], dim=1)]
+    _, _, log_total, negative_entropy, _ = token_statistics(logits, -1, True, True)
+    totals = torch.stack([shard[2] for shard in shards])
+    torch.testing.assert_close(totals.logsumexp(0), log_total)
+    weights = (totals - log_total).exp()
+    combined = (weights * torch.stack([shard[3] for shard in shards])).sum(0) - torch.special.entr(weights).sum(0)
+    torch.testing.assert_close(combined, negative_entropy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "forbidden", "with_margin", "message"),
+    [
+        ((3,), -1, False, r"logits \[3\] are not"),
+        ((2, 3), 3, False, r"forbidden_token=3 is not a column of logits \[2, 3\]"),
+        ((2, 3), -2, False, "forbidden_token=-2"),
+        ((2, 1), 0, False, "at least 2 tokens"),
+        ((2, 1), -1, True, "at least 2 tokens"),
+        ((2, 0), -1, False, "at least 1 tokens"),
+    ],
+)
+def test_errors_name_what_does_not_fit(shape, forbidden, with_margin, message):
+    with pytest.raises(ValueError, match=message):
+        token_statistics(torch.zeros(shape), forbidden, False, with_margin)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (False, False)])
+def test_operator_is_registered_correctly(wanted):
+    torch.library.opcheck(
+        torch.ops.dllm.token_statistics.default,
+        (torch.randn(4, 9), 2, *wanted),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [255, 256, 300, 1024, 1025])
+def test_the_first_of_equal_logits_wins_wherever_it_lies(vocab_size):
+    for columns in (
+        [0, 1],
+        [127, 128],
+        [100, 200],
+        [vocab_size - 130, vocab_size - 1],
+        [vocab_size - 2, vocab_size - 1],
+    ):
+        logits = torch.zeros(2, vocab_size)
+        logits[0, columns] = 3.0
+        logits[1, columns[1]] = 3.0
+        assert token_statistics(logits, -1, False, False)[0].tolist() == columns
+        # With the first one barred, the second is next; with the only one, the first of all others.
+        barred = token_statistics(logits[:1], columns[0], False, False)
+        assert (barred[0].tolist(), barred[1].tolist()) == ([columns[1]], [3.0])
+        alone = token_statistics(logits[1:], columns[1], False, False)
+        assert (alone[0].tolist(), alone[1].tolist()) == ([int(columns[1] == 0)], [0.0])

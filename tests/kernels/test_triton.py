@@ -1,0 +1,257 @@
+"""The Triton kernels against their formulas, on a GPU or interpreted, and compiled for a GPU where there is none."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dllm_engine.kernels.features import feature_rows
+from dllm_engine.kernels.triton import eviction, features, paged_attention, rotary, similarity, slots, voting
+from dllm_engine.kernels.triton import token_statistics as statistics
+from tests.kernels import checks
+from tests.support.paged_cases import DEVICE, INTERPRETED, TOLERANCE, compile_launches, paged_case, runs_triton
+
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+each_type = pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16] if INTERPRETED else [FLOAT32, FLOAT16, BFLOAT16])
+compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+SHARED_MEMORY = 96 << 10
+"""Bytes that every GPU since 2020 lets a program have."""
+
+CASES = {
+    # name: (rows, retained per KV head, query heads, head_dim, page_size, packed, dtype, attend_fresh, causal, splits)
+    "token-major": ([32, 32], [[96, 96], [96, 96]], 2, 64, 16, False, FLOAT32, True, False, 1),
+    "lengths differ": ([5, 1, 33, 20], [[n, n] for n in (7, 0, 64, 160)], 2, 32, 4, False, FLOAT32, True, False, 1),
+    "split, some splits empty": ([16, 3], [[150, 150], [0, 0]], 4, 64, 16, False, FLOAT16, True, False, 4),
+    "grouped queries": ([3, 9], [[33, 33], [80, 80]], 6, 128, 8, False, FLOAT16, True, False, 2),
+    "ranges per head": ([8, 8], [[3, 90], [50, 0]], 4, 32, 4, True, FLOAT32, True, False, 3),
+    "head_dim 96": ([12], [[40, 40]], 2, 96, 16, False, FLOAT32, True, False, 1),
+    "head_dim 256": ([12], [[40, 17]], 2, 256, 16, True, FLOAT16, True, False, 2),
+    "no retained tokens": ([40, 7], [[0, 0], [0, 0]], 2, 64, 16, False, FLOAT16, True, False, 1),
+    "causal over fresh rows": ([40, 1], [[30, 30], [9, 9]], 4, 32, 4, False, FLOAT32, True, True, 2),
+    "pages only": ([16, 16], [[100, 100], [20, 20]], 2, 64, 16, False, FLOAT32, False, False, 1),
+    "pages only, ranges per head": ([10, 4], [[60, 5], [0, 33]], 4, 32, 4, True, FLOAT16, False, False, 2),
+    "pages only, causal": ([40, 20], [[60, 60], [8, 8]], 2, 32, 4, False, FLOAT32, False, True, 2),
+}
+
+
+def check_attention(*case, attend_fresh, causal, splits):
+    def attend(case, *settings):
+        return paged_attention.paged_attention(*case.arguments(*settings), splits)
+
+    checks.check_paged_attention(attend, paged_case(*case, device=DEVICE), attend_fresh, causal, rtol=1e-3)
+
+
+@runs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name):
+    *case, attend_fresh, causal, splits = CASES[name]
+    check_attention(*case, attend_fresh=attend_fresh, causal=causal, splits=splits)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_every_case_of_attention_in_every_type_and_head_dim_on_a_gpu(dim, dtype):
+    for rows, retained, heads, _, page_size, packed, _, attend_fresh, causal, splits in CASES.values():
+        # The cases are small for the interpreter's sake.
+        case = [8 * n for n in rows], [[12 * n + n % 5 for n in lengths] for lengths in retained], heads
+        for chosen in (splits, None):
+            check_attention(
+                *case, dim, page_size, packed, dtype, attend_fresh=attend_fresh, causal=causal, splits=chosen
+            )
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize(("rows", "kv_heads", "missing"), [(30, 1, 0.0), (30, 3, 0.4), (0, 2, 0.0)])
+def test_write_slots(rows, kv_heads, missing, dtype):
+    checks.check_write_slots(slots.write_slots, rows, kv_heads, 7, missing, dtype, device=DEVICE)
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 3), 96), ((14, 2), 128)])
+@pytest.mark.parametrize("candidates", [70, 0])
+def test_mean_query_scores(candidates, heads, dim, dtype):
+    checks.check_mean_query_scores(eviction.mean_query_scores, 19, candidates, heads, dim, dtype, device=DEVICE)
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize("kv_heads", [1, 3, 4])
+@pytest.mark.parametrize("held", [0, 11])
+def test_write_retained(held, kv_heads, dtype):
+    checks.check_write_retained(eviction.write_retained, 37, held, kv_heads, 7, dtype, device=DEVICE)
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize(("num_rows", "width"), [(25, 24), (25, 150), (25, 1100), (0, 16)])
+def test_features(num_rows, width, dtype):
+    kernels = features.write_features, features.read_features, features.add_features
+    checks.check_features(kernels, num_rows, width, 70, 0.25, dtype, device=DEVICE)
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize(("num_rows", "num_heads", "head_dim"), [(5, 3, 64), (1, 1, 2), (9, 2, 96), (0, 4, 32)])
+def test_rotary(num_rows, num_heads, head_dim, dtype):
+    checks.check_rotate(rotary.rotate_, num_rows, num_heads, head_dim, dtype, device=DEVICE)
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+@pytest.mark.parametrize(("rows", "kv_heads", "dim"), [(60, 1, 24), (60, 3, 64), (60, 4, 96), (0, 3, 8)])
+def test_similarity_sums(rows, kv_heads, dim, missing, dtype):
+    case = {"rows": rows, "kv_heads": kv_heads, "dim": dim, "slots_per_page": 7, "missing": missing, "dtype": dtype}
+    checks.check_similarity_sums(similarity.similarity_sums, **case, device=DEVICE)
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 8), ((3, 3), 96), ((14, 2), 64)])
+@pytest.mark.parametrize(("voters", "keys", "others"), [(19, 139, 2), (1, 1, 158), (64, 96, 0), (0, 5, 1), (3, 0, 1)])
+def test_voting_scores(voters, keys, others, heads, dim, dtype):
+    checks.check_voting_scores(voting.voting_scores, voters, keys, others, heads, dim, dtype, device=DEVICE)
+
+
+@runs_triton
+@each_type
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("vocab_size", [5, 150, 5000])
+def test_token_statistics(vocab_size, splits, dtype):
+    def kernel(*arguments):
+        return statistics.token_statistics(*arguments, splits)
+
+    logits = torch.randn(6, vocab_size + 2, device=DEVICE).to(dtype)[:, :vocab_size] * 8
+    logits[1] = logits[1].round()  # many ties
+    logits[2] = 0
+    logits[3, : vocab_size // 2] = torch.finfo(dtype).min
+    logits[4, vocab_size // 2 :] = -torch.inf
+    for forbidden in (-1, int(logits[0].argmax()), vocab_size - 1):
+        checks.check_token_statistics(kernel, logits, forbidden)
+
+
+@runs_triton
+@pytest.mark.parametrize("splits", [1, 3])
+def test_logits_that_are_not_finite_make_no_probability(splits):
+    """Also where all of a block or of a split is NaN, which a maximum would pass over."""
+    logits = torch.randn(6, 5000, device=DEVICE)
+    logits[0, 17] = torch.nan
+    logits[1, 4999] = torch.inf
+    logits[2, :2048] = torch.nan
+    logits[3, 2048:] = torch.nan
+    logits[4, :4000] = -torch.inf
+    _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, False, False, splits)
+    probability = (token_logit - log_total).exp()
+    assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("num_rows", [1, 32, 1000])
+def test_splits_of_a_vocabulary_are_chosen_for_a_gpu(num_rows):
+    logits = torch.randn(num_rows, 126464, device=DEVICE).bfloat16()
+    checks.check_token_statistics(statistics.token_statistics, logits, 126336, atol=2e-5)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rows", "attend_fresh", "causal"),
+    [
+        (BFLOAT16, 128, 32, True, False),
+        (BFLOAT16, 128, 1024, True, True),
+        (BFLOAT16, 256, 32, False, True),
+        (FLOAT16, 96, 1, False, False),
+        (FLOAT32, 256, 32, True, False),
+    ],
+)
+def test_attention_compiles_for_a_gpu(monkeypatch, dtype, dim, rows, attend_fresh, causal):
+    kernels = compile_launches(monkeypatch, paged_attention)
+    case = paged_case([rows], [[100] * 4], heads=8, dim=dim, page_size=16, dtype=dtype)
+    paged_attention.paged_attention(*case.arguments(attend_fresh, causal, True), 4)
+    attention, combine = (kernel.shared_memory for kernel in kernels)
+    assert len(attention) == len(combine) == 1
+    assert attention[0] <= SHARED_MEMORY
+
+
+def launch_slots(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
+    slots.write_slots(x[:, :kv_heads], x.new_zeros(3, 16 * kv_heads, dim), torch.zeros(50, kv_heads).long())
+
+
+def launch_eviction(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
+    k, pages = x[:, heads:], x.new_zeros(10, 2, 16 * kv_heads, dim).unbind(1)
+    eviction.mean_query_scores(x[:32, :heads], k)
+    eviction.write_retained(k, k, torch.arange(25), *pages, torch.arange(10, dtype=torch.int32))
+
+
+def launch_features(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
+    rows = feature_rows(x.new_zeros(3, 2, 16 * heads, dim), heads * dim)
+    hidden, places = rows.new_zeros(20, heads * dim), torch.zeros(20, dtype=torch.int64)
+    features.add_features(hidden, rows, places)
+    features.write_features(hidden, rows, places)
+    features.read_features(rows, places)
+
+
+def launch_rotary(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
+    rotary.rotate_(x, torch.zeros(50, dim))
+
+
+def launch_similarity(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
+    pages, places = x.new_zeros(10, 2, 16 * kv_heads, dim)[:, 1], torch.zeros(50, kv_heads, dtype=torch.int64)
+    similarity.similarity_sums(x[:, heads:], pages, places)
+
+
+def launch_voting(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
+    voting.voting_scores(x[:32, :heads], x[:, heads:], torch.zeros(32, heads))
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "dtype"), [(32, 32, 128, BFLOAT16), (14, 2, 96, BFLOAT16), (28, 4, 256, FLOAT32)]
+)
+@pytest.mark.parametrize(
+    ("module", "launch"),
+    [
+        (slots, launch_slots),
+        (eviction, launch_eviction),
+        (features, launch_features),
+        (rotary, launch_rotary),
+        (similarity, launch_similarity),
+        (voting, launch_voting),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").rpartition(".")[2],
+)
+def test_launches_compile_for_a_gpu(monkeypatch, module, launch, heads, kv_heads, dim, dtype):
+    kernels = compile_launches(monkeypatch, module)
+    launch(heads, kv_heads, dim, torch.zeros(50, heads + kv_heads, dim, dtype=dtype))
+    for kernel in kernels:
+        assert len(kernel.shared_memory) == 1
+        assert kernel.shared_memory[0] <= SHARED_MEMORY
+
+
+@compiles
+@pytest.mark.parametrize("wanted", [(True, True), (False, False)])
+def test_token_statistics_compile_for_a_gpu(monkeypatch, wanted):
+    kernels = compile_launches(monkeypatch, statistics)
+    statistics.token_statistics(torch.zeros(2, 126464, dtype=BFLOAT16), 126336, *wanted, 16)
+    assert all(len(kernel.shared_memory) == 1 for kernel in kernels)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this starts the interpreter")
+def test_kernels_in_the_interpreter():
+    """The tests of this file in a process of its own: Triton reads the variable when it is imported."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout

@@ -1,0 +1,173 @@
+"""Options of cache methods: what is out of range is named, and what is left open is the paper's."""
+
+import json
+
+import pytest
+
+from dllm_engine.families import DREAM, LLADA
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import maskkv
+from tests.support.engines import generate, scheduler_of, start_engine
+
+PROFILE = [0.3, 0.1, 0.1, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "named"),
+    [
+        ("sparse", {"retention_ratio": 1.5}, "retention_ratio=1.5"),
+        ("sparse", {"pool_kernel_size": 4}, "pool_kernel_size=4"),
+        ("sparse", {"update_delay": -1}, "update_delay=-1"),
+        ("sparse", {"scope": "suffix"}, "scope='suffix'"),
+        ("sparse", {"ratio": 0.5}, "'ratio'=0.5"),
+        ("dual", {"retention_ratio": 0.5}, "'retention_ratio'=0.5"),
+        ("dkv", {"refresh_interval": 0}, "refresh_interval=0"),
+        ("freecache", {"include_suffix": "half"}, "include_suffix='half'"),
+        ("dllm_cache", {"prompt_refresh_interval": 0}, "prompt_refresh_interval=0.*greater than or equal to 1"),
+        ("dllm_cache", {"response_refresh_interval": -1}, "response_refresh_interval=-1.*greater than or equal to 1"),
+        ("dllm_cache", {"update_ratio": 1.1}, "update_ratio=1.1.*less than or equal to 1"),
+        ("dllm_cache", {"update_ratio": -0.1}, "update_ratio=-0.1.*greater than or equal to 0"),
+        ("dllm_cache", {"similarity": "query"}, "similarity='query'.*'value' or 'key'"),
+        ("dllm_cache", {"kv_budget": 9}, "unknown cache option 'kv_budget'=9.*prompt_refresh_interval"),
+        ("maskkv", {"pool_kernel_size": 2}, "pool_kernel_size=2"),
+        ("maskkv", {"kv_budget": -1}, "kv_budget=-1.*greater than or equal to 0"),
+        ("maskkv", {"retention_ratio": 1.5}, "retention_ratio=1.5.*less than or equal to 1"),
+        ("maskkv", {"scorer": "votes"}, "scorer='votes'.*'mask_voting'"),
+        ("maskkv", {"layer_budget": "even"}, "layer_budget='even'.*'uniform'"),
+        ("maskkv", {"head_budget": "even"}, "head_budget='even'.*'uniform'"),
+        ("maskkv", {"alpha": 1.1}, "alpha=1.1"),
+        ("maskkv", {"beta": -0.1}, "beta=-0.1"),
+        ("maskkv", {"observation_window": 0}, "observation_window=0"),
+        ("maskkv", {"budget": 3}, "unknown cache option 'budget'=3.*kv_budget"),
+        ("es_dllm", {"keep_schedule": []}, "must begin with depth 0"),
+        ("es_dllm", {"keep_schedule": [[1, 0.5]]}, "must begin with depth 0"),
+        ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 0.5], [0.2, 0.5]]}, "depths must rise"),
+        ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 1]]}, "depths must rise within"),
+        ("es_dllm", {"keep_schedule": [[1, 0], [0, 0.5]]}, "fractions must fall"),
+        ("es_dllm", {"keep_schedule": [[0.5, 0], [0.6, 0.5]]}, "fractions must fall"),
+        ("es_dllm", {"indicator": "hidden"}, "indicator='hidden'"),
+        ("es_dllm", {"alpha": 1.5}, "alpha=1.5"),
+        ("es_dllm", {"block_refresh_interval": 0}, "block_refresh_interval=0"),
+        ("es_dllm", {"prompt_refresh_interval": 0}, "prompt_refresh_interval=0"),
+        ("es_dllm", {"retention_ratio": -0.1}, "retention_ratio=-0.1"),
+        ("es_dllm", {"update_delay": -1}, "update_delay=-1"),
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_named(method, options, named):
+    with pytest.raises(ValueError, match=named):
+        EngineOptions.parse({"cache_method": method, "cache_options": options})
+
+
+# Of papers
+
+
+def test_the_papers_settings_have_a_name():
+    paper = EngineOptions.parse({"cache_method": "sparse", "cache_options": "paper"}).cache
+    assert (paper.retention_ratio, paper.pool_kernel_size, paper.update_delay) == (0.5, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("GSAI-ML/LLaDA-8B-Instruct", (50, 7)),
+        ("GSAI-ML/LLaDA-1.5", (100, 6)),
+        ("Dream-org/Dream-v0-Base-7B", (100, 2)),
+        ("Dream-org/Dream-v0-Instruct-7B", (50, 2)),
+    ],
+)
+def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
+    family = DREAM if "Dream" in name else LLADA
+    for chosen in ({}, "paper"):
+        cache = EngineOptions(cache_method="dllm_cache", cache_options=chosen).with_paper_settings(name, family).cache
+        assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
+        assert (cache.update_ratio, cache.similarity) == (0.25, "value")
+        assert cache.exclude_prompt_states
+        assert cache.refresh_first_layer
+    own = EngineOptions(cache_method="dllm_cache", cache_options={"response_refresh_interval": 9})
+    cache = own.with_paper_settings(name, family).cache
+    assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == (expected[0], 9)
+
+
+@pytest.mark.parametrize(("model", "expected"), [("llada-tiny-a", (50, 7)), ("dream-tiny-a", (50, 2))])
+def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoints, model, expected):
+    from dllm_engine import DiffusionParams
+
+    llm = engines(reference_checkpoints / model, page_size=8, max_model_len=96, cache_method="dllm_cache")
+    cache = scheduler_of(llm).options.cache
+    assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
+    (output,) = generate(llm, [[5] * 12], DiffusionParams(gen_length=16, block_length=16, ignore_eos=True))
+    states = output.outputs[0].diffusion.refresh_states
+    assert states == ["reuse" if number % expected[1] else "update" for number in range(16)]
+
+
+# Of requests
+
+
+@pytest.mark.parametrize("method", ["dual", "dllm_cache"])
+def test_lowering_retention_needs_a_method_that_evicts(engines, tiny_llada, method):
+    from dllm_engine import DiffusionParams
+
+    llm = engines(tiny_llada, cache_method=method)
+    with pytest.raises(ValueError, match=f"'{method}' evicts nothing"):
+        generate(llm, [[1, 2, 3]], DiffusionParams(gen_length=8, retention_ratio=0.5))
+
+
+# Profiles of layers, for MaskKV
+
+
+def write_profile(path, content) -> str:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_a_profile_is_read_from_a_file(engines, reference_checkpoints, tmp_path):
+    path = write_profile(tmp_path / "profile.json", {"layer_importance": PROFILE, "model": "any"})
+    settings = {"page_size": 8, "max_model_len": 128, "cache_method": "maskkv"}
+    llm = engines(reference_checkpoints / "llada-tiny-a", **settings, cache_options={"profile": path})
+    (tmp_path / "profile.json").unlink()
+    assert scheduler_of(llm).options.cache.profile == tuple(PROFILE)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, r"profile\.json is not a layer profile \(FileNotFoundError"),
+        ("not JSON", r"profile\.json is not a layer profile \(JSONDecodeError.*make one with `dllm profile`"),
+        ("", r"is not a layer profile \(JSONDecodeError"),
+        ([0.1] * 4, r"is not a layer profile \(TypeError"),
+        ({"importance": [0.1] * 4}, r"is not a layer profile \(KeyError"),
+        ({"layer_importance": [0.1, 2.5, 0.1, 0.1]}, "profile.*one number from 0 to 2 per layer"),
+        ({"layer_importance": [0.1, -0.1, 0.1, 0.1]}, "profile.*one number from 0 to 2 per layer"),
+        ('{"layer_importance": [0.1, NaN, 0.1, 0.1]}', "profile.*one number from 0 to 2 per layer"),
+        ({"layer_importance": []}, "profile.*one number from 0 to 2 per layer"),
+        ({"layer_importance": ["much"] * 4}, "profile"),
+        ({"layer_importance": 0.1}, "profile"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_named(tmp_path, content, named):
+    path = tmp_path / "profile.json"
+    if content is not None:
+        write_profile(path, content)
+    with pytest.raises(ValueError, match=named):
+        EngineOptions.parse({"cache_method": "maskkv", "cache_options": {"profile": str(path)}})
+
+
+def test_a_profile_of_another_model_is_refused(reference_checkpoints):
+    options = {"profile": [0.1, 0.2, 0.3]}
+    with pytest.raises(ValueError, match="profile has 3 layers, the model has 4"):
+        start_engine(reference_checkpoints / "llada-tiny-a", cache_method="maskkv", cache_options=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [({}, 1), ({"layer_budget": "squeeze"}, 1), ({"layer_budget": "pyramid"}, 0), ({"profile": PROFILE}, 0)],
+)
+def test_a_missing_profile_is_told_once(engines, reference_checkpoints, monkeypatch, options, warnings):
+    told: list[str] = []
+    monkeypatch.setattr(maskkv.logger, "warning", lambda text, *values: told.append(text % values))
+    # A length of its own, so that no other test has started this engine.
+    settings = {"page_size": 8, "max_model_len": 127, "cache_method": "maskkv", "cache_options": options}
+    engines(reference_checkpoints / "llada-tiny-a", **settings)
+    assert len(told) == warnings
+    assert all("no layer profile" in line and "dllm profile" in line for line in told)

@@ -1,0 +1,157 @@
+"""What each cache method holds in pages: what is reserved for a request is used, and given back."""
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from tests.support import tiny_checkpoints
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.stepped_engines import run_in_steps
+
+REFRESHES = {"prompt_refresh_interval": 6, "response_refresh_interval": 3, "update_ratio": 0.25}
+SKIPS = {"keep_schedule": [[1, 0], [0.5, 0.25], [0.25, 0.5]], "block_refresh_interval": 4}
+PROFILE = [0.3, 0.1, 0.1, 0.5]
+LLADA, DREAM = "llada-tiny-a", "dream-tiny-a"
+"""Four layers each. A page of 8 tokens holds 4 heads of 32 and 16 rows of features, for Dream 2 heads and 8 rows."""
+
+
+def params_of(gen_length: int, block_length: int, **asked: Any):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(gen_length=gen_length, block_length=block_length, ignore_eos=True, **asked)
+
+
+@pytest.fixture
+def engine(engines, reference_checkpoints):
+    def make(method: str, model: str = LLADA, page_size: int = 8, **options: Any):
+        settings = {"page_size": page_size, "max_model_len": 128, "cache_method": method}
+        return engines.shared(reference_checkpoints / model, cache_options=options, **settings)
+
+    return make
+
+
+def held(llm, prompt_length: int, *lengths: int) -> list[tuple[tuple[int, int], int]]:
+    """Pages (allocated, reserved) of one request after each step, and for how many steps it was so."""
+    pages, after = scheduler_of(llm).pages, []
+    run_in_steps(
+        llm,
+        [[7 * i % 100 for i in range(prompt_length)]],
+        [params_of(*lengths)],
+        after_step=lambda: after.append((pages.num_allocated, pages.num_reserved)),
+    )
+    return [(pages, len(list(steps))) for pages, steps in groupby(after)]
+
+
+CANVAS_65 = 4 * 9
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "options", "lengths", "expected"),
+    [
+        # int(88 · 0.25) = 22 tokens outside the block, from the second step on.
+        ("sparse", LLADA, {"retention_ratio": 0.25}, (88, 32, 32), [((0, 12), 1), ((12, 12), 30)]),
+        # The prompt and the blocks before the running one: 16, 24 and 32 tokens.
+        ("prefix", LLADA, {}, (16, 24, 8), [((8, 16), 8), ((12, 16), 8), ((16, 16), 7)]),
+        # A finished block comes in the next one's first step: 17, 33 and 49 tokens.
+        ("freecache", LLADA, {}, (17, 48, 16), [((12, 28), 16), ((20, 28), 16), ((28, 28), 15)]),
+        # The whole canvas from the first step on.
+        ("dkv", LLADA, {}, (17, 24, 8), [((24, 24), 23)]),
+        # The canvas of 57 tokens takes 8 pages in each of 4 layers; the response's 20 rows 2 pages in 3.
+        ("dllm_cache", LLADA, {}, (37, 20, 10), [((4 * 8 + 3 * 2,) * 2, 19)]),
+        ("dllm_cache", LLADA, {"refresh_first_layer": False}, (37, 20, 10), [((4 * 8 + 4 * 2,) * 2, 19)]),
+        ("dllm_cache", LLADA, {"exclude_prompt_states": False}, (37, 20, 10), [((4 * 8 + 3 * 4,) * 2, 19)]),
+        # One row more: the last of the prompt.
+        ("dllm_cache", DREAM, {}, (37, 20, 10), [((4 * 8 + 3 * 3,) * 2, 19)]),
+        ("dllm_cache", DREAM, {"refresh_first_layer": False}, (37, 20, 10), [((4 * 8 + 4 * 3,) * 2, 19)]),
+        ("dllm_cache", DREAM, {"exclude_prompt_states": False}, (37, 20, 10), [((4 * 8 + 3 * 8,) * 2, 19)]),
+        # The canvas, features of 24 rows in the two layers that drop rows, and 30 retained tokens in each layer.
+        ("es_dllm", LLADA, {}, (41, 24, 8), [((CANVAS_65 + 2 * 2,) * 2, 23)]),
+        ("es_dllm", LLADA, {"indicator": "query"}, (41, 24, 8), [((CANVAS_65 + 2 * 2,) * 2, 23)]),
+        ("es_dllm", LLADA, {"indicator": "key"}, (41, 24, 8), [((CANVAS_65,) * 2, 23)]),
+        ("es_dllm", LLADA, {"indicator": "none"}, (41, 24, 8), [((CANVAS_65,) * 2, 23)]),
+        ("es_dllm", LLADA, {"retention_ratio": 0.4}, (41, 24, 8), [((CANVAS_65 + 2 * 2 + 4 * 4,) * 2, 23)]),
+    ],
+    ids=str,
+)
+def test_pages_of_a_request(engine, method, model, options, lengths, expected):
+    base = {"dllm_cache": REFRESHES, "es_dllm": SKIPS}.get(method, {})
+    assert held(engine(method, model, **base, **options), *lengths) == [*expected, ((0, 0), 1)]
+
+
+# MaskKV, whose heads share what a layer reserves
+
+
+def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
+    """(allocated, reserved) in the first pass, and after all passes; the tokens that each head retained."""
+    pages, runner, first = scheduler_of(llm).pages, runner_of(llm), []
+    make_layer_pass = runner.make_layer_pass
+
+    def counting(batch, memory):
+        first.append((pages.num_allocated, pages.num_reserved))
+        return make_layer_pass(batch, memory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "make_layer_pass", counting)
+        after = held(llm, length, *lengths)
+    (output,) = generate(llm, [[7 * i % 100 for i in range(length)]], params_of(*lengths))
+    (retained,) = output.outputs[0].diffusion.trace["retained_per_head"]
+    return first[0], after, [[len(positions) for positions in layer] for layer in retained]
+
+
+def test_pages_of_heads_that_share_a_budget(engine, monkeypatch):
+    # Base int(0.4 · 12) = 4, pool 8 · 4 = 32; the boundary earns int(0.8 · 32) = 25, so int(4 + 12.5) = 16 a layer, and
+    # the middle the 7 left, so int(4 + 3.5) = 7. A page of 8 tokens has 32 slots: of 4 heads · (16 + 12) = 112 slots 4
+    # pages, of 4 · (7 + 12) = 76 slots 3. Features: 12 rows of the 16 that a page holds, in each layer.
+    options = REFRESHES | {"kv_budget": 12, "profile": PROFILE}
+    first, after, kept = pages_of_maskkv(engine("maskkv", **options), monkeypatch, 37, 12, 12)
+    assert first == (18, 18)
+    assert after == [((18, 18), 11), ((0, 0), 1)], "rounding down leaves less than a page"
+    assert all(most - 4 < sum(layer) <= most for layer, most in zip(kept, [64, 28, 28, 64], strict=True))
+    # The same with the first layer recomputed in every pass.
+    llm = engine("maskkv", **options, refresh_first_layer=True)
+    assert pages_of_maskkv(llm, monkeypatch, 37, 12, 12)[0] == (17, 17)
+    # 100 prompt tokens, of which as many are kept, against 4 · (100 + 12) = 448 slots, 14 pages, where all are.
+    assert pages_of_maskkv(engine("maskkv", **options), monkeypatch, 100, 12, 12)[0] == (4 + 3 + 3 + 4 + 4,) * 2
+    everything = engine("maskkv", **REFRESHES, kv_budget=None)
+    assert pages_of_maskkv(everything, monkeypatch, 100, 12, 12)[0] == (4 * 14 + 4,) * 2
+
+
+def test_what_the_heads_cannot_use_is_given_back_after_voting(engine, monkeypatch):
+    llm = engine("maskkv", page_size=2, **REFRESHES, kv_budget=16, profile=[0.5, 0, 0, 0.5])
+    first, after, kept = pages_of_maskkv(llm, monkeypatch, 24, 12, 12)
+    # Base 6 and a pool of 40 for the boundary alone: 26, 6, 6, 26 tokens a head, but there are only 24. A page has 8
+    # slots and room for 4 rows of features: 4 · (24 + 12) = 144 slots and 4 · (6 + 12) = 72; 3 pages of features each.
+    assert first == (18 + 9 + 9 + 18 + 4 * 3,) * 2
+    assert max(kept[0] + kept[3]) == 24, "no head is at its cap; choose another prompt"
+    exact = sum(-(-(sum(layer) + 4 * 12) // 8) for layer in kept) + 4 * 3
+    assert exact < 66
+    assert after == [((exact, exact), 11), ((0, 0), 1)]
+
+
+# Refusals
+
+
+def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, tiny_llada):
+    # The pool fits one request of max_model_len at the ratio, so a shorter canvas never hits this; shrink it by hand.
+    llm = engines(tiny_llada, page_size=8, cache_method="dual", max_num_seqs=7)
+    cache_config = llm.llm_engine.vllm_config.cache_config
+    whole = cache_config.num_gpu_blocks
+    cache_config.num_gpu_blocks = 5
+    try:
+        with pytest.raises(ValueError, match=r"needs \d+ pages .* the pool has 4"):
+            generate(llm, [[1] * 100], params_of(40, 8))
+    finally:
+        cache_config.num_gpu_blocks = whole
+    assert len(generate(llm, [[1] * 100], params_of(40, 8))[0].outputs[0].token_ids) == 40
+
+
+def test_a_page_too_small_for_a_row_of_features_is_refused(engines, tmp_path):
+    checkpoint = tiny_checkpoints.write_dream(tmp_path / "one_kv_head", num_key_value_heads=1)
+    settings = {"max_model_len": 128, "cache_method": "dllm_cache"}
+    # 2 · 1 · 16 numbers a token, 64 a row.
+    with pytest.raises(ValueError, match=r"page_size=1 is too small.* the smallest that works is 2"):
+        engines(checkpoint, page_size=1, **settings)
+    llm = engines(checkpoint, page_size=2, **settings)
+    assert len(generate(llm, [[1, 2, 3]], params_of(8, 4))[0].outputs[0].token_ids) == 8
+    assert_nothing_left(llm)

@@ -1,0 +1,122 @@
+"""Every cache method in the engine decodes random requests as its plain version does."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.oracles.decode import METHODS, decode
+from tests.oracles.models import PlainModel
+from tests.support.engines import runner_of
+from tests.support.random_requests import Request, assert_answers_as, random_requests
+
+SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
+PROFILE = [0.3, 0.1, 0.1, 0.5]
+
+
+def refreshes(prompt: int, response: int, ratio: float, **more: Any) -> dict[str, Any]:
+    return {"prompt_refresh_interval": prompt, "response_refresh_interval": response, "update_ratio": ratio} | more
+
+
+ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
+    "none": [(16, 1, {})],
+    "prefix": [(4, 4, {})],
+    "dual": [(8, 1, {})],
+    "sparse": [
+        (1, 4, {"retention_ratio": 0.5, "pool_kernel_size": 1}),
+        (1, 4, {"retention_ratio": 1.0, "pool_kernel_size": 5, "update_delay": 2}),
+        (32, 1, {"retention_ratio": 0.3, "pool_kernel_size": 3, "update_delay": 0}),
+        (32, 1, {"retention_ratio": 0.7, "pool_kernel_size": 1, "update_delay": 0, "scope": "prefix"}),
+        (32, 1, {"retention_ratio": 0.05, "pool_kernel_size": 99, "update_delay": 1}),
+        (32, 1, {"retention_ratio": 0.0}),
+    ],
+    "dkv": [(4, 1, {"refresh_interval": interval}) for interval in (1, 3)]
+    + [(32, 4, {"refresh_interval": interval}) for interval in (2, 5, 100)],
+    "freecache": [(4, 4, {"include_suffix": True}), (16, 1, {"include_suffix": False})],
+    "es_dllm": [
+        (8, 1, {"indicator": "query", "alpha": 0.3, "block_refresh_interval": 1000, "prompt_refresh_interval": 5}),
+        (8, 1, {"indicator": "value", "alpha": 0.0, "keep_schedule": [[0.8, 0], [0.3, 0.9]]}),
+        (8, 1, {"indicator": "none", "retention_ratio": 0.4, "update_delay": 2}),
+        (32, 4, {"block_refresh_interval": 4, "prompt_refresh_interval": 16}),
+        (32, 4, {"indicator": "key", "keep_schedule": [[0.5, 0]], "prompt_refresh_interval": 1000}),
+        (32, 4, {"alpha": 0.0, "retention_ratio": 0.6, "update_delay": 0, "prompt_refresh_interval": 3}),
+    ],
+    "dllm_cache": [
+        (8, 1, refreshes(5, 2, 0.25)),
+        (8, 1, refreshes(2, 3, 0.5, refresh_first_layer=False)),
+        (8, 1, refreshes(5, 3, 0.0)),
+        (8, 1, refreshes(6, 4, 1.0, exclude_prompt_states=False)),
+        (8, 1, refreshes(7, 5, 0.13, similarity="key")),
+        (32, 4, refreshes(7, 5, 0.04, refresh_first_layer=False)),
+        (32, 4, refreshes(7, 4, 0.3, similarity="key", refresh_first_layer=False)),
+        (32, 4, refreshes(100, 100, 0.3)),
+    ],
+    "maskkv": [
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12)),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE)),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, layer_budget="uniform", head_budget="uniform")),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=9, profile=PROFILE, redistribute=True)),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, pool_kernel_size=5)),
+        (32, 4, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, refresh_first_layer=True)),
+        (32, 4, refreshes(100, 1, 0.25, kv_budget=6, exclude_prompt_states=False)),
+        (32, 4, refreshes(2, 5, 0.0, kv_budget=1)),
+        (32, 4, refreshes(6, 5, 0.04, kv_budget=0)),
+    ],
+}
+"""Page size, steps per dispatch, cache options."""
+NUM_REQUESTS = {"es_dllm": 10, "none": 16, "prefix": 16, "dual": 16, "freecache": 12, "maskkv": 5, "dllm_cache": 6}
+ENDS = (42, 74, 226, 316, 319, 409)
+"""Tokens that the tiny models are quick to predict, as end tokens."""
+
+
+def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: bool) -> list[Request]:
+    count = NUM_REQUESTS.get(method, 8)
+    if method == "es_dllm":
+        # It measures plain probabilities; the other policies are not ES-dLLM's.
+        requests = [
+            (prompt, asked | {"unmasking": "low_confidence", "delay_eos": i % 2 == 0})
+            for i, (prompt, asked) in enumerate(random_requests(number, 2 * count, False))
+            if "entropy_bound" not in asked and "margin" not in asked
+        ]
+        return requests[:count]
+    requests = random_requests(number, count, is_dream)
+    if method == "sparse":
+        for prompt, asked in requests[::3]:
+            asked["retention_ratio"] = options["retention_ratio"] / (2 + len(prompt) % 3)
+    return requests
+
+
+@pytest.mark.parametrize("name", ["llada-tiny-a", "dream-tiny-a"])
+@pytest.mark.parametrize("method", METHODS)
+def test_random_requests(engines, reference_checkpoints, monkeypatch, method, name):
+    torch.set_num_threads(1)
+    model = PlainModel(reference_checkpoints / name)
+    compared = asked = 0
+    for number, (page_size, steps_per_dispatch, options) in enumerate(ENGINES[method]):
+        if method == "es_dllm":
+            options = {"keep_schedule": SCHEDULE, "block_refresh_interval": 8} | options
+        llm = engines.shared(
+            reference_checkpoints / name,
+            cache_method=method,
+            cache_options=options,
+            page_size=page_size,
+            steps_per_dispatch=steps_per_dispatch,
+        )
+        model.end_tokens = ENDS
+        monkeypatch.setattr(runner_of(llm).denoiser, "end_tokens", torch.tensor(ENDS))
+        requests = requests_of(method, number, options, is_dream=model.is_dream)
+
+        def plain(prompt, asked, options=options):
+            return decode(model, prompt, method, options, **asked)
+
+        compared += assert_answers_as(llm, requests, plain)
+        asked += len(requests)
+    # Where fewer than two masked rows are left, ES-dLLM's second most confident one is a tie.
+    assert compared >= asked * (0.25 if method == "es_dllm" else 0.6), (
+        "most of these requests are decided by rounding; choose others"
+    )
+
+
+def test_every_method_is_among_them():
+    assert set(ENGINES) == set(METHODS) == set(CACHE_METHODS)

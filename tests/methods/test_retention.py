@@ -1,0 +1,192 @@
+"""What ``sparse`` and ``maskkv`` retain: scorers, budgets of layers and heads, and less by request."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.oracles.models import PlainModel
+from tests.support.answers import answers
+
+MODELS = ["llada-tiny-a", "dream-tiny-a"]
+SCORERS = ["mean_query", "mask_voting", "snapkv", "random"]
+PROFILE = [0.3, 0.1, 0.1, 0.5]
+EVEN = {"kv_budget": 12, "layer_budget": "uniform", "head_budget": "uniform"}
+PROMPT = [random.Random(37 + i).randrange(480) for i in range(37)]
+
+
+@pytest.fixture
+def ask(engines, reference_checkpoints):
+    def answer(method: str, model: str = MODELS[0], *, prompt=PROMPT, asked=None, **options: Any):
+        fields = {"gen_length": 24, "block_length": 8, "seed": 0} | (asked or {})
+        llm = engines.shared(
+            reference_checkpoints / model, page_size=8, max_model_len=128, cache_method=method, cache_options=options
+        )
+        return answers(llm, [(prompt, fields)])[0]
+
+    return answer
+
+
+@pytest.fixture
+def per_head(ask):
+    """Prompt positions that MaskKV retains, per layer and KV head."""
+
+    def retained(model: str = MODELS[0], **options: Any) -> list[list[list[int]]]:
+        return ask("maskkv", model, **options).traces["retained_per_head"][0]
+
+    return retained
+
+
+def counts(retained: list[list[list[int]]]) -> list[list[int]]:
+    return [[len(positions) for positions in layer] for layer in retained]
+
+
+# Scorers
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_scorer_retains_its_share_of_the_candidates(ask, model, scorer):
+    retained = ask("sparse", model, scorer=scorer, retention_ratio=0.4).traces["retained_positions"]
+    assert len(retained) == 3
+    for block, layers in enumerate(retained):
+        outside = set(range(61)) - set(range(37 + 8 * block, 45 + 8 * block))
+        assert len(layers) == 4
+        for positions in layers:
+            assert len(positions) == int(53 * 0.4)
+            assert positions == sorted(set(positions))
+            assert set(positions) <= outside
+
+
+def test_scorers_disagree(ask, per_head):
+    sparse = [ask("sparse", scorer=scorer, retention_ratio=0.4).traces["retained_positions"] for scorer in SCORERS]
+    maskkv = [per_head(scorer=scorer, **EVEN) for scorer in SCORERS]
+    for retained in (sparse, maskkv):
+        assert all(a != b for a, b in itertools.combinations(retained, 2))
+
+
+def test_the_papers_scorer_is_the_default(ask):
+    assert ask("sparse", scorer="mean_query") == ask("sparse")
+
+
+@pytest.mark.parametrize(("method", "options"), [("sparse", {"retention_ratio": 0.4}), ("maskkv", EVEN)])
+def test_random_retention_follows_the_seed(ask, method, options):
+    name = "retained_positions" if method == "sparse" else "retained_per_head"
+    first, again, other = (
+        ask(method, scorer="random", asked={"seed": seed}, **options).traces[name] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    if method == "maskkv":
+        flat = [tuple(positions) for layer in first[0] for positions in layer]
+        assert len(set(flat)) == len(flat), "layers and heads draw their own"
+
+
+def test_an_observation_window_longer_than_the_prompt_is_the_prompt(per_head):
+    sets = [per_head(kv_budget=12, scorer="snapkv", observation_window=window) for window in (1, 8, 37, 1000)]
+    assert sets[0] != sets[1] != sets[2]
+    assert sets[2] == sets[3]
+
+
+def attention(model: PlainModel, canvas: list[int]) -> list[torch.Tensor]:
+    """Of each layer in a forward pass without a cache, averaged over heads: ``[canvas, canvas]``."""
+    x, of_layers = model.embed(canvas), []
+    for layer in model.layers:
+        q, k, v = model.qkv(layer, x, range(len(canvas)))
+        of_heads = [
+            (q[:, h] @ k[:, h * model.kv_heads // model.heads].T / q.shape[-1] ** 0.5).softmax(-1)
+            for h in range(model.heads)
+        ]
+        of_layers.append(torch.stack(of_heads).mean(0))
+        x = x + model.attention(layer, q, k, v)
+        x = x + model.mlp(layer, x)
+    return of_layers
+
+
+def pooled(scores: torch.Tensor, width: int) -> list[float]:
+    """The highest of each score's neighbours, itself included."""
+    half, of_all = width // 2, scores.tolist()
+    return [max(of_all[max(i - half, 0) : i + half + 1]) for i in range(len(of_all))]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    ("scorer", "voters"),
+    # In the first step, without a delay, all of the response is masked.
+    [("mask_voting", range(37, 61)), ("snapkv", range(37 - 6, 37))],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_votes_are_those_of_plain_attention(ask, reference_checkpoints, name, scorer, voters, width):
+    model = PlainModel(reference_checkpoints / name)
+    options = {"update_delay": 0, "pool_kernel_size": width, "observation_window": 6, "retention_ratio": 0.4}
+    retained_by_layer = ask("sparse", name, scorer=scorer, **options).traces["retained_positions"][0]
+    votes = attention(model, PROMPT + [model.mask] * 24)
+    for of_layer, retained in zip(votes, retained_by_layer, strict=True):
+        outside = [*range(37), *range(45, 61)]
+        scores = dict(zip(outside, pooled(of_layer[list(voters)].sum(0)[outside], width), strict=True))
+        best = sorted(scores.values(), reverse=True)[: int(53 * 0.4)]
+        # Pooling makes neighbours equal, also where the best end: the scores tell, not the positions.
+        assert sorted((scores[position] for position in retained), reverse=True) == pytest.approx(best, rel=1e-4)
+        if width == 1:
+            assert set(retained) == {position for position in outside if scores[position] >= best[-1] * (1 - 1e-6)}
+
+
+# Budgets of layers and heads
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize(("model", "heads"), [("llada-tiny-a", 4), ("dream-tiny-a", 2)])
+def test_every_combination_keeps_to_its_budget(per_head, model, heads, scorer):
+    from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
+    from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
+
+    for layer_budget, head_budget, redistribute in itertools.product(LAYER_BUDGETS, HEAD_BUDGETS, (False, True)):
+        chosen = {"layer_budget": layer_budget, "head_budget": head_budget, "redistribute": redistribute}
+        retained = per_head(model, kv_budget=12, profile=PROFILE, scorer=scorer, asked={"gen_length": 8}, **chosen)
+        budgets = layer_budgets(layer_budget, 12, PROFILE, 4, 37, base_share=0.4, redistribute=redistribute)
+        assert sum(budgets) == 48 if redistribute else 44 <= sum(budgets) <= 48, chosen
+        for layer, budget in zip(counts(retained), budgets, strict=True):
+            assert len(layer) == heads
+            assert sum(layer) == budget * heads if redistribute else sum(layer) <= budget * heads, chosen
+            assert sum(layer) > (budget - 1) * heads, "only rounding loses tokens where no head is at its cap"
+            assert len(set(layer)) == 1 or head_budget != "uniform"
+        for positions in itertools.chain(*retained):
+            assert positions == sorted(set(positions))
+            assert set(positions) <= set(range(37))
+
+
+def test_layer_and_head_budgets_follow_profile_and_preference(per_head):
+    by_profile = {"kv_budget": 12, "profile": PROFILE}
+    assert counts(per_head(**by_profile, head_budget="uniform")) == [[16] * 4, [7] * 4, [7] * 4, [16] * 4]
+    assert counts(per_head(kv_budget=12, layer_budget="pyramid", head_budget="uniform")) == [
+        [24] * 4, [16] * 4, [8] * 4, [0] * 4,
+    ]  # fmt: skip
+    assert counts(per_head(**by_profile, alpha=1.0)) == [[16] * 4, [7] * 4, [7] * 4, [16] * 4], "nothing is shared"
+    assert any(len(set(layer)) > 1 for layer in counts(per_head(**by_profile, alpha=0.0)))
+    assert per_head(kv_budget=37) == [[list(range(37))] * 4] * 4, "a budget of the whole prompt evicts nothing"
+
+
+# Less by request
+
+
+@pytest.mark.parametrize(("method", "options"), [("sparse", {}), ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 0.25]]})])
+def test_a_request_may_retain_less_than_the_engine(ask, method, options):
+    less = ask(method, retention_ratio=0.5, asked={"retention_ratio": 0.25}, **options)
+    sizes = {len(layer) for block in less.traces["retained_positions"] for layer in block}
+    assert sizes == {int((37 + 16) * 0.25)}
+    with pytest.raises(ValueError, match=r"retention_ratio=0\.9"):
+        ask(method, retention_ratio=0.5, asked={"retention_ratio": 0.9}, **options)
+
+
+def test_a_request_may_retain_less_of_its_prompt(per_head):
+    def kept(ratio: float, **options: Any) -> list[list[int]]:
+        return counts(per_head(prompt=[*PROMPT, 1, 2, 3], asked={"retention_ratio": ratio}, **options))
+
+    assert kept(0.5, **EVEN) == [[12] * 4] * 4, "20 is more than the budget"
+    assert kept(0.2, **EVEN) == [[8] * 4] * 4
+    assert kept(0.0, **EVEN) == [[0] * 4] * 4
+    half = EVEN | {"kv_budget": None, "retention_ratio": 0.5}
+    assert kept(0.5, **half) == [[20] * 4] * 4
+    with pytest.raises(ValueError, match=r"retention_ratio=0.6"):
+        kept(0.6, **half)

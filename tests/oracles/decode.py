@@ -1,0 +1,43 @@
+"""Every cache method as slow, plain PyTorch, by the engine's names of methods, options and request fields."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.oracles.decoding import Decoding
+from tests.oracles.dkv import plain_dkv
+from tests.oracles.dllm_cache import plain_dllm_cache
+from tests.oracles.es_dllm import plain_es_dllm
+from tests.oracles.fast_dllm import plain_dual, plain_none, plain_prefix
+from tests.oracles.freecache import plain_freecache
+from tests.oracles.maskkv import plain_maskkv
+from tests.oracles.models import PlainModel
+from tests.oracles.sparse import plain_sparse
+
+METHODS: dict[str, Callable[..., None]] = {
+    "none": plain_none,
+    "prefix": plain_prefix,
+    "dual": plain_dual,
+    "sparse": plain_sparse,
+    "dkv": plain_dkv,
+    "dllm_cache": plain_dllm_cache,
+    "maskkv": plain_maskkv,
+    "es_dllm": plain_es_dllm,
+    "freecache": plain_freecache,
+}
+
+
+def decode(
+    model: PlainModel,
+    prompt: list[int],
+    cache_method: str = "none",
+    cache_options: dict[str, Any] | None = None,
+    **asked: Any,
+) -> Decoding:
+    """A whole response. ``asked`` are fields of ``DiffusionParams`` that ``Decoding`` has too."""
+    options = dict(cache_options or {})
+    assert asked.pop("ignore_eos", True), "plain responses are whole"
+    if "retention_ratio" in asked:
+        options["retention_ratio"] = asked.pop("retention_ratio")
+    run = Decoding(model, prompt, **asked)
+    METHODS[cache_method](run, **options)
+    return run

@@ -1,0 +1,239 @@
+"""What a forward pass unmasks, as slow, plain Python: blocks, schedules, policies, sampling, parallel unmasking.
+
+Also how close the closest decision of a run was, so that a test on random weights can tell a wrong engine from a coin
+toss.
+
+Readings where the papers leave room:
+
+* Blocks may be unlike in length: the last takes what is left of the response. Steps are shared by length.
+* Dream in blocks: a block's first pass fills its first position alone, outside the schedule and whatever the rule,
+  unless the block has but one pass.
+* A ``threshold`` is ignored by policies that measure no probability (``entropy``, ``topk_margin``).
+* ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
+  it is masked and the response has no end token.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+
+from tests.oracles.models import PlainModel
+
+RULES = ("threshold", "factor", "entropy_bound", "margin")
+Uniform = Callable[[int, int], torch.Tensor]
+"""Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
+
+
+class Scored(NamedTuple):
+    """A masked position and what it would become."""
+
+    confidence: float
+    position: int
+    token: int
+    gap: float
+    """By how much the token won."""
+
+
+def gap(a: float, b: float, floor: float = 1e-2) -> float:
+    """The relative difference of two numbers that are not compared to more digits than float32 has."""
+    return abs(a - b) / max(abs(a), abs(b), floor)
+
+
+def steps_per_block(steps: int, sizes: list[int]) -> list[int]:
+    """Every block gets a step; the others are shared by the tokens that a block has beyond one, largest fractions up.
+
+    Of equal fractions the earlier block's goes up.
+    """
+    beyond_one = sum(sizes) - len(sizes)
+    exact = [1 + Fraction((steps - len(sizes)) * (size - 1), max(beyond_one, 1)) for size in sizes]
+    shared = [math.floor(share) for share in exact]
+    while sum(shared) < steps and beyond_one:
+        fractions = [share - given for share, given in zip(exact, shared, strict=True)]
+        shared[fractions.index(max(fractions))] += 1
+    return shared
+
+
+def llada_count(block_size: int, steps: int, step: int) -> int:
+    """How many positions a step of a block fills before its last one."""
+    return block_size // steps + (1 if step < block_size % steps else 0)
+
+
+def dream_count(num_masked: int, steps: int, step: int) -> int:
+    t = torch.linspace(1, 1e-3, steps + 1)
+    return int(num_masked * (1 - t[step + 1] / t[step]))
+
+
+@dataclass
+class Decoding:
+    """The canvas of one request and what has been done to it."""
+
+    model: PlainModel
+    prompt: list[int]
+    gen_length: int
+    block_length: int
+    steps: int | None = None
+    unmasking: str = "low_confidence"
+    threshold: float | None = None
+    factor: float | None = None
+    entropy_bound: float | None = None
+    margin: float | None = None
+    temperature: float = 0.0
+    uniform: Uniform | None = None
+    """The random numbers of a temperature above 0."""
+    top_p: float = 1.0
+    top_k: int = 0
+    delay_eos: bool = False
+    order: list[list[int]] = field(default_factory=list)
+    """Canvas positions unmasked per forward pass."""
+    computed: list[list[int]] = field(default_factory=list)
+    """Canvas positions fed per forward pass."""
+    traces: dict[str, list] = field(default_factory=dict)
+    """What else a cache method does, under the names of the engine's figures."""
+    closest: float = math.inf
+    """The smallest relative margin of any decision."""
+    block: int = 0
+    step: int = 0
+    """Of the running block."""
+
+    def __post_init__(self) -> None:
+        self.canvas = self.prompt + [self.model.mask] * self.gen_length
+        self.length, start = len(self.canvas), len(self.prompt)
+        self.blocks = [
+            (s, min(s + self.block_length, self.length)) for s in range(start, self.length, self.block_length)
+        ]
+        self.fills_first_alone = len(self.blocks) > 1
+        """Whether Dream's block rule applies; some cache methods have it for a response of one block too."""
+        if self.unmasking in ("entropy", "topk_margin"):
+            self.threshold = None
+        self.parallel = any(getattr(self, rule) is not None for rule in RULES)
+        sizes = [end - first for first, end in self.blocks]
+        self.steps_of = steps_per_block(self.gen_length if self.steps is None else self.steps, sizes)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.canvas[len(self.prompt) :]
+
+    def passes(self) -> Iterator[tuple[int, int]]:
+        """(block, step of the block) of each forward pass, while a mask is left."""
+        for block, (first, end) in enumerate(self.blocks):
+            self.block, self.step = block, 0
+            while self.masked(first, end):
+                yield self.block, self.step
+                self.step += 1
+
+    def masked(self, first: int, end: int) -> list[int]:
+        return [position for position in range(first, end) if self.canvas[position] == self.model.mask]
+
+    def decided(self, margin: float) -> None:
+        self.closest = min(self.closest, margin)
+
+    def fill(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
+        """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which was fed some positions."""
+        self.computed.append(list(fed))
+        first, end = self.blocks[self.block]
+        steps = self.steps_of[self.block]
+        alone = self.model.is_dream and self.fills_first_alone and self.step == 0
+        if alone and (self.parallel or steps > 1):
+            self.commit([self.score(logits, first)])
+            return
+        scored = sorted((self.score(logits, p) for p in self.masked(first, end)), key=lambda s: (-s[0], s[1]))
+        if self.parallel:
+            count = self.count_by_rule(scored)
+        elif self.step >= steps - 1:
+            count = len(scored)
+        elif self.model.is_dream:
+            count = dream_count(len(scored), steps, self.step)
+        else:
+            count = llada_count(end - first, steps, self.step)
+        self.commit_most_confident(scored, count)
+
+    def commit_most_confident(self, scored: list[Scored], count: int) -> list[Scored]:
+        if 0 < count < len(scored):
+            self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
+        self.commit(scored[:count])
+        return scored[:count]
+
+    def commit(self, chosen: list[Scored]) -> None:
+        for _, position, token, token_gap in chosen:
+            self.canvas[position] = token
+            self.decided(token_gap)
+        self.order.append(sorted(scored.position for scored in chosen))
+
+    def score(self, logits: torch.Tensor, position: int) -> Scored:
+        row = logits[max(position - 1, 0) if self.model.is_dream else position]
+        assert not row.isnan().any(), f"position {position} was not predicted"
+        if self.model.is_dream:  # LLaDA's confidence is of the plain softmax
+            row = self._filtered(row / self.temperature if self.temperature > 0 else row)
+        token, token_gap = self._token(row, position)
+        if self.held_back(position, token):
+            return Scored(-math.inf, position, token, token_gap)
+        p = row.softmax(-1)
+        top = p.topk(2).values
+        confidence = {
+            "low_confidence": p[token],
+            "maskgit_plus": p[token],
+            "topk_margin": top[0] - top[1],
+            "entropy": (p * (p + 1e-10).log()).sum(),
+        }[self.unmasking]
+        return Scored(float(confidence), position, token, token_gap)
+
+    def _token(self, row: torch.Tensor, position: int) -> tuple[int, float]:
+        """The predicted token, and by how much it won. Gumbel-max: argmax of exp(logits) / (-log u)^T."""
+        score = row.double()
+        if self.uniform is not None:
+            temperature = 1.0 if self.model.is_dream else self.temperature  # Dream's rows are tempered already
+            score = score - temperature * (-self.uniform(len(self.order), position).log()).log()
+            score[self.model.mask] = -math.inf
+        best, second = score.topk(2).values.tolist()
+        return int(score.argmax()), gap(best, second)
+
+    def held_back(self, position: int, token: int) -> bool:
+        ends = self.model.end_tokens if self.delay_eos else ()
+        if token not in ends or any(end in self.tokens for end in ends):
+            return False
+        return self.canvas[position - 1] == self.model.mask
+
+    def count_by_rule(self, scored: list[Scored]) -> int:
+        """How many of the positions, in order of confidence, a rule of parallel unmasking lets through."""
+        scored = [entry for entry in scored if entry.confidence > -math.inf]
+        confidences = [entry.confidence for entry in scored]
+        if self.factor is not None:
+            passing = [(n + 1) * (1 - c) for n, c in enumerate(confidences, 1)]
+            bound, passes = self.factor, [value < self.factor for value in passing]
+        elif self.entropy_bound is not None:
+            entropies = [-c for c in confidences]  # ascending, so the last of a set is its largest
+            passing = [sum(entropies[:n]) for n in range(len(entropies))]
+            bound, passes = self.entropy_bound, [value <= self.entropy_bound for value in passing]
+            passing = passing[1:]
+        else:
+            bound = self.threshold if self.threshold is not None else self.margin
+            assert bound is not None
+            passing, passes = confidences, [c >= bound for c in confidences]
+        for value in passing:
+            self.decided(gap(value, bound))
+        return max([n for n, passed in enumerate(passes, 1) if passed], default=min(1, len(scored)))
+
+    def _filtered(self, row: torch.Tensor) -> torch.Tensor:
+        """The fewest likeliest tokens that have more than ``top_p`` together, and of those the ``top_k`` best."""
+        lowest = torch.finfo(row.dtype).min
+        if self.top_p < 1:
+            p, kept, total = row.softmax(-1), [], 0.0
+            for token in p.argsort(descending=True).tolist():
+                kept.append(token)
+                total += float(p[token])
+                self.decided(10 * gap(total, self.top_p))  # sums are exact to more digits
+                if total > self.top_p:
+                    break
+            row = torch.full_like(row, lowest).index_copy(0, torch.tensor(kept), row[kept])
+        if self.top_k:
+            ordered = row.sort(descending=True)
+            last_kept, first_dropped = ordered.values[self.top_k - 1 : self.top_k + 1].tolist()
+            if last_kept > lowest:  # else top-p has left fewer
+                self.decided(10 * gap(last_kept, first_dropped))
+            kept = ordered.indices[: self.top_k].tolist()
+            row = torch.full_like(row, lowest).index_copy(0, torch.tensor(kept), row[kept])
+        return row

@@ -1,0 +1,51 @@
+"""An engine's answer to a request, in the form in which the plain versions give theirs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.support.engines import assert_nothing_left, generate
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from dllm_engine import LLM
+
+Request = tuple[list[int], dict[str, Any]]
+"""A prompt and what is asked of it: fields of ``DiffusionParams``."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    order: list[list[int]]
+    """Canvas positions unmasked per forward pass."""
+    computed: list[list[int]]
+    """Canvas positions fed per forward pass."""
+    traces: dict[str, list]
+    """What else was traced."""
+    tokens_computed: int
+    """Rows computed, as the figures say; fewer than were fed where layers leave some out."""
+
+
+def answer_of(output: "RequestOutput") -> Answer:
+    """Of a response that no end token ended; its figures agree with its trace."""
+    (completion,) = output.outputs
+    figures, tokens = completion.diffusion, list(completion.token_ids)
+    whole = list(range(len(output.prompt_token_ids) + len(tokens)))
+    computed = [whole if rows is None else rows for rows in figures.computed_positions]
+    order = figures.unmasked_per_step
+    assert completion.finish_reason == "length"
+    assert figures.denoising_steps == figures.forward_passes == len(order) == len(computed)
+    assert figures.tokens_unmasked == len(tokens)
+    return Answer(tokens, order, computed, figures.trace, figures.tokens_computed)
+
+
+def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
+    """Of requests that run together and leave nothing behind."""
+    from dllm_engine import DiffusionParams
+
+    params = [DiffusionParams(**({"ignore_eos": True} | asked)) for _, asked in requests]
+    outputs = generate(llm, [prompt for prompt, _ in requests], params)
+    assert_nothing_left(llm)
+    return [answer_of(output) for output in outputs]

@@ -1,0 +1,73 @@
+"""Specs, plans and page counts without an engine: the one place where tests ask the scheduler's pure functions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.base import CacheOptions
+from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
+from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import StepPlan
+
+GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
+"""A page holds 4 tokens: 8 slots of one head each, or 4 rows of features."""
+
+
+def engine_options(cache_method: str = "none", page_size: int = 4, **cache_options: Any) -> EngineOptions:
+    options = {"cache_method": cache_method, "page_size": page_size, "cache_options": cache_options}
+    return EngineOptions.parse(options)
+
+
+def cache_of(cache_method: str, **cache_options: Any) -> CacheOptions:
+    return engine_options(cache_method, **cache_options).cache
+
+
+def spec_of(**changes: Any) -> DecodingSpec:
+    """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
+    fields = {
+        "prompt_length": 10,
+        "gen_length": 21,
+        "block_length": 8,
+        "steps": 11,
+        "schedule": "uniform",
+        "unmasking": "low_confidence",
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+    }
+    return DecodingSpec(**(fields | changes))
+
+
+def plan_of(spec: DecodingSpec, method: str, progress: Progress) -> StepPlan:
+    return CACHE_METHODS[method].plan(spec, progress)
+
+
+def plans_of(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None = None) -> list[StepPlan]:
+    """All plans of a request whose steps unmask exactly what is asked, or of as many ``steps`` per block."""
+    return list(_plans(spec, method, steps))
+
+
+def _plans(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None) -> Iterator[StepPlan]:
+    progress = Progress()
+    for block in range(spec.num_blocks):
+        progress.block, progress.step, progress.num_masked = block, 0, spec.block_span(block).size
+        while progress.step < steps[block] if steps else progress.num_masked:
+            plan = plan_of(spec, method, progress)
+            yield plan
+            progress.step += 1
+            progress.num_forwards += 1
+            if not steps:
+                progress.num_masked -= plan.quota.count
+
+
+def pages_of(spec: DecodingSpec, method: str, block: int, geometry: PoolGeometry = GEOMETRY) -> dict[PageKind, list]:
+    return CACHE_METHODS[method].pages(spec, block, geometry)
+
+
+def page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry = GEOMETRY) -> int:
+    return engine.method.page_demand(spec, geometry)
+
+
+def longest_demand(engine: EngineOptions, geometry: PoolGeometry, max_model_len: int) -> int:
+    return engine.method.longest_demand(engine.cache, geometry, max_model_len)
