@@ -97,16 +97,18 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     Style and types do not keep the tests from running, so that one run shows all there is to mend; the slow stage
     runs only when the fast one passed.
     """
-    # Tests of one file or group share engines and servers. More processes would need more memory than they are worth.
-    workers = ["--numprocesses", str(min(os.cpu_count() or 1, 4)), "--dist", "loadgroup", "--no-loadscope-reorder"]
-    pytest = ["python", "-m", "pytest", *workers]
+    # Tests of one file share engines; slow files that share a server are a group. Slow groups run in the order of their
+    # names: by number of tests, the few that start most would come last. More processes would need too much memory.
+    pytest = ["python", "-m", "pytest", "--numprocesses", str(min(os.cpu_count() or 1, 4))]
+    fast = [*pytest, "--dist", "loadfile", "-m", "not slow"]
+    slow = [*pytest, "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "slow", "--durations", "15"]
     stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:
         types = [["mypy", "-p", "dllm_engine"], ["mypy", "scripts"]]
         stages["style and types"] = [["ruff", "check"], ["ruff", "format", "--check"], *types]
-    stages["fast tests"] = [[*pytest, "-m", "not slow", *options.pytest]]
+    stages["fast tests"] = [[*fast, *options.pytest]]
     if options.slow or options.all:
-        stages["slow tests"] = [[*pytest, "-m", "slow", "--durations", "15", *options.pytest]]
+        stages["slow tests"] = [[*slow, *options.pytest]]
 
     start = time.monotonic()
     environment.install(["eval", "ray", "test"])
