@@ -29,10 +29,10 @@ NEVER_ENDING = 1900
 class Watched:
     """A server, the processes below it, and what they hold in shared memory."""
 
-    def __init__(self, program, *arguments, log):
+    def __init__(self, program, *arguments, **options):
         # The cache makes for short steps, so that what is asked here takes effect soon.
         cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
-        self.server = Server(program, *arguments, *cache, "--max-model-len", "2048", log=log)
+        self.server = Server(program, *arguments, *cache, "--max-model-len", "2048", **options)
         self.processes, self.segments = set(), set()
 
     def look(self):
@@ -60,8 +60,8 @@ def start(tmp_path):
     """Starts a server, which ends with the test."""
     started = []
 
-    def run(*arguments, program="dllm", model="demo"):
-        started.append(Watched(program, "serve", model, *arguments, log=tmp_path / "log"))
+    def run(*arguments, program="dllm", model="demo", **options):
+        started.append(Watched(program, "serve", model, *arguments, log=tmp_path / "log", **options))
         return started[-1]
 
     yield run
@@ -165,7 +165,7 @@ def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_
 
 
 def test_clients_of_a_server_that_stops_at_once_read_why(start):
-    watched = start()  # --shutdown-timeout is 0
+    watched = start(worker=False)  # --shutdown-timeout is 0
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:
