@@ -1,7 +1,6 @@
 """``vllm serve`` and ``dllm serve`` of the demo model, asked by the real OpenAI client."""
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 import openai
 import pytest
 
-from dllm_engine import playground
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
 from tests.support.server import scrape
@@ -197,12 +195,6 @@ def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
     assert computed_streamed == dict(enumerate(computed))
 
 
-def test_n_answers_each_carry_their_figures(client, model, examples):
-    answer = ask(client, model, examples[0].prompt, n=3, temperature=1.0)
-    assert len(answer.choices) == 3
-    assert all(figures_of(choice)["tokens_unmasked"] >= 8 for choice in answer.choices)
-
-
 def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
     answer = ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
@@ -248,21 +240,6 @@ def test_stop_strings_cut_the_text(client, model, examples, offline):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_what_nobody_asked_for_is_the_checkpoints(client, model, examples, offline):
-    """Its length and its blocks; in a chat, a completion and the responses API alike."""
-    message = [{"role": "user", "content": examples[0].prompt}]
-    assert client.chat.completions.create(model=model, messages=message).choices[0].message.content == offline[0].text
-    open_ended = {"extra_body": {"ignore_eos": True}}
-    assert client.chat.completions.create(model=model, messages=message, **open_ended).usage.completion_tokens == 32
-    assert client.completions.create(model=model, prompt="Hello!", **open_ended).usage.completion_tokens == 32
-    assert (
-        client.completions.create(model=model, prompt="Hello!", max_tokens=16, **open_ended).usage.completion_tokens
-        == 16
-    )
-    response = client.responses.create(model=model, input=examples[0].prompt)
-    assert response.output_text == offline[0].text
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -276,11 +253,6 @@ def test_what_nobody_asked_for_is_the_checkpoints(client, model, examples, offli
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty=1.5"),
         ({"extra_body": {"min_tokens": 3}}, "min_tokens=3"),
-        ({"n": 2}, "n=2 needs a temperature above 0"),
-        ({"extra_body": {"block_length": 8}}, "block_length belongs into vllm_xargs"),
-        ({"extra_body": {"cache_method": "dual"}}, "cache_method is an option of the engine"),
-        ({"extra_body": {"vllm_xargs": {"gen_length": 8}}}, "max_tokens"),
-        ({"extra_body": {"vllm_xargs": {"steps": 33}}}, "steps=33"),
         ({"extra_body": {"vllm_xargs": {"steps": 0}}}, "steps=0"),
         ({"extra_body": {"vllm_xargs": {"steps": 2, "block_length": 8}}}, "steps=2"),
         ({"extra_body": {"vllm_xargs": {"block_length": 0}}}, "block_length=0"),
@@ -343,19 +315,6 @@ def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, model, server
     assert scrape(server.url)["vllm:num_requests_running"] == 0
 
 
-def test_the_mask_token_cannot_be_prompted(client, model):
-    with pytest.raises(openai.BadRequestError, match="mask token"):
-        ask(client, model, "say <|mdm_mask|>")
-
-
-def test_a_client_that_hangs_up_frees_its_place(client, server, model, examples, offline):
-    stream = ask(client, model, examples[0].prompt, stream=True, max_tokens=256, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    stream.close()
-    assert ask(client, model, examples[0].prompt).choices[0].message.content == offline[0].text
-    assert scrape(server.url)["vllm:num_requests_running"] == 0
-
-
 def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
     before = scrape(server.url)
     answers = [ask(client, model, example.prompt) for example in examples[:3]]
@@ -374,19 +333,6 @@ def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, exam
     )
     labels = 'engine="0",model_name="' + model
     assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
-
-
-def test_the_playground_is_there_without_further_arguments(server):
-    with urllib.request.urlopen(server.url + "/playground", timeout=30) as answer:
-        assert answer.status == 200
-        assert answer.headers["Content-Security-Policy"]
-        assert answer.read().decode() == playground.page()
-
-
-def test_every_metric_of_the_dashboard_exists(server):
-    dashboard = (Path(__file__).parents[2] / "docs" / "grafana" / "dllm-engine.json").read_text()
-    asked = set(re.findall(r"(?:dllm|vllm):\w+", dashboard))
-    assert asked <= set(scrape(server.url))
 
 
 @pytest.mark.parametrize("stream", [False, True])
