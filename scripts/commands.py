@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,26 +92,34 @@ def print_next_steps(environment: Environment) -> None:
 
 
 def test(environment: Environment, options: argparse.Namespace) -> int:
-    """Runs the wanted stages and returns the exit status of the first that failed.
+    """Runs the wanted stages, says how long each took, and returns the exit status of the first that failed.
 
     Style and types do not keep the tests from running, so that one run shows all there is to mend; the slow stage
-    runs only when the fast one passed. pytest runs last: its closing line ends the output.
+    runs only when the fast one passed.
     """
-    slow = options.slow or options.all
-    environment.install(["eval", "ray", "test"])
-    failures = []
+    # Tests of one file share engines; slow files that share a server are a group. Slow groups run in the order of their
+    # names: by number of tests, the few that start most would come last. More processes would need too much memory.
+    pytest = ["python", "-m", "pytest", "--numprocesses", str(min(os.cpu_count() or 1, 4))]
+    fast = [*pytest, "--dist", "loadfile", "-m", "not slow"]
+    slow = [*pytest, "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "slow", "--durations", "15"]
+    stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:
-        failures.append(environment.run("ruff", "check"))
-        failures.append(environment.run("ruff", "format", "--check"))
-        failures.append(environment.run("mypy", "-p", "dllm_engine"))
-        failures.append(environment.run("mypy", "scripts"))
-        print("Style and types:", "FAILED, see above" if any(failures) else "passed", flush=True)
-    # Tests of one file share engines. More processes would need more memory than their tests are worth; the slow ones
-    # start processes of their own, which leave no core idle.
-    workers = ["--numprocesses", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
-    stages = [["-m", "not slow", *workers]] + ([["-m", "slow", "--durations", "15"]] if slow else [])
-    for stage in stages:
-        failures.append(environment.run("python", "-m", "pytest", *stage, *options.pytest))
-        if failures[-1]:
+        types = [["mypy", "-p", "dllm_engine"], ["mypy", "scripts"]]
+        stages["style and types"] = [["ruff", "check"], ["ruff", "format", "--check"], *types]
+    stages["fast tests"] = [[*fast, *options.pytest]]
+    if options.slow or options.all:
+        stages["slow tests"] = [[*slow, *options.pytest]]
+
+    start = time.monotonic()
+    environment.install(["eval", "ray", "test"])
+    lines = [f"{'installation':16}{time.monotonic() - start:6.0f} s"]
+    failures: list[int] = []
+    for name, commands in stages.items():
+        start = time.monotonic()
+        statuses = [environment.run(*command) for command in commands]
+        lines.append(f"{name:16}{time.monotonic() - start:6.0f} s" + ("  FAILED, see above" if any(statuses) else ""))
+        failures += filter(None, statuses)
+        if name == "fast tests" and any(statuses):
             break
-    return next((status for status in failures if status), 0)
+    print("", *lines, sep="\n", flush=True)
+    return failures[0] if failures else 0

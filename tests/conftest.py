@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import tiny_checkpoints
 from tests.support.engines import EngineFactory, freeze_imports
+from tests.support.server import ServerFactory
 from tests.support.skips import pytest_sessionfinish, pytest_terminal_summary
 
 # A machine that is busy is no reason to fail.
@@ -32,11 +33,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup``, tests of one file share a process, as their engines and servers are shared."""
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
 @pytest.fixture(scope="session")
 def engines() -> Iterator[EngineFactory]:
     """``engines(model, **settings)``: a small in-process engine, shared by all tests that ask for the same one."""
     freeze_imports()
     factory = EngineFactory()
+    yield factory
+    factory.shutdown()
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
+    """``servers(program, *arguments)``: a real server, shared by all tests that ask for the same one.
+
+    Files that share one have the same mark ``xdist_group``.
+    """
+    factory = ServerFactory(tmp_path_factory.mktemp("servers"))
     yield factory
     factory.shutdown()
 

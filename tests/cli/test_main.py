@@ -30,6 +30,7 @@ def own_signal_handlers(monkeypatch):
         (["generate", "--input", "in.jsonl"], "--input and --output go together"),
         (["generate", "Hello!", "--output", "out.jsonl"], "--input and --output go together"),
         (["generate", "Hello!", "--model", "/no/such/folder"], "model folder /no/such/folder does not exist"),
+        (["generate", "Hello!", "--model", "."], ". holds no config.json; name the folder of a checkpoint"),
         (["generate", "Hello!", "--cache-method", "magic"], "unknown cache method"),
         (["generate", "Hello!", "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
         (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.support.engines import generate
-from tests.support.sharded import answer_sharded
+from tests.support.sharded import assert_alike, two_ranks, watch_pages
 
 pytestmark = pytest.mark.slow
 
@@ -51,40 +51,32 @@ def test_two_ranks_do_what_one_does(engines, reference_checkpoints, model, metho
     from dllm_engine import DiffusionParams
 
     prompts = [prompt_of(*drawn) for drawn in PROMPTS]
-    params = {
-        "gen_length": GEN_LENGTH,
-        "block_length": 12,
-        "steps": STEPS,
-        "unmasking": "maskgit_plus",
-        "ignore_eos": True,
-    }
+    params = DiffusionParams(
+        gen_length=GEN_LENGTH, block_length=12, steps=STEPS, unmasking="maskgit_plus", ignore_eos=True
+    )
     engine = {"cache_method": method, "cache_options": METHODS[method], "page_size": PAGE_SIZE}
-    requests = [{"prompt": prompt, "params": params} for prompt in prompts]
+    with two_ranks(reference_checkpoints / model, **engine) as sharded:
+        pages = watch_pages(sharded)
+        answers = generate(sharded, prompts, params)
+    alone = generate(engines(reference_checkpoints / model, max_model_len=512, **engine), prompts, params)
+    assert_alike(answers, alone, "trace", "tokens_computed")
 
-    answers, pages = answer_sharded(reference_checkpoints / model, requests, **engine)
-
-    alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
+    trace = alone[0].outputs[0].diffusion.trace
+    assert ("updated_positions" in trace) == (method != "dkv")
     held_by_one_rank = 0
-    for prompt, answer, output in zip(
-        prompts, answers, generate(alone, prompts, DiffusionParams(**params)), strict=True
-    ):
-        trace = output.outputs[0].diffusion.trace
-        assert answer["tokens"] == list(output.outputs[0].token_ids)
-        assert answer["trace"] == trace
-        assert answer["tokens_computed"] == output.outputs[0].diffusion.tokens_computed
-        if method == "maskkv":
-            (of_all,) = trace["retained_per_head"]
+    if method == "maskkv":
+        for prompt, output in zip(prompts, alone, strict=True):
+            (of_all,) = output.outputs[0].diffusion.trace["retained_per_head"]
             assert {len(layer) for layer in of_all} == {MODELS[model]}
             held_by_one_rank += pages_of_a_rank(model, len(prompt), of_all)
             assert any(len({len(positions) for positions in layer}) > 1 for layer in of_all), "heads are alike"
-    assert ("updated_positions" in trace) == (method != "dkv")
 
     assert len(pages) == STEPS
     assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
-    assert pages[-1][1:] == [0, 0]
+    assert pages[-1][1:] == (0, 0)
     if method == "maskkv":
-        assert pages[0][1:] == [held_by_one_rank] * 2, "what voting left free is given back"
+        assert pages[0][1:] == (held_by_one_rank,) * 2, "what voting left free is given back"
         assert pages[0][0] > held_by_one_rank
-        assert {tuple(step) for step in pages[1:-1]} == {(held_by_one_rank,) * 3}
+        assert set(pages[1:-1]) == {(held_by_one_rank,) * 3}
     else:
         assert all(allocated == reserved for _, allocated, reserved in pages)

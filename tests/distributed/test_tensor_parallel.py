@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.engines import generate
 from tests.support.reference_cases import reference_cases, request_fields
-from tests.support.sharded import answer_sharded
+from tests.support.sharded import assert_alike, two_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -17,101 +17,83 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["mp", "ray"])
 @pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model, backend):
-    if backend == "ray":
-        pytest.importorskip("ray")
+def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model):
+    check_reference_cases(engines, reference_checkpoints, model, backend="mp")
+
+
+@pytest.mark.xdist_group("ray")
+def test_two_ranks_under_ray_give_the_tokens_of_one(engines, reference_checkpoints, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        check_reference_cases(engines, reference_checkpoints, "dream-tiny-a", backend="ray")
+    finally:
+        ray.shutdown()
+
+
+def check_reference_cases(engines, reference_checkpoints, model, backend):
+    """Those of the vanilla decoding, and requests that sample."""
     from dllm_engine import DiffusionParams
 
     cases = [case for case in reference_cases(MODELS[model]) if case["model"] == model]
     rows = [(case, row) for case in cases for row in range(len(case["prompt_ids"]))]
-    requests = [{"prompt": case["prompt_ids"][row], "params": request_fields(case)} for case, row in rows]
-    sampled = [{"prompt": cases[0]["prompt_ids"][0], "params": params} for params in SAMPLED]
+    prompts = [case["prompt_ids"][row] for case, row in rows] + [cases[0]["prompt_ids"][0]] * len(SAMPLED)
+    params = [DiffusionParams(**asked) for asked in [*(request_fields(case) for case, _ in rows), *SAMPLED]]
 
-    answers, _ = answer_sharded(reference_checkpoints / model, requests + sampled, backend=backend)
+    with two_ranks(reference_checkpoints / model, backend=backend) as sharded:
+        answers = generate(sharded, prompts, params)
 
     for (case, row), answer in zip(rows, answers, strict=False):
-        assert answer["tokens"] == case["output_ids"][row][len(case["prompt_ids"][row]) :], case["name"]
-        assert answer["order"] == [sorted(step[row]) for step in case["unmasked_per_step"]], case["name"]
-        assert answer["forward_passes"] == case["num_forward_passes"], case["name"]
+        (output,) = answer.outputs
+        assert list(output.token_ids) == case["output_ids"][row][len(case["prompt_ids"][row]) :], case["name"]
+        order = [sorted(step[row]) for step in case["unmasked_per_step"]]
+        assert output.diffusion.unmasked_per_step == order, case["name"]
+        assert output.diffusion.forward_passes == case["num_forward_passes"], case["name"]
+    first = len(rows)
     alone = engines(reference_checkpoints / model, max_model_len=512)
-    expected = generate(alone, [r["prompt"] for r in sampled], [DiffusionParams(**r["params"]) for r in sampled])
-    for params, answer, output in zip(SAMPLED, answers[len(rows) :], expected, strict=True):
-        assert answer["tokens"] == list(output.outputs[0].token_ids), params
+    assert_alike(answers[first:], generate(alone, prompts[first:], params[first:]))
 
 
 RULES: list[dict[str, float]] = [{}, {"threshold": 0.5}, {"factor": 2.0}, {"entropy_bound": 1.0}, {"margin": 0.4}]
+SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
+RETAINED = ("unmasked_per_step", "retained_positions")
+SKIPPED = ("selected_positions", "retained_positions")
 
 
-@pytest.mark.parametrize(
-    ("cache_method", "cache_options"), [("sparse", {"retention_ratio": 0.4}), ("freecache", {})], ids=str
-)
-@pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_retain_and_unmask_the_same_tokens_as_one(
-    engines, reference_checkpoints, model, cache_method, cache_options
-):
+def es_dllm(**options):
+    return {"cache_method": "es_dllm", "cache_options": {"block_refresh_interval": 4} | options}
+
+
+CASES = {
+    "sparse llada": ("llada-tiny-a", SPARSE, RULES, RETAINED),
+    "sparse dream": ("dream-tiny-a", SPARSE, RULES, RETAINED),
+    "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
+    "freecache dream": ("dream-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
+    "es_dllm query": ("llada-tiny-a", es_dllm(indicator="query"), [{}], SKIPPED),
+    "es_dllm key": ("dream-tiny-a", es_dllm(indicator="key"), [{}], SKIPPED),
+    "es_dllm hidden_state": ("dream-tiny-a", es_dllm(indicator="hidden_state", retention_ratio=0.4), [{}], SKIPPED),
+    # Every rank plans the steps after the first by itself.
+    "steps per dispatch": (
+        "llada-tiny-a",
+        {"cache_method": "dllm_cache", "steps_per_dispatch": 6},
+        RULES,
+        ("unmasked_per_step", "forward_passes"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_checkpoints, case):
     from dllm_engine import DiffusionParams
 
-    engine = {"cache_method": cache_method, "cache_options": cache_options, "page_size": 16}
+    model, engine, rules, figures = CASES[case]
+    engine = engine | {"page_size": 16}
     prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
-    asked = [{"gen_length": 40, "block_length": 16, "ignore_eos": True} | RULES[i % 5] for i in range(len(prompts))]
-    requests = [{"prompt": prompt, "params": params} for prompt, params in zip(prompts, asked, strict=True)]
-
-    answers, _ = answer_sharded(reference_checkpoints / model, requests, **engine)
-
+    asked = {"gen_length": 40, "block_length": 16, "ignore_eos": True}
+    params = [DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))]
+    with two_ranks(reference_checkpoints / model, **engine) as sharded:
+        answers = generate(sharded, prompts, params)
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
-    expected = generate(alone, prompts, [DiffusionParams(**params) for params in asked])
-    for answer, output in zip(answers, expected, strict=True):
-        figures = output.outputs[0].diffusion
-        assert answer["retained"] == figures.retained_positions
-        assert answer["tokens"] == list(output.outputs[0].token_ids)
-        assert answer["order"] == figures.unmasked_per_step
-
-
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("llada-tiny-a", {"indicator": "query"}),
-        ("dream-tiny-a", {"indicator": "key"}),
-        ("dream-tiny-a", {"indicator": "hidden_state", "retention_ratio": 0.4}),
-    ],
-)
-def test_two_ranks_skip_the_same_rows_as_one(engines, reference_checkpoints, model, options):
-    from dllm_engine import DiffusionParams
-
-    engine = {"cache_method": "es_dllm", "cache_options": {"block_refresh_interval": 4} | options, "page_size": 16}
-    prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
-    params = {"gen_length": 40, "block_length": 16, "ignore_eos": True}
-    requests = [{"prompt": prompt, "params": params} for prompt in prompts]
-
-    answers, _ = answer_sharded(reference_checkpoints / model, requests, **engine)
-
-    alone = generate(
-        engines(reference_checkpoints / model, max_model_len=512, **engine), prompts, DiffusionParams(**params)
-    )
-    for answer, output in zip(answers, alone, strict=True):
-        assert answer["tokens"] == list(output.outputs[0].token_ids)
-        assert answer["selected"] == output.outputs[0].diffusion.selected_positions
-        assert answer["retained"] == output.outputs[0].diffusion.retained_positions
-
-
-def test_two_ranks_may_run_several_steps_per_dispatch(engines, reference_checkpoints):
-    """Every rank plans the steps after the first by itself."""
-    from dllm_engine import DiffusionParams
-
-    model = "llada-tiny-a"
-    engine = {"cache_method": "dllm_cache", "page_size": 16}
-    prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
-    asked = [{"gen_length": 40, "block_length": 16, "ignore_eos": True} | RULES[i % 5] for i in range(len(prompts))]
-    requests = [{"prompt": prompt, "params": params} for prompt, params in zip(prompts, asked, strict=True)]
-
-    answers, _ = answer_sharded(reference_checkpoints / model, requests, steps_per_dispatch=6, **engine)
-
-    alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
-    expected = generate(alone, prompts, [DiffusionParams(**params) for params in asked])
-    for answer, output in zip(answers, expected, strict=True):
-        figures = output.outputs[0].diffusion
-        assert answer["tokens"] == list(output.outputs[0].token_ids)
-        assert answer["order"] == figures.unmasked_per_step
-        assert answer["forward_passes"] == figures.forward_passes
+    assert_alike(answers, generate(alone, prompts, params), *figures)

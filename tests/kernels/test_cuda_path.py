@@ -58,7 +58,8 @@ def test_every_cache_method(engines, reference_checkpoints):
             "requests": requests,
         }
         for method, (model, options) in TASKS.items()
-        for recorded in ([False, True] if CACHE_METHODS[method].recordable else [False])
+        # Triton's interpreter is slow: one method is enough to see both ways.
+        for recorded in ([False, True] if method == "sparse" else [CACHE_METHODS[method].recordable])
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cuda_path_answers"],

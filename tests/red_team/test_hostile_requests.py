@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.load_clients import SERVER
 from dllm_engine.scheduler.request_options import RequestOptions
-from tests.support.server import running, scrape
+from tests.support.server import scrape
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server under load")]
 
 SECONDS = 30
 """Far above what any of these answers takes."""
@@ -25,11 +26,8 @@ GOOD = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
-    flags = ["--max-model-len", "256", "--max-num-seqs", "16", "--cache-method", "sparse"]
-    with running("dllm", "serve", "demo", *flags, log=log) as server:
-        yield server
+def server(servers):
+    return servers("dllm", *SERVER, worker=False)
 
 
 def post(server, path: str, body: bytes, method: str = "POST") -> tuple[int, bytes]:
@@ -200,7 +198,7 @@ def test_a_prompt_of_a_megabyte_is_refused(server, path, text):
     for stream in (False, True):
         status, answer = ask(server, path, GOOD[path] | prompt | {"stream": stream})
         assert status == 400
-        assert "256" in json.loads(answer)["error"]["message"], "it names the limit"
+        assert "512" in json.loads(answer)["error"]["message"], "it names the limit"
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -13,7 +13,7 @@ import torch
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.random_requests import random_requests
-from tests.support.sharded import answer_sharded
+from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -189,13 +189,14 @@ def test_two_ranks_answer_as_one_beside_aborted_requests(engines, tiny_llada, ti
     is_dream = draw.random() < 0.5
     model = tiny_dream if is_dream else tiny_llada
     settings = draw_engine(draw, draw.choice(["sparse", "es_dllm", "maskkv"]))
-    requests = [{"prompt": prompt, "params": asked} for prompt, asked in draw_requests(draw, is_dream)]
-
-    answers, pages = answer_sharded(model, requests, aborted=requests[::3], max_model_len=256, **settings)
+    requests = draw_requests(draw, is_dream)
+    prompts, params = [prompt for prompt, _ in requests], [DiffusionParams(**asked) for _, asked in requests]
+    with two_ranks(model, max_model_len=256, **settings) as sharded:
+        pages = watch_pages(sharded)
+        run_and_abort(sharded, prompts[::3], params[::3])
+        answers = generate(sharded, prompts, params)
 
     alone = engines(model, **settings)
-    for request, answer in zip(requests, answers, strict=True):
-        (expected,) = generate(alone, [request["prompt"]], DiffusionParams(**request["params"]))
-        assert answer["tokens"] == list(expected.outputs[0].token_ids), (settings, request)
+    assert_alike(answers, [generate(alone, [prompts[i]], params[i])[0] for i in range(len(prompts))])
     assert all(allocated <= reserved for _, allocated, reserved in pages)
-    assert pages[-1][1:] == [0, 0]
+    assert pages[-1][1:] == (0, 0)

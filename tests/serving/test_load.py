@@ -7,9 +7,9 @@ import openai
 import pytest
 
 from benchmarks.load_clients import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
-from tests.support.server import running, scrape
+from tests.support.server import scrape
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server under load")]
 
 SECONDS = 20
 NUM_QUEUED, PER_CALL = 10_000, 1_000
@@ -17,9 +17,8 @@ NUM_QUEUED, PER_CALL = 10_000, 1_000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running("dllm", *SERVER, log=tmp_path_factory.mktemp("server") / "log") as server:
-        yield server
+def server(servers):
+    return servers("dllm", *SERVER, worker=False)
 
 
 def test_nothing_goes_wrong_under_load(server):

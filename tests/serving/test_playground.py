@@ -4,7 +4,6 @@ Needs Chromium with its driver (Debian: ``apt-get install chromium chromium-driv
 folder to keep the screenshots, for example to renew those in ``docs/``.
 """
 
-import json
 import os
 import re
 import shutil
@@ -14,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_engine.demo import demo_model_path
-from tests.support.server import running
+from tests.support.keyed_server import KEY, MARKUP, WORD, keyed_server
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -25,6 +23,7 @@ from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("server with a key"),
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs the programs chromium and chromedriver"),
 ]
 
@@ -32,17 +31,13 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
-KEY = "open-sesame"
 PROMPT = "Tom=48. Ida=07. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
 ANSWER = "Ida=07, Tom=48, Zoe=55, Eva=90"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
-    flags = ["--cache-method", "sparse", "--trace", "--max-model-len", "512", "--api-key", KEY]
-    with running("dllm", "serve", "demo", *flags, log=log) as server:
-        yield server
+def server(servers):
+    return keyed_server(servers)
 
 
 class Page:
@@ -99,6 +94,15 @@ class Page:
         self.wait(lambda: len(self.all(".turn small, .turn.error")) > before)
         self.wait(lambda: not self.element("stop").is_enabled())
 
+    def ask_for_all_steps(self, prompt: str) -> None:
+        """Ask until no step is left out: a busy server does not send those that were overtaken."""
+        for _ in range(20):
+            self.ask(prompt)
+            if float(self.element("step").get_attribute("max")) == self.figure("forward_passes"):
+                return
+            self.element("clear").click()
+        raise AssertionError("the server always left out steps")
+
     def short(self) -> "Page":
         self.move("max_tokens", 32)
         self.move("block_length", 8)
@@ -154,7 +158,7 @@ def page(browser):
 
 
 def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
-    page.short().ask(PROMPT)
+    page.short().ask_for_all_steps(PROMPT)
     assert page.answer == ANSWER
     assert "20 tokens" in page.all(".turn.model small")[0].text
     assert len(page.all(".block")) == 4
@@ -277,26 +281,12 @@ def test_markup_in_prompts_and_answers_is_text(page):
     assert page.js("return window.ran ?? null") is None
 
 
-def test_markup_that_the_server_sends_is_text(browser, tmp_path):
-    """Of a model whose tokenizer writes markup for a word that the demo model copies."""
-    hostile = "<img src=x onerror=window.ran=1><script>window.ran=1</script>"
-    model = tmp_path / "model"
-    shutil.copytree(demo_model_path(), model)
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    replace = {"type": "Replace", "pattern": {"String": "Tom"}, "content": hostile}
-    tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    flags = ["--served-model-name", "demo", "--max-model-len", "256", "--api-key", KEY]
-    with running("dllm", "serve", str(model), *flags, log=tmp_path / "log") as server:
-        page = Page(browser.driver, server).open()
-        page.short().ask("Copy: Tom Rome")
-        assert page.answer == f"{hostile} Rome"
-        assert hostile.replace(" ", "␣") in "".join(
-            cell.get_attribute("textContent") for cell in page.all(".cell span")
-        )
-        assert page.all("main img, main script") == []
-        assert page.js("return window.ran ?? null") is None
-        assert page.errors() == []
+def test_markup_that_the_server_sends_is_text(page):
+    page.short().ask(f"Copy: {WORD} Rome")
+    assert page.answer == f"{MARKUP} Rome"
+    assert MARKUP.replace(" ", "␣") in "".join(cell.get_attribute("textContent") for cell in page.all(".cell span"))
+    assert page.all("main img, main script") == []
+    assert page.js("return window.ran ?? null") is None
 
 
 def test_stop_ends_the_request_and_keeps_its_steps(page):
@@ -360,7 +350,7 @@ SHOTS = [("wide", 1240, "light", 12), ("narrow", 390, "light", 5), ("dark", 1240
 def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
     page = browser.open(width=width, scheme=scheme)
     assert page.js("return document.documentElement.scrollWidth") <= width
-    page.short().ask(PROMPT)
+    page.short().ask_for_all_steps(PROMPT)
     page.wait(lambda: page.all("#maps canvas"))
     page.move("step", step)
     page.wait(lambda: page.masked == 32 - step)

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 START_TIMEOUT_S = 600
 
@@ -23,13 +24,20 @@ def free_port() -> int:
 
 
 class Server:
-    """``command`` (of ``dllm`` or ``vllm``, installed beside this Python) until ``stop``."""
+    """``program`` (``dllm`` or ``vllm``, installed beside this Python) until ``stop``.
 
-    def __init__(self, program: str, *arguments: str, log: Path, logging_level: str = "WARNING") -> None:
+    Without ``worker`` the model runs in the engine's process: two processes import vLLM instead of three.
+    """
+
+    def __init__(
+        self, program: str, *arguments: str, log: Path, logging_level: str = "WARNING", worker: bool = True
+    ) -> None:
         self.port = free_port()
         self.log = log
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": logging_level}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        environment = os.environ | {
+            "VLLM_LOGGING_LEVEL": logging_level,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if worker else "0",  # of a server: whether there is a worker
+        }
         executable = str(Path(sys.executable).parent / program)
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
@@ -71,9 +79,29 @@ class Server:
         return self.process.wait()
 
 
+class ServerFactory:
+    """Starts servers, one per program and settings. They live until the end of the session and then stop in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._servers: dict[str, Server] = {}
+
+    def __call__(self, program: str, *arguments: str, **options: Any) -> Server:
+        key = repr((program, arguments, options))
+        if key not in self._servers:
+            log = self.folder / f"server{len(self._servers)}.log"
+            self._servers[key] = Server(program, *arguments, log=log, **options)
+        self._servers[key].wait_until_ready()
+        return self._servers[key]
+
+    def shutdown(self) -> None:
+        statuses = {server.log: server.stop() for server in self._servers.values()}
+        assert not any(statuses.values()), statuses
+
+
 @contextmanager
-def running(program: str, *arguments: str, log: Path) -> Iterator[Server]:
-    server = Server(program, *arguments, log=log)
+def running(program: str, *arguments: str, log: Path, **options: Any) -> Iterator[Server]:
+    server = Server(program, *arguments, log=log, **options)
     try:
         server.wait_until_ready()
         yield server

@@ -1,43 +1,73 @@
-"""Answers of two tensor-parallel ranks, in real worker processes under vLLM's executors."""
+"""Engines of two tensor-parallel ranks, under vLLM's executors; the scheduler is in this process."""
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-Pages = list[list[int]]
-"""At each step: pages reserved when it is planned, allocated and reserved after it."""
+from tests.support.engines import scheduler_of, start_engine
+
+if TYPE_CHECKING:
+    from dllm_engine import LLM
 
 
-def answer_sharded(
-    checkpoint: Path,
-    requests: Sequence[dict[str, Any]],
-    *,
-    backend: str = "mp",
-    aborted: Sequence[dict[str, Any]] = (),
-    **engine: Any,
-) -> tuple[list[dict[str, Any]], Pages]:
-    """What ``answer_cases`` prints. Requests to be ``aborted`` run for two steps before the others."""
-    environment = os.environ | {
-        # With mp the scheduler is in the program's process, where it can be watched.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if backend == "mp" else "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.answer_cases", str(checkpoint), "2", backend],
-        input=json.dumps({"engine": engine, "requests": list(requests), "aborted": list(aborted)}),
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("ANSWERS ", "PAGES ")))
-    assert "ANSWERS" in lines, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(lines["ANSWERS"]), json.loads(lines["PAGES"])
+@contextmanager
+def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Iterator["LLM"]:
+    """An engine of two ranks, ended afterwards.
+
+    vLLM would spawn each worker and let it import everything anew; here they are forked from a process that has.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dllm_engine.model_executor.workers.cpu"])
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "max_model_len": 512}
+    with mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", return_value=context):
+        llm = start_engine(model, **(ranks | settings))
+    try:
+        yield llm
+    finally:
+        client = llm.llm_engine.engine_core
+        client._finalizer.detach()  # it would end the process groups of this process's other engines as well
+        client.engine_core.model_executor.shutdown()
+
+
+def watch_pages(llm: "LLM") -> list[tuple[int, int, int]]:
+    """Pages reserved when a step is planned, and allocated and reserved after it; a list that fills as the engine
+    runs."""
+    scheduler, seen = scheduler_of(llm), []
+    schedule, update = scheduler.schedule, scheduler.update_from_output
+    planned = 0
+
+    def counting_schedule(*args, **kwargs):
+        nonlocal planned
+        output = schedule(*args, **kwargs)
+        planned = scheduler.pages.num_reserved
+        return output
+
+    def counting_update(*args, **kwargs):
+        outputs = update(*args, **kwargs)
+        seen.append((planned, scheduler.pages.num_allocated, scheduler.pages.num_reserved))
+        return outputs
+
+    scheduler.schedule, scheduler.update_from_output = counting_schedule, counting_update
+    return seen
+
+
+def assert_alike(answers: list[Any], expected: list[Any], *figures: str) -> None:
+    """Two lists of outputs have the same tokens, and the same figures of these names."""
+    for number, (answer, other) in enumerate(zip(answers, expected, strict=True)):
+        one, another = answer.outputs[0], other.outputs[0]
+        assert list(one.token_ids) == list(another.token_ids), number
+        for name in figures:
+            assert getattr(one.diffusion, name) == getattr(another.diffusion, name), (number, name)
+
+
+def run_and_abort(llm: "LLM", prompts: list[list[int]], params: list[Any]) -> None:
+    """Requests that are aborted after two steps."""
+    names = [f"aborted {number}" for number in range(len(prompts))]
+    for name, prompt, asked in zip(names, prompts, params, strict=True):
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+    for _ in range(2):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(names)

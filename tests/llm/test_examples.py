@@ -1,0 +1,47 @@
+"""The examples that need no server, in this process."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def run(engines, monkeypatch, capsys):
+    """What an example prints; its engines are kept, because one that ends takes vLLM's process groups along."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # the examples set it for good
+
+    def run(name):
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        program = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, program)
+        spec.loader.exec_module(program)
+        started = program.LLM
+
+        def start(*args, **settings):
+            llm = started(*args, **settings, kv_cache_memory_bytes=64 << 20)
+            engines.keep(llm)
+            return llm
+
+        monkeypatch.setattr(program, "LLM", start)
+        monkeypatch.setattr(sys, "argv", [name])
+        program.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["offline_generate", "plain_vllm"])
+def test_an_example_answers(run, name):
+    assert "Ida=07, Tom=48" in run(name)
+
+
+def test_the_sparse_example_compares_the_caches(run):
+    table = {line[:16].strip(): line[16:].split() for line in run("offline_sparse").splitlines()[-4:]}
+    computed_sparse, computed_none = (int(cell.replace(",", "")) for cell in table["tokens computed"])
+    assert computed_sparse < computed_none
+    assert int(table["pages held"][0]) > 0
+    assert table["pages held"][1] == "0"

@@ -1,0 +1,55 @@
+"""``dllm serve`` decodes by its arguments, and says neither prompts nor keys in its log."""
+
+import openai
+import pytest
+
+from tests.support.keyed_server import KEY, keyed_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server with a key")]
+
+
+@pytest.fixture
+def server(servers):
+    return keyed_server(servers)
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=KEY)
+
+
+@pytest.fixture
+def figures(client):
+    def ask(**options):
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Reverse: Rome Tom Oslo"}],  # 10 tokens with the template
+            max_tokens=32,
+            extra_body={"ignore_eos": True, "vllm_xargs": {"block_length": 8} | options},
+        )
+        return answer.choices[0].model_extra["diffusion"]
+
+    return ask
+
+
+def test_the_cache_is_the_one_asked_for(figures):
+    by_default = figures()
+    assert by_default["tokens_retained"] == (10 + 24) // 2
+    assert by_default["pages_held"] % 3 == 0, "17 tokens are three pages in each layer"
+    assert figures(retention_ratio=0.25)["tokens_retained"] == (10 + 24) // 4
+    with pytest.raises(openai.BadRequestError, match=r"retention_ratio=0\.75 is out of range"):
+        figures(retention_ratio=0.75)
+
+
+def test_a_trace_comes_where_it_is_asked_for(figures):
+    assert "trace" not in figures()
+    assert figures(trace=True)["trace"]
+
+
+def test_the_log_has_requests_but_neither_prompts_nor_keys(server, client, figures):
+    figures()
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="swordfish").models.list()
+    log = server.log.read_text()
+    assert "POST /v1/chat/completions" in log
+    assert not [word for word in ("Reverse", "Oslo", "sesame", "swordfish") if word in log]
