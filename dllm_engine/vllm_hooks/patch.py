@@ -27,9 +27,8 @@ class Patch:
     target: str
     """``module:attribute`` or ``module:Class.attribute``."""
     factory: str
-    """``module:function`` of ours, relative to this package. It takes the original and returns the replacement."""
-    parameters: str
-    """The first parameters of the original, which the replacement relies on. Checked before anything is replaced."""
+    """``module:function`` of ours, relative to this package. It takes the original and returns the replacement, whose
+    named parameters must be the original's first ones."""
     why: str
     scope: Scope = "attribute"
     """``every_import``: also in modules of vLLM that have imported the function by name. ``if_imported``: only if the
@@ -57,9 +56,10 @@ def apply(patches: Iterable[Patch]) -> None:
         module_name, _, path = patch.target.partition(":")
         if patch.scope != "if_imported" or module_name in sys.modules:
             found.append((patch, *_original(patch, module_name, path)))
-    for patch, owner, name, original in found:
-        if not hasattr(original, _MARK):
-            _replace(patch, owner, name, original)
+    found = [each for each in found if not hasattr(each[-1], _MARK)]
+    replacements = [_replacement(patch, original) for patch, _, _, original in found]
+    for each, replacement in zip(found, replacements, strict=True):
+        _replace(*each, replacement)
 
 
 def check(uses: Iterable[Private]) -> None:
@@ -71,7 +71,7 @@ def check(uses: Iterable[Private]) -> None:
 
 
 def _original(patch: Patch, module_name: str, path: str) -> tuple[Any, str, Any]:
-    """The owner of a patched attribute, the attribute's name and its value, checked."""
+    """The owner of a patched attribute, the attribute's name and its value."""
     owner_path, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
@@ -80,18 +80,23 @@ def _original(patch: Patch, module_name: str, path: str) -> tuple[Any, str, Any]
     except (ImportError, AttributeError, KeyError) as error:
         elsewhere = isinstance(error, ImportError) and not (error.name or "").startswith("vllm")
         raise _unfit(patch, f"importing it fails: {error}" if elsewhere else "it is not there") from error
-    if not hasattr(original, _MARK):
-        expected = [parameter.strip() for parameter in patch.parameters.split(",") if parameter.strip()]
-        found = list(inspect.signature(original).parameters)
-        if found[: len(expected)] != expected:
-            raise _unfit(patch, f"it takes ({', '.join(found)}), not ({patch.parameters}, …)")
     return owner, name, original
 
 
-def _replace(patch: Patch, owner: Any, name: str, original: Any) -> None:
+def _replacement(patch: Patch, original: Any) -> Any:
+    """Our function for an original; raises where the original takes other parameters."""
     factory_module, _, factory_name = patch.factory.partition(":")
     factory: Callable[[Any], Any] = getattr(import_module(f"{__package__}.{factory_module}"), factory_name)
     replacement = factory(original)
+    named = inspect.signature(replacement).parameters.values()
+    expected = [parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    found = list(inspect.signature(original).parameters)
+    if found[: len(expected)] != expected:
+        raise _unfit(patch, f"it takes ({', '.join(found)}), not ({', '.join(expected)}, …)")
+    return replacement
+
+
+def _replace(patch: Patch, owner: Any, name: str, original: Any, replacement: Any) -> None:
     setattr(replacement, _MARK, patch.target)
     setattr(owner, name, replacement)
     if patch.scope == "every_import":
