@@ -1,6 +1,5 @@
 """Replaces attributes of vLLM, after checking that they are what we expect."""
 
-import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from symtable import SymbolTable, symtable
 from typing import Any, Literal
 
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
@@ -123,10 +123,10 @@ def _names_in_source(module_name: str) -> frozenset[str]:
     source = _source_of(module_name)
     if source is None:
         return frozenset()
-    body = ast.parse(source.read_bytes()).body
-    classes = (node for node in body if isinstance(node, ast.ClassDef))
-    members = (f"{node.name}.{name}" for node in classes for name in _names_bound(node.body))
-    return frozenset(_names_bound(body)).union(members)
+    module = symtable(source.read_bytes(), str(source), "exec")
+    classes = (scope for scope in module.get_children() if scope.get_type() == "class")
+    members = (f"{scope.get_name()}.{name}" for scope in classes for name in _names_bound(scope))
+    return frozenset(_names_bound(module)).union(members)
 
 
 def _source_of(module_name: str) -> Path | None:
@@ -140,20 +140,8 @@ def _source_of(module_name: str) -> Path | None:
     return next((file for file in files or [Path(spec.origin or "")] if file.is_file()), None)
 
 
-def _names_bound(body: Iterable[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.If):
-            yield from _names_bound([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            yield from _names_bound([*node.body, *(n for h in node.handlers for n in h.body), *node.orelse])
+def _names_bound(scope: SymbolTable) -> Iterator[str]:
+    return (symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned() or symbol.is_imported())
 
 
 def _unfit(patch: Patch, what: str) -> IncompatibleVLLMError:

@@ -79,17 +79,14 @@ EVERY_PROCESS = (
         "http_app:extended_app",
         "add the playground, the check of request bodies and the refusals of a server that ends",
     ),
-    Patch(
-        "vllm.entrypoints.launchers.api_server.entry:setup_server",
-        "server_start:naming_address",
-        "say in a sentence that a port is in use",
-        scope="if_imported",
-    ),
-    Patch(
-        "vllm.entrypoints.cli.serve:setup_server",
-        "server_start:naming_address",
-        "say in a sentence that a port is in use, where several processes serve it",
-        scope="if_imported",
+    *(
+        Patch(
+            f"vllm.entrypoints.{module}:setup_server",
+            "server_start:naming_address",
+            "say in a sentence that a port is in use",
+            scope="if_imported",
+        )
+        for module in ("launchers.api_server.entry", "cli.serve")  # one process, or several, serve the port
     ),
 )
 """Applied when vLLM loads its plugins. Requests of other models are untouched."""
