@@ -6,10 +6,7 @@ every executor and wire format. The scheduler puts a request's figures there, an
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 
 @dataclass(frozen=True)

@@ -70,20 +70,8 @@ class LLM(vllm.LLM):
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
-        options = {
-            "cache_method": cache_method,
-            "cache_options": cache_options or {},
-            "page_size": page_size,
-            "dense_attention": dense_attention,
-            "refresh_ratio": refresh_ratio,
-            "steps_per_dispatch": steps_per_dispatch,
-            "guide_model": guide_model,
-            "guide_tokens_per_token": guide_tokens_per_token,
-            "cuda_graphs": cuda_graphs,
-            "batch_invariant": batch_invariant,
-            "request_defaults": request_defaults or {},
-            "trace": trace,
-        }
+        options = {name: value for name, value in locals().items() if name in EngineOptions.model_fields}
+        options |= {"cache_options": cache_options or {}, "request_defaults": request_defaults or {}}
         known = _argument_names()
         for name in kwargs.keys() - known:
             raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")

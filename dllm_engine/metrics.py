@@ -7,12 +7,9 @@ diffusion engines refuse. ``vllm_hooks`` takes ours out again before vLLM's logg
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dllm_engine.scheduler.messages import FAILURE_CAUSES
-
-if TYPE_CHECKING:
-    pass
 
 PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
 """By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with ``vllm:``."""
@@ -116,23 +113,16 @@ class DiffusionMetrics:
         self._values_per_engine = values_per_engine
         self._metrics: dict[str, Any] = {}
         for spec in METRICS:
-            of_kind: dict[str, dict[str, Any]] = {
-                "counter": {},
-                "gauge": {"multiprocess_mode": "mostrecent"},
-                "histogram": {"buckets": spec.buckets},
-            }
-            self._metrics[spec.name] = classes[spec.kind](
+            of_kind: Any = {"gauge": {"multiprocess_mode": "mostrecent"}, "histogram": {"buckets": spec.buckets}}
+            metric = self._metrics[spec.name] = classes[spec.kind](
                 name=PREFIX[spec.of_vllm] + spec.name,
                 documentation=spec.meaning,
                 labelnames=[*labels, spec.label] if spec.label else labels,
-                **of_kind[spec.kind],
+                **of_kind.get(spec.kind, {}),
             )
-        for values in values_per_engine.values():
-            for spec in METRICS:
-                for value in spec.values:
-                    self._metrics[spec.name].labels(*values, value)
-                if not spec.label:
-                    self._metrics[spec.name].labels(*values)
+            for of_engine in values_per_engine.values():
+                for of_label in [[value] for value in spec.values] if spec.label else [[]]:
+                    metric.labels(*of_engine, *of_label)  # so that it is shown from the start
 
     def record(self, message: dict[str, Any], engine: int) -> None:
         """Add one message of an engine."""

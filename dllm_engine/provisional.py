@@ -6,12 +6,9 @@ whole as ``RequestOutput.outputs[i].provisional``, to HTTP clients what changed.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dllm_engine.inspection.record import pieces_of
-
-if TYPE_CHECKING:
-    pass
 
 MASK_MARK = "░"
 """Stands for a masked position in the text of a block."""

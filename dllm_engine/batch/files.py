@@ -11,9 +11,9 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
@@ -46,6 +46,12 @@ class BatchRequest(BaseModel):
     def as_messages(self) -> list[Message]:
         """The messages, or the prompt as a message of the user."""
         return self.messages or [Message(role="user", content=self.prompt or "")]
+
+    def prompt_tokens(self, tokenizer: Any) -> list[int]:
+        """By the tokenizer's chat template; a prompt as it is where there is none."""
+        if self.messages is None and not getattr(tokenizer, "chat_template", None):
+            return list(tokenizer.encode(self.prompt))
+        return list(tokenizer.apply_chat_template(self.as_messages(), add_generation_prompt=True, return_dict=False))
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,9 @@ def read_input(path: Path) -> list[InputLine]:
     return [InputLine(index, line.strip()) for index, line in enumerate(lines) if line.strip()]
 
 
+_RECORD_START = b'{"index": '
+
+
 def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings: str) -> Finished:
     """Read the records of an earlier run.
 
@@ -104,11 +113,10 @@ def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings:
     indices: set[int] = set()
     num_errors = num_bytes = 0
     for number, raw in enumerate(output, start=1):
-        if not raw.endswith(b"\n"):
-            if not _may_be_torn_record(raw):
-                raise ValueError(f"line {number} is not a record of this command")
+        is_torn = not raw.endswith(b"\n")
+        if is_torn and raw.startswith(_RECORD_START[: len(raw)]):
             break
-        record = _load_record(raw)
+        record = None if is_torn else _load_record(raw)
         if record is None:
             raise ValueError(f"line {number} is not a record of this command")
         index = record["index"]
@@ -124,13 +132,6 @@ def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings:
     return Finished(frozenset(indices), num_errors, num_bytes)
 
 
-_RECORD_START = b'{"index": '
-
-
-def _may_be_torn_record(raw: bytes) -> bool:
-    return raw.startswith(_RECORD_START[: len(raw)])
-
-
 def _load_record(raw: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(raw)
@@ -140,7 +141,7 @@ def _load_record(raw: bytes) -> dict[str, Any] | None:
     return record if is_ours and isinstance(record["index"], int) else None
 
 
-class ResultFile:
+class ResultFile(AbstractContextManager["ResultFile"]):
     """The output of a run, opened so that it resumes an earlier run.
 
     Raises ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that
@@ -177,10 +178,7 @@ class ResultFile:
         self._file.truncate(finished.num_bytes)
         return finished
 
-    def __enter__(self) -> "ResultFile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def record(self, line: InputLine, request_id: str | int | None = None, **fields: Any) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.machine import now, synchronize
 from dllm_engine.bench.memory import peak, restart_peak
 from dllm_engine.bench.passes import observed_step, runner_of, scheduler_of
-from dllm_engine.bench.plain import PlainDecoder, decode
+from dllm_engine.bench.plain import PlainDecoder, PlainResponse, decode
 from dllm_engine.bench.subject import Unmasking
+from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.request import DecodingSpec
 
 if TYPE_CHECKING:
@@ -63,10 +64,7 @@ class RequestSample:
         token_ids: Sequence[int],
         end_tokens: frozenset[int],
         block_times: Sequence[float],
-        *,
-        forward_passes: int,
-        tokens_unmasked: int,
-        rows_computed: int,
+        cost: DiffusionFigures | PlainResponse,
     ) -> "RequestSample":
         """``block_times``: when each block was finished."""
         return cls(
@@ -74,9 +72,9 @@ class RequestSample:
             first_block=block_times[0],
             latency=block_times[-1],
             gaps=tuple(b - a for a, b in itertools.pairwise(block_times)),
-            forward_passes=forward_passes,
-            tokens_unmasked=tokens_unmasked,
-            rows_computed=rows_computed,
+            forward_passes=cost.forward_passes,
+            tokens_unmasked=cost.tokens_unmasked,
+            rows_computed=cost.tokens_computed,
         )
 
 
@@ -145,17 +143,8 @@ def run_engine(
     sample.process_bytes = peak()
     sample.working_bytes = max(0, sample.process_bytes - before)
     for request_id, times in blocks.items():
-        figures = outputs[request_id].diffusion
-        sample.requests.append(
-            RequestSample.of(
-                outputs[request_id].token_ids,
-                end_tokens,
-                times,
-                forward_passes=figures.forward_passes,
-                tokens_unmasked=figures.tokens_unmasked,
-                rows_computed=figures.tokens_computed,
-            )
-        )
+        response = outputs[request_id]
+        sample.requests.append(RequestSample.of(response.token_ids, end_tokens, times, response.diffusion))
     return sample
 
 
@@ -183,16 +172,7 @@ def run_plain(
             times.append(now() - start)
         assert response is not None
         sample.seconds += times[-1]
-        sample.requests.append(
-            RequestSample.of(
-                response.token_ids,
-                end_tokens,
-                times,
-                forward_passes=response.forward_passes,
-                tokens_unmasked=response.tokens_unmasked,
-                rows_computed=response.rows_computed,
-            )
-        )
+        sample.requests.append(RequestSample.of(response.token_ids, end_tokens, times, response))
     sample.process_bytes = peak()
     sample.working_bytes = max(0, sample.process_bytes - before)
     return sample

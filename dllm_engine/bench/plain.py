@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.model_executor.models.checkpoint import shapes_in_layer
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
@@ -61,7 +62,7 @@ class PlainDecoder:
         draw = torch.Generator(device).manual_seed(0)
         weights = {
             part: torch.randn(size, generator=draw, device=device, dtype=dtype) * 0.02
-            for part, size in _sizes(decoder_shape(config))
+            for part, size in _sizes(decoder_shape(config)).items()
         }
         return cls(config, weights)
 
@@ -126,23 +127,15 @@ def decoder_shape(config: Any) -> DecoderShape:
     return _CLASSES[config.model_type].decoder_shape(config)
 
 
-def _sizes(shape: DecoderShape) -> Iterator[tuple[Part, tuple[int, ...]]]:
-    hidden, kv = shape.hidden_size, shape.num_kv_heads * shape.head_dim
-    yield ("embedding.weight", None), (shape.vocab_size, hidden)
-    yield ("final_norm.weight", None), (hidden,)
+def _sizes(shape: DecoderShape) -> dict[Part, list[int]]:
+    table = [shape.vocab_size, shape.hidden_size]
+    sizes: dict[Part, list[int]] = {("embedding.weight", None): table, ("final_norm.weight", None): table[1:]}
     if not shape.tied_embeddings:
-        yield ("lm_head.weight", None), (shape.vocab_size, hidden)
-    for i in range(shape.num_layers):
-        for norm in ("attn_norm", "mlp_norm"):
-            yield (f"layers.{i}.{norm}.weight", None), (hidden,)
-        for shard, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            yield (f"layers.{i}.qkv_proj.weight", shard), (rows, hidden)
-            if shape.qkv_bias:
-                yield (f"layers.{i}.qkv_proj.bias", shard), (rows,)
-        yield (f"layers.{i}.out_proj.weight", None), (hidden, hidden)
-        for half in (0, 1):
-            yield (f"layers.{i}.gate_up_proj.weight", half), (shape.intermediate_size, hidden)
-        yield (f"layers.{i}.down_proj.weight", None), (hidden, shape.intermediate_size)
+        sizes["lm_head.weight", None] = table
+    for (name, shard), size in shapes_in_layer(shape).items():
+        if shape.qkv_bias or not name.endswith(".bias"):
+            sizes |= {(f"layers.{i}.{name}", shard): size for i in range(shape.num_layers)}
+    return sizes
 
 
 def _rotate(x: torch.Tensor, phases: KeysValues) -> torch.Tensor:
@@ -161,7 +154,8 @@ class PlainResponse:
     token_ids: list[int]
     """With ``end_tokens`` up to the first of them."""
     forward_passes: int
-    rows_computed: int
+    tokens_computed: int
+    """Rows fed to the model, summed over forward passes."""
     tokens_unmasked: int
 
 

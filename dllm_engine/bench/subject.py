@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dllm_engine.batch.files import BatchRequest
 from dllm_engine.bench.plain import PlainDecoder, decoder_shape
 from dllm_engine.bench.random_model import config_folder, is_named_shape, named_shape, random_engine
 from dllm_engine.checkpoints import load_config
@@ -176,19 +177,12 @@ class Subject:
 
 def _padded(question: str, length: int, rng: random.Random, tokenizer: Any) -> list[int]:
     """The question as a chat's only message, with filler before it, cut at the filler's start to the wanted length."""
-    bare = _as_prompt(question, tokenizer)
+    bare = BatchRequest(prompt=question).prompt_tokens(tokenizer)
     if len(bare) > length:
         raise ValueError(f"a prompt of {length} tokens is too short for a question of {len(bare)}; raise --prompt")
     # As many words as tokens are wanted are more than enough: no tokenizer joins words.
     filler = " ".join(filler_sentences(rng, length))
-    tokens = _as_prompt(f"{filler} {question}", tokenizer)
+    tokens = BatchRequest(prompt=f"{filler} {question}").prompt_tokens(tokenizer)
     # What the template puts before a message.
     start = next((i for i, (a, b) in enumerate(zip(tokens, bare, strict=False)) if a != b), len(bare))
     return tokens[:start] + tokens[start + len(tokens) - length :]
-
-
-def _as_prompt(text: str, tokenizer: Any) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.encode(text))
-    chat = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))

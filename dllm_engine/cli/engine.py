@@ -189,18 +189,9 @@ def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM
 
 def engine_arguments(args: argparse.Namespace, *, trace: bool = False) -> dict[str, Any]:
     """The arguments of ``LLM`` that ``args`` ask for; raises ``ValueError`` naming what is out of range."""
-    return {
-        "model": args.model,
-        "trace": trace,
-        **engine_options(args),
-        "dtype": args.dtype,
-        "max_model_len": args.max_model_len,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "use_tqdm_on_load": False,
-        "cuda_graphs": args.cuda_graphs,
-        "batch_invariant": args.batch_invariant,
-        **dict(args.engine_arg),
-    }
+    names = ("model", "dtype", "max_model_len", "tensor_parallel_size", "cuda_graphs", "batch_invariant")
+    same = {name: getattr(args, name) for name in names}
+    return {**same, **engine_options(args), "trace": trace, "use_tqdm_on_load": False, **dict(args.engine_arg)}
 
 
 def load(arguments: dict[str, Any]) -> "LLM":

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         requests = [BatchRequest(prompt=example.prompt) for example in examples]
     prepare(args)
     llm = load(engine_arguments(args))
-    prompts = [prompt_tokens(llm, request) for request in requests]
+    prompts = [request.prompt_tokens(llm.get_tokenizer()) for request in requests]
     importance = average_importance(llm, prompts, args.gen_length)
     profile = {
         "model": args.model,
@@ -73,14 +73,6 @@ def run(args: argparse.Namespace) -> int:
     print(format_table([("LAYER", "IMPORTANCE"), *((str(i), f"{s:.4f}") for i, s in enumerate(importance))]))
     print(f"wrote {args.output}; use it with --cache-method maskkv --cache-option profile={args.output}")
     return 0
-
-
-def prompt_tokens(llm: "LLM", request: BatchRequest) -> list[int]:
-    tokenizer = llm.get_tokenizer()
-    if request.messages is None and not llm.has_chat_template:
-        return tokenizer.encode(request.prompt)
-    messages = request.as_messages()
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def average_importance(llm: "LLM", prompts: list[list[int]], gen_length: int) -> list[float]:

@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness, scored together with what they cost."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -115,11 +116,7 @@ def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> lis
             name=row.base_task if is_base and row.base_task is not None else row.task,
             num_fewshot=row.num_fewshot,
             metric=row.metric,
-            decoding={
-                "gen_length": row.gen_length,
-                "block_length": row.block_length or row.gen_length,
-                "steps": row.steps,
-            },
+            decoding=row.decoding,
             max_prompt_tokens=row.max_prompt_tokens,
             with_chat_template=not is_base,
             cache_options=row.cache_options(model),
@@ -175,15 +172,10 @@ def _check_data(manager: Any, name: str) -> None:
 
 def _with_equal_engines(tasks: list[HarnessTask]) -> list[list[HarnessTask]]:
     """The tasks in groups with the same cache options, so that each group shares an engine."""
-    groups: list[list[HarnessTask]] = []
+    groups: dict[str, list[HarnessTask]] = {}
     for task in tasks:
-        for group in groups:
-            if group[0].cache_options == task.cache_options:
-                group.append(task)
-                break
-        else:
-            groups.append([task])
-    return groups
+        groups.setdefault(json.dumps(task.cache_options, sort_keys=True), []).append(task)
+    return list(groups.values())
 
 
 def _for_tasks(combination: Combination, task: HarnessTask) -> Combination:

@@ -43,8 +43,10 @@ class PaperTask:
     """Cache options that the benchmark has, by checkpoint and cache method."""
 
     @property
-    def steps(self) -> int:
-        return self.gen_length
+    def decoding(self) -> dict[str, int]:
+        """Arguments of ``DiffusionParams``."""
+        length = self.gen_length
+        return {"gen_length": length, "block_length": self.block_length or length, "steps": length}
 
     def is_for(self, family: ModelFamily) -> bool:
         return self.family in (None, family.model_type)

@@ -39,13 +39,14 @@ def draw_page(inspection: "Inspection") -> bytes:
 
 
 def _header(inspection: "Inspection") -> str:
+    sizes = _range([span.size for span in inspection.block_spans])
     tiles = [
         (
             "canvas",
             f"{inspection.canvas_length:,}",
             f"{inspection.prompt_length} prompt + {inspection.gen_length} response",
         ),
-        ("blocks denoised", f"{len(inspection.blocks)} of {len(inspection.block_spans)}", _block_sizes(inspection)),
+        ("blocks denoised", f"{len(inspection.blocks)} of {len(inspection.block_spans)}", f"of {sizes} tokens each"),
     ]
     blocks = inspection.updated_blocks
     if blocks:
@@ -73,10 +74,6 @@ def _header(inspection: "Inspection") -> str:
 </header>
 <dl class="tiles">{shown}</dl>
 """
-
-
-def _block_sizes(inspection: "Inspection") -> str:
-    return f"of {_range([span.size for span in inspection.block_spans])} tokens each"
 
 
 def _range(values: list[int]) -> str:

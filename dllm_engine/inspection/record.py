@@ -3,6 +3,7 @@
 ``LLM.inspect`` and ``dllm inspect`` make them; ``page.py`` draws them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,12 +50,8 @@ class InspectedBlock:
 
     def share_of_layers(self, positions: range) -> list[float]:
         """For each of the positions, the share of the layers that retained it."""
-        counts = dict.fromkeys(positions, 0)
-        for layer in self.retained:
-            for position in layer:
-                if position in counts:
-                    counts[position] += 1
-        return [count / max(len(self.retained), 1) for count in counts.values()]
+        counts = Counter(position for layer in self.retained for position in layer)
+        return [counts[position] / max(len(self.retained), 1) for position in positions]
 
 
 @dataclass(frozen=True)

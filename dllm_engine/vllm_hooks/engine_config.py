@@ -65,7 +65,12 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
         keep_our_warnings()  # vLLM has set up logging anew for this engine
         _refuse_unsupported(vllm_config)
-        _check_files(vllm_config)
+        # Weights or a tokenizer that cannot be read are refused before any process is started for them.
+        model_config = vllm_config.model_config
+        if vllm_config.load_config.load_format != "dummy":
+            check_checkpoint(model_config.model, model_config.hf_config)
+        if not model_config.skip_tokenizer_init:
+            check_tokenizer(model_config)
         _settle_engine_options(vllm_config)
         worker_class = WORKER_CLASSES.get(current_platform.device_type)
         if worker_class is None:
@@ -77,7 +82,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler.async_scheduling = False
         scheduler.enable_chunked_prefill = False
         # A FULL step computes the whole canvas at once.
-        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, vllm_config.model_config.max_model_len)
+        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, model_config.max_model_len)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
@@ -91,7 +96,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
-        limit_responses(vllm_config.model_config.dllm_response_limit)
+        limit_responses(model_config.dllm_response_limit)
         leave_completion_length_open()
         patch.apply(table.SERVING)
         end_on_signals_while_loading()
@@ -109,15 +114,6 @@ def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable
         original(self)
 
     return try_verify_and_update_config
-
-
-def _check_files(vllm_config: "VllmConfig") -> None:
-    """Refuse weights or a tokenizer that cannot be read, before any process is started for them."""
-    model_config = vllm_config.model_config
-    if vllm_config.load_config.load_format != "dummy":
-        check_checkpoint(model_config.model, model_config.hf_config)
-    if not model_config.skip_tokenizer_init:
-        check_tokenizer(model_config)
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:

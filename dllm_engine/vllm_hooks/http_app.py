@@ -5,7 +5,6 @@ shuts down. vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only pl
 users would have to list every other plugin there too. So ours are added together with vLLM's routes.
 """
 
-from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from dllm_engine import playground
-from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.options import EngineOptions
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 from dllm_engine.vllm_hooks.shutdown import RefuseWhileShuttingDown
 
@@ -36,16 +35,9 @@ class KeyCheck(AuthenticationMiddleware):
         return self.app(scope, receive, send)
 
 
-def engine_options(args: Namespace) -> EngineOptions:
-    """The options in ``additional_config``, whose values were checked when the engine started."""
-    additional = getattr(args, "additional_config", None)
-    options = additional.get(OPTIONS_KEY) if isinstance(additional, dict) else None
-    return EngineOptions.parse(options or {})
-
-
 def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., None]:
     def register(
-        args: Namespace, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
+        args: Any, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
     ) -> None:
         register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
         if not getattr(model_config, "is_dllm_engine", False):
@@ -58,7 +50,7 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
         if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
             app.add_middleware(KeyCheck, tokens=keys)
         app.add_middleware(RefuseWhileShuttingDown)
-        options = engine_options(args)
+        options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
         if options.playground:
             playground.add_route(app, options)
 

@@ -1,6 +1,5 @@
 """Replaces attributes of vLLM, after checking that they are what we expect."""
 
-import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from symtable import SymbolTable, symtable
 from typing import Any, Literal
 
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
@@ -27,9 +27,8 @@ class Patch:
     target: str
     """``module:attribute`` or ``module:Class.attribute``."""
     factory: str
-    """``module:function`` of ours, relative to this package. It takes the original and returns the replacement."""
-    parameters: str
-    """The first parameters of the original, which the replacement relies on. Checked before anything is replaced."""
+    """``module:function`` of ours, relative to this package. It takes the original and returns the replacement, whose
+    named parameters must be the original's first ones."""
     why: str
     scope: Scope = "attribute"
     """``every_import``: also in modules of vLLM that have imported the function by name. ``if_imported``: only if the
@@ -57,9 +56,10 @@ def apply(patches: Iterable[Patch]) -> None:
         module_name, _, path = patch.target.partition(":")
         if patch.scope != "if_imported" or module_name in sys.modules:
             found.append((patch, *_original(patch, module_name, path)))
-    for patch, owner, name, original in found:
-        if not hasattr(original, _MARK):
-            _replace(patch, owner, name, original)
+    found = [each for each in found if not hasattr(each[-1], _MARK)]
+    replacements = [_replacement(patch, original) for patch, _, _, original in found]
+    for each, replacement in zip(found, replacements, strict=True):
+        _replace(*each, replacement)
 
 
 def check(uses: Iterable[Private]) -> None:
@@ -71,7 +71,7 @@ def check(uses: Iterable[Private]) -> None:
 
 
 def _original(patch: Patch, module_name: str, path: str) -> tuple[Any, str, Any]:
-    """The owner of a patched attribute, the attribute's name and its value, checked."""
+    """The owner of a patched attribute, the attribute's name and its value."""
     owner_path, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
@@ -80,18 +80,23 @@ def _original(patch: Patch, module_name: str, path: str) -> tuple[Any, str, Any]
     except (ImportError, AttributeError, KeyError) as error:
         elsewhere = isinstance(error, ImportError) and not (error.name or "").startswith("vllm")
         raise _unfit(patch, f"importing it fails: {error}" if elsewhere else "it is not there") from error
-    if not hasattr(original, _MARK):
-        expected = [parameter.strip() for parameter in patch.parameters.split(",") if parameter.strip()]
-        found = list(inspect.signature(original).parameters)
-        if found[: len(expected)] != expected:
-            raise _unfit(patch, f"it takes ({', '.join(found)}), not ({patch.parameters}, …)")
     return owner, name, original
 
 
-def _replace(patch: Patch, owner: Any, name: str, original: Any) -> None:
+def _replacement(patch: Patch, original: Any) -> Any:
+    """Our function for an original; raises where the original takes other parameters."""
     factory_module, _, factory_name = patch.factory.partition(":")
     factory: Callable[[Any], Any] = getattr(import_module(f"{__package__}.{factory_module}"), factory_name)
     replacement = factory(original)
+    named = inspect.signature(replacement).parameters.values()
+    expected = [parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    found = list(inspect.signature(original).parameters)
+    if found[: len(expected)] != expected:
+        raise _unfit(patch, f"it takes ({', '.join(found)}), not ({', '.join(expected)}, …)")
+    return replacement
+
+
+def _replace(patch: Patch, owner: Any, name: str, original: Any, replacement: Any) -> None:
     setattr(replacement, _MARK, patch.target)
     setattr(owner, name, replacement)
     if patch.scope == "every_import":
@@ -118,10 +123,10 @@ def _names_in_source(module_name: str) -> frozenset[str]:
     source = _source_of(module_name)
     if source is None:
         return frozenset()
-    body = ast.parse(source.read_bytes()).body
-    classes = (node for node in body if isinstance(node, ast.ClassDef))
-    members = (f"{node.name}.{name}" for node in classes for name in _names_bound(node.body))
-    return frozenset(_names_bound(body)).union(members)
+    module = symtable(source.read_bytes(), str(source), "exec")
+    classes = (scope for scope in module.get_children() if scope.get_type() == "class")
+    members = (f"{scope.get_name()}.{name}" for scope in classes for name in _names_bound(scope))
+    return frozenset(_names_bound(module)).union(members)
 
 
 def _source_of(module_name: str) -> Path | None:
@@ -135,20 +140,8 @@ def _source_of(module_name: str) -> Path | None:
     return next((file for file in files or [Path(spec.origin or "")] if file.is_file()), None)
 
 
-def _names_bound(body: Iterable[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.If):
-            yield from _names_bound([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            yield from _names_bound([*node.body, *(n for h in node.handlers for n in h.body), *node.orelse])
+def _names_bound(scope: SymbolTable) -> Iterator[str]:
+    return (symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned() or symbol.is_imported())
 
 
 def _unfit(patch: Patch, what: str) -> IncompatibleVLLMError:

@@ -11,101 +11,82 @@ EVERY_PROCESS = (
     Patch(
         "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
         "engine_config:refusing_stray_options",
-        "self",
         "refuse options of diffusion engines for a model that is none",
     ),
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         "admission:checked_inputs",
-        "self, request_id, prompt, params, supported_tasks",
         "check a request before it enters the engine",
     ),
     Patch(
         "vllm.entrypoints.serve.utils.api_utils:get_max_tokens",
         "admission:unclipped_max_tokens",
-        "max_model_len, max_tokens, input_length",
         "refuse a length that vLLM would silently shorten",
         scope="every_import",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestState._new_completion_output",
         "output_processor:with_figures",
-        "self",
         "attach the figures to the completion",
     ),
     Patch(
         "vllm.outputs:RequestOutput.add",
         "output_processor:merging_figures",
-        "self, next_output, aggregate",
         "keep the latest figures where outputs are merged",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
         "output_processor:processing_messages",
-        "self, engine_core_outputs",
         "take figures and the running block out of the engine's messages",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.put",
         "output_processor:putting_latest",
-        "self, output",
         "drop the steps that a slow consumer was overtaken by, never text",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get",
         "output_processor:getting_one",
-        "self",
         "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
         "output_processor:getting_one_nowait",
-        "self",
         "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__",
         "metrics:registering_metrics",
-        "self, vllm_config",
         "register the metrics of diffusion engines",
     ),
     Patch(
         "vllm.v1.metrics.loggers:StatLoggerManager.record",
         "metrics:recording_metrics",
-        "self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx",
         "record the metrics of diffusion engines",
     ),
     Patch(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
         "shared_memory:unnaming_in_engine",
-        "self",
         "leave no shared memory behind when the engine is killed",
     ),
     Patch(
         "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
         "shared_memory:unnaming_in_worker",
-        "self",
         "leave no shared memory behind when a worker is killed",
     ),
     Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",
         "http_app:extended_app",
-        "args, app, supported_tasks, model_config",
         "add the playground, the check of request bodies and the refusals of a server that ends",
     ),
-    Patch(
-        "vllm.entrypoints.launchers.api_server.entry:setup_server",
-        "server_start:naming_address",
-        "args",
-        "say in a sentence that a port is in use",
-        scope="if_imported",
-    ),
-    Patch(
-        "vllm.entrypoints.cli.serve:setup_server",
-        "server_start:naming_address",
-        "args",
-        "say in a sentence that a port is in use, where several processes serve it",
-        scope="if_imported",
+    *(
+        Patch(
+            f"vllm.entrypoints.{module}:setup_server",
+            "server_start:naming_address",
+            "say in a sentence that a port is in use",
+            scope="if_imported",
+        )
+        for module in ("launchers.api_server.entry", "cli.serve")  # one process, or several, serve the port
     ),
 )
 """Applied when vLLM loads its plugins. Requests of other models are untouched."""
@@ -114,20 +95,17 @@ SERVING = (
     Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
         "admission:checked_generate",
-        "self, prompt, sampling_params, request_id",
         "refuse a streamed request before its response starts with status 200",
     ),
     Patch(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
         "admission:checked_respond",
-        "self, request_id, engine_input, sampling_params",
         "refuse a request to /v1/responses before its response starts",
     ),
     *(
         Patch(
             f"vllm.entrypoints.openai.{method}",
             "request_bodies:checked_fields",
-            "self, request",
             "refuse options of ours in the wrong place, which vLLM would ignore",
         )
         for method in (
@@ -140,20 +118,17 @@ SERVING = (
     Patch(
         "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
         "admission:explained_greedy",
-        "self",
         "say what several responses to a prompt need",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
         "output_processor:dropping_parents",
-        "self, request_ids, internal",
         "forget a request with n > 1 when all of its responses were aborted",
     ),
     *(
         Patch(
             f"vllm.entrypoints.generate.beam_search.{method}.beam_search",
             "admission:refused_beam_search",
-            "self",
             "refuse beam search, which means nothing without a prefix to extend",
         )
         for method in ("offline:BeamSearchOfflineMixin", "online:BeamSearchOnlineMixin")
@@ -161,43 +136,36 @@ SERVING = (
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
         "http_responses:completion_stream",
-        "self, request, engine_inputs, result_generator, request_id, created_time, model_name",
         "add figures and provisional blocks to the chunks of a completion",
     ),
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
         "http_responses:chat_stream",
-        "self, request, result_generator, request_id, model_name",
         "add figures and provisional blocks to the chunks of a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
         "http_responses:whole_completion",
-        "self, final_res_batch, request",
         "add figures to a completion",
     ),
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
         "http_responses:whole_chat",
-        "self, request, result_generator",
         "add figures to a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.responses_stream_generator",
         "http_responses:ending_responses_stream",
-        "self, request, sampling_params, result_generator",
         "end a stream of /v1/responses that fails with an event that says why",
     ),
     Patch(
         "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error",
         "http_responses:explaining_errors",
-        "self, finish_reason, request_id",
         "tell a client why its request ended with an error",
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:serve_http",
         "shutdown:with_graceful_shutdown",
-        "app",
         "answer every client when the server ends, with an exit status that says why",
         scope="if_imported",
     ),

@@ -74,7 +74,7 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
         return
     keys = [config.attribute_map.get(name, name) for name in _SIZES]
     stated = f"{Path(model) / 'config.json'} ({', '.join(f'{key}={getattr(config, key)}' for key in keys)})"
-    wanted = _shapes_in_layer(shape) | {
+    wanted = shapes_in_layer(shape) | {
         ("embedding.weight", None): [shape.vocab_size, shape.hidden_size],
         ("lm_head.weight", None): [shape.vocab_size, shape.hidden_size],
         ("final_norm.weight", None): [shape.hidden_size],
@@ -96,7 +96,7 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
         raise ValueError(f"{model}: the weights hold {num_layers} layers, not the {shape.num_layers} of {stated}")
 
 
-def _shapes_in_layer(shape: DecoderShape) -> dict[tuple[str, Shard], list[int]]:
+def shapes_in_layer(shape: DecoderShape) -> dict[tuple[str, Shard], list[int]]:
     """Shapes of a layer's tensors by parameter and shard, as a model's ``locate`` names them."""
     hidden, kv_size = shape.hidden_size, shape.num_kv_heads * shape.head_dim
     shapes: dict[tuple[str, Shard], list[int]] = {

@@ -26,7 +26,7 @@ def run_watched(llm, num_requests=2):
 
 def test_passes_are_seen_with_their_kinds_and_shapes(engines, tiny_llada):
     llm = engines(tiny_llada, cache_method="sparse")
-    forward = runner_of(llm).forward
+    forward = runner_of(llm).denoiser.forward
     seen = run_watched(llm)
     assert [forward.kind for forward in seen] == (["whole"] * 2 + ["reuse"] * 6) * 2
     retained = (CANVAS - BLOCK) // 2
@@ -34,7 +34,7 @@ def test_passes_are_seen_with_their_kinds_and_shapes(engines, tiny_llada):
     assert seen[2].shape.requests == ((BLOCK, retained + BLOCK),) * 2
     # One token of each request's block per step.
     assert [forward.shape.head_rows for forward in seen] == [2 * left for left in range(8, 0, -1)] * 2
-    assert runner_of(llm).forward == forward
+    assert runner_of(llm).denoiser.forward == forward
 
 
 def test_rows_are_those_that_layers_compute(engines, tiny_llada):

@@ -40,7 +40,7 @@ def test_tokens_passes_and_rows_are_the_engines(engines, checkpoint, settings):
         figures = output.outputs[0].diffusion
         assert response.token_ids == list(output.outputs[0].token_ids)
         assert response.forward_passes == figures.forward_passes
-        assert response.rows_computed == figures.tokens_computed
+        assert response.tokens_computed == figures.tokens_computed
         assert response.tokens_unmasked == figures.tokens_unmasked
 
 

@@ -28,12 +28,13 @@ def harness():
 @pytest.mark.parametrize(("row", "family"), ROWS, ids=lambda value: getattr(value, "benchmark", None))
 def test_settings_are_servable_with_every_cache_method(row, family):
     block_length = row.block_length or row.gen_length
-    params = DiffusionParams(gen_length=row.gen_length, steps=row.steps, block_length=block_length)
+    params = DiffusionParams(**row.decoding)
     for method in CACHE_METHODS:
         options = row.cache_options(f"GSAI-ML/{next(iter(row.checkpoint_options or {''}))}").get(method, {})
         engine = EngineOptions.parse({"cache_method": method, "cache_options": options})
         spec = resolve_decoding(params, 100, family, engine)
-        assert (spec.gen_length, spec.steps, spec.block_length) == (row.gen_length, row.steps, block_length)
+        wanted = (row.gen_length, row.gen_length, row.block_length or row.gen_length)
+        assert (spec.gen_length, spec.steps, spec.block_length) == wanted
 
 
 @pytest.mark.parametrize("name", sorted({n for row in PAPER_TASKS for n in (row.task, row.base_task) if n}))
