@@ -5,9 +5,9 @@ Logits are made for the rows given and for a bounded number of them at once, so 
 top-p and top-k, which need the whole distribution, gather the logits of the rows that use them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
@@ -240,7 +240,7 @@ def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torc
 def _concatenated(chunks: Sequence[_Rows]) -> _Rows:
     """The rows of all chunks; what is None in one is None in all."""
     fields_of_chunks = zip(*(vars(chunk).values() for chunk in chunks), strict=True)
-    joined = (
+    joined: Iterator[Any] = (
         None if field[0] is None else torch.cat(field) if isinstance(field[0], torch.Tensor) else _concatenated(field)
         for field in fields_of_chunks
     )

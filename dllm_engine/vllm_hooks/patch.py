@@ -123,7 +123,7 @@ def _names_in_source(module_name: str) -> frozenset[str]:
     source = _source_of(module_name)
     if source is None:
         return frozenset()
-    module = symtable(source.read_bytes(), str(source), "exec")
+    module = symtable(source.read_text(encoding="utf-8"), str(source), "exec")
     classes = (scope for scope in module.get_children() if scope.get_type() == "class")
     members = (f"{scope.get_name()}.{name}" for scope in classes for name in _names_bound(scope))
     return frozenset(_names_bound(module)).union(members)

@@ -27,7 +27,6 @@ def harness():
 
 @pytest.mark.parametrize(("row", "family"), ROWS, ids=lambda value: getattr(value, "benchmark", None))
 def test_settings_are_servable_with_every_cache_method(row, family):
-    block_length = row.block_length or row.gen_length
     params = DiffusionParams(**row.decoding)
     for method in CACHE_METHODS:
         options = row.cache_options(f"GSAI-ML/{next(iter(row.checkpoint_options or {''}))}").get(method, {})
