@@ -97,11 +97,11 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     Style and types do not keep the tests from running, so that one run shows all there is to mend; the slow stage
     runs only when the fast one passed.
     """
-    # Tests of one file share engines; slow files that share a server are a group. Slow groups run in the order of their
-    # names: by number of tests, the few that start most would come last. More processes would need too much memory.
-    pytest = ["python", "-m", "pytest", "--numprocesses", str(min(os.cpu_count() or 1, 4))]
-    fast = [*pytest, "--dist", "loadfile", "-m", "not slow"]
-    slow = [*pytest, "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "slow", "--durations", "15"]
+    # Tests of one file share engines. More processes would need more memory than their tests are worth.
+    pytest = ["python", "-m", "pytest", "--numprocesses", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    fast = [*pytest, "-m", "not slow"]
+    # In the order of their names: by number of tests, the few that start most would come last.
+    slow = [*pytest, "-m", "slow", "--no-loadscope-reorder", "--durations", "15"]
     stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:
         types = [["mypy", "-p", "dllm_engine"], ["mypy", "scripts"]]

@@ -11,6 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -33,12 +34,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup``, tests of one file share a process, as their engines and servers are shared."""
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+SHARE_A_SERVER = {
+    "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
+    "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, files that share a server run in one process too. (``--dist loadgroup`` of pytest-xdist
+    3.8 does not group under pytest 9.2.)"""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadServerScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SHARE_A_SERVER.get(file, file)
+
+    return LoadServerScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +67,7 @@ def engines() -> Iterator[EngineFactory]:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
     """``servers(program, *arguments)``: a real server, shared by all tests that ask for the same one.
 
-    Files that share one have the same mark ``xdist_group``.
+    Files that share one are in ``SHARE_A_SERVER``.
     """
     factory = ServerFactory(tmp_path_factory.mktemp("servers"))
     yield factory

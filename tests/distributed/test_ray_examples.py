@@ -20,7 +20,7 @@ from dllm_engine.demo.tasks import make_examples
 from tests.support.server import free_port
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TIMEOUT_S = 600

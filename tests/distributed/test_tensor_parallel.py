@@ -22,7 +22,6 @@ def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model)
     check_reference_cases(engines, reference_checkpoints, model, backend="mp")
 
 
-@pytest.mark.xdist_group("ray")
 def test_two_ranks_under_ray_give_the_tokens_of_one(engines, reference_checkpoints, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")

@@ -14,7 +14,7 @@ from benchmarks.load_clients import SERVER
 from dllm_engine.scheduler.request_options import RequestOptions
 from tests.support.server import scrape
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server under load")]
+pytestmark = pytest.mark.slow
 
 SECONDS = 30
 """Far above what any of these answers takes."""

@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.keyed_server import KEY, keyed_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server with a key")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

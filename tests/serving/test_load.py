@@ -9,7 +9,7 @@ import pytest
 from benchmarks.load_clients import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
 from tests.support.server import scrape
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server under load")]
+pytestmark = pytest.mark.slow
 
 SECONDS = 20
 NUM_QUEUED, PER_CALL = 10_000, 1_000
