@@ -34,22 +34,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-SHARE_A_SERVER = {
+IN_ONE_PROCESS = {
+    "tests/distributed/test_tensor_parallel.py": "tests/distributed/test_ray_examples.py",
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
     "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
 }
+"""Files whose tests share a server, or a Ray cluster, with those of another file."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, files that share a server run in one process too. (``--dist loadgroup`` of pytest-xdist
+    """With ``--dist loadfile``, files that share a server run in one process as well. (``--dist loadgroup`` of pytest-xdist
     3.8 does not group under pytest 9.2.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadServerScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return SHARE_A_SERVER.get(file, file)
+            return IN_ONE_PROCESS.get(file, file)
 
     return LoadServerScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -67,7 +69,7 @@ def engines() -> Iterator[EngineFactory]:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
     """``servers(program, *arguments)``: a real server, shared by all tests that ask for the same one.
 
-    Files that share one are in ``SHARE_A_SERVER``.
+    Files that share one are in ``IN_ONE_PROCESS``.
     """
     factory = ServerFactory(tmp_path_factory.mktemp("servers"))
     yield factory
