@@ -44,8 +44,8 @@ IN_ONE_PROCESS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile``, files that share a server run in one process as well. (``--dist loadgroup`` of pytest-xdist
-    3.8 does not group under pytest 9.2.)"""
+    """With ``--dist loadfile``, files that share a server run in one process as well. (``--dist loadgroup`` of
+    pytest-xdist 3.8 does not group under pytest 9.2.)"""
     from xdist.scheduler import LoadFileScheduling
 
     class LoadServerScheduling(LoadFileScheduling):
