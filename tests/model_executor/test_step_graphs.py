@@ -62,7 +62,7 @@ def test_recorded_steps_give_the_same_tokens(engines, recording, tiny_llada, tin
 def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
     llm, recorder = recording(tiny_llada, cache_method="dual")
     answers(llm)
-    assert set(runner_of(llm).graphs.graphs) == {(1, 8), (4, 8), (8, 8)}
+    assert set(runner_of(llm).denoiser.graphs.graphs) == {(1, 8), (4, 8), (8, 8)}
     assert recorder.num_recorded == 3
 
 
@@ -84,14 +84,14 @@ def test_requests_of_different_blocks_run_as_they_come(engines, recording, tiny_
     llm, _ = recording(tiny_llada, cache_method="dual")
     for output, other in zip(generate(llm, prompts, params), expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
-    assert not {size for size in runner_of(llm).graphs.graphs if size[0] > 1}
+    assert not {size for size in runner_of(llm).denoiser.graphs.graphs if size[0] > 1}
 
 
 def test_long_steps_run_as_they_come(recording, tiny_llada, monkeypatch):
     monkeypatch.setattr("dllm_engine.model_executor.step_graphs.MAX_ROWS", 8 * 3)
     llm, _ = recording(tiny_llada, cache_method="dual")
     answers(llm)
-    assert set(runner_of(llm).graphs.graphs) == {(1, 8)}
+    assert set(runner_of(llm).denoiser.graphs.graphs) == {(1, 8)}
 
 
 def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_llada, monkeypatch):
@@ -99,7 +99,7 @@ def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_l
     monkeypatch.setattr("dllm_engine.model_executor.step_graphs.MAX_GRAPHS", 2)
     llm, recorder = recording(tiny_llada, cache_method="dual")
     assert answers(llm) == expected
-    assert list(runner_of(llm).graphs.graphs) == [(8, 8), (1, 8)]
+    assert list(runner_of(llm).denoiser.graphs.graphs) == [(8, 8), (1, 8)]
     assert recorder.num_recorded == 4
 
 
@@ -177,7 +177,7 @@ def test_cuda_graphs_give_the_same_tokens(engines, tiny_llada, method):
     expected = answers(engines(tiny_llada, page_size=4, cache_method=method))
     llm = engines(tiny_llada, page_size=4, cache_method=method, cuda_graphs=True)
     assert answers(llm) == expected
-    assert runner_of(llm).graphs.graphs
+    assert runner_of(llm).denoiser.graphs.graphs
 
 
 def test_it_is_an_option_of_the_command_line():
