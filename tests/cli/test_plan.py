@@ -70,7 +70,7 @@ def test_sizes_have_units(text, size):
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [(byte_size, text, "80GiB") for text in ("", "GiB", "80 horses", "-1GiB", "nan")]
-    + [(share, text, "") for text in ("0", "1.1", "nan", "half", "-0.5")],  # above 0, and at most 1
+    + [(share, text, "above 0, at most 1") for text in ("0", "1.1", "nan", "half", "-0.5")],
 )
 def test_sizes_and_shares_that_are_none_are_refused(read, text, message):
     with pytest.raises(argparse.ArgumentTypeError, match=message):

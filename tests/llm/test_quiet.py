@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dllm_engine import quiet
-from dllm_engine.scheduler import diffusion_scheduler
+from dllm_engine.scheduler import request_queue
 from tests.support.engines import scheduler_of, start_engine
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
 )
 def test_one_line_says_which_method_and_pages_are_in_use(monkeypatch, engines, tiny_llada, settings, message):
     lines = []
-    monkeypatch.setattr(diffusion_scheduler.logger, "info", lambda text, *args: lines.append(text % args))
+    monkeypatch.setattr(request_queue.logger, "info", lambda text, *args: lines.append(text % args))
     engines.keep(start_engine(tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings))
     assert len(lines) == 1
     assert re.fullmatch(message, lines[0]), lines[0]
