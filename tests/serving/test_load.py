@@ -11,7 +11,7 @@ from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 20
+SECONDS = 10
 NUM_QUEUED, PER_CALL = 10_000, 1_000
 """vLLM takes at most 1,024 prompts in a call."""
 
@@ -23,9 +23,12 @@ def server(servers):
 
 def test_nothing_goes_wrong_under_load(server):
     """Memory is the benchmark's to watch: the libraries' buffers still grow in the first minutes."""
-    report = asyncio.run(Load(server.url, draw_asks(60, seed=1), seed=1).run(NUM_CLIENTS, SECONDS, pid=None))
-    assert report.violations == []
-    assert all(report.outcomes[outcome] > 5 for outcome in ("answered", "hung up", "refused"))
+    load = Load(server.url, draw_asks(60, seed=1), seed=1)
+    outcomes = load.report.outcomes
+    # How much is asked in that time is up to the machine.
+    while not load.report.violations and min(outcomes[name] for name in ("answered", "hung up", "refused")) <= 5:
+        asyncio.run(load.run(NUM_CLIENTS, SECONDS, pid=None))
+    assert load.report.violations == []
 
 
 def test_ten_thousand_requests_over_http_are_all_answered(server):
