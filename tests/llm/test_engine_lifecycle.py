@@ -101,17 +101,6 @@ def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(llm):
         assert responses[name] == list(generate(llm, [prompt], params(**request))[0].outputs[0].token_ids)
 
 
-@pytest.mark.slow
-def test_ten_thousand_queued_requests_are_all_answered(llm):
-    prompts = [[1 + i % 130, 1 + i // 130] for i in range(10_000)]
-    outputs = generate(llm, prompts, params(gen_length=2, block_length=2))
-    assert [list(output.prompt_token_ids) for output in outputs] == prompts
-    assert all(output.finished and len(output.outputs[0].token_ids) == 2 for output in outputs)
-    for i in random.Random(4).sample(range(10_000), 20):
-        alone = generate(llm, [prompts[i]], params(gen_length=2, block_length=2))
-        assert list(outputs[i].outputs[0].token_ids) == list(alone[0].outputs[0].token_ids)
-
-
 def test_figures_of_a_sequence_add_up(llm):
     (output,) = generate(llm, [PROMPT], params(gen_length=20, steps=9))
     figures = output.outputs[0].diffusion
