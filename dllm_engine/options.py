@@ -69,7 +69,7 @@ PAPER = "paper"
 class EngineOptions(BaseModel):
     """Options of one engine, the same in every process of it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     cache_method: str = "none"
     """What steps compute and what they keep in pages."""

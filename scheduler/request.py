@@ -32,7 +32,7 @@ class ParallelRule(NamedTuple):
 class CacheOptions(BaseModel):
     """Options of a cache method; the methods without any use this class itself."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True)

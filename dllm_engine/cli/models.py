@@ -58,7 +58,7 @@ def as_tables(supported: dict[str, Any]) -> str:
     methods = []
     for name, options in supported["cache_methods"].items():
         # The first option is on the method's own line, the others are below.
-        lines = [(option, _allowed(schema), schema.get("description", "")) for option, schema in options.items()]
+        lines = [(option, _allowed(schema), _first_sentence(schema)) for option, schema in options.items()]
         for position, line in enumerate(lines or [("(no options)", "", "")]):
             methods.append((name if position == 0 else "", *line))
     policies = [
@@ -94,3 +94,8 @@ def _allowed(schema: dict[str, Any]) -> str:
     limits = ", ".join(f"{sign} {schema[key]}" for key, sign in _LIMITS.items() if key in schema)
     default = f"; default {json.dumps(schema['default'])}" if "default" in schema else ""
     return f"{kind} {limits}".rstrip() + default
+
+
+def _first_sentence(schema: dict[str, Any]) -> str:
+    """Of an option's meaning."""
+    return " ".join(schema.get("description", "").replace("``", "").split()).partition(". ")[0].rstrip(".")

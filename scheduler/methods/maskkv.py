@@ -38,7 +38,9 @@ class MaskKVOptions(DLLMCacheOptions):
     """Options of ``maskkv`` (MaskKV, arXiv 2510.09309). The defaults are the paper's."""
 
     response_refresh_interval: int = Field(default=5, ge=1)
+    """As in ``dllm_cache``."""
     refresh_first_layer: bool = False
+    """As in ``dllm_cache``."""
     kv_budget: int | None = Field(default=256, ge=0)
     """Prompt tokens that a KV head of a layer retains, on average (B̄). None: ``retention_ratio`` alone decides. A
     prompt within the budget is retained whole."""

@@ -13,13 +13,14 @@ from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 
 class Options(BaseModel):
-    ratio: float = Field(default=0.5, gt=0, le=1, description="Share of the prompt that is kept.")
+    ratio: float = Field(default=0.5, gt=0, le=1, description="Share of the\nprompt that is kept. More is better.")
     every: int | None = Field(default=None, ge=1)
 
 
 def test_tables_name_everything(capsys):
     assert main(["models"]) == 0
     words = capsys.readouterr().out.split()
+    assert "FULL steps of a block before the UPDATE step" in " ".join(words), "what an option means"
     checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]
     options = [option for method in CACHE_METHODS.values() for option in method.options.model_fields]
     assert {*checkpoints, *CACHE_METHODS, *options, *UNMASKING_POLICIES, *PARALLEL_OPTIONS} <= set(words)
@@ -41,7 +42,7 @@ def test_options_are_shown_with_range_default_and_meaning():
         }
     )
     assert "evict         ratio         number > 0, ≤ 1; default 0.5" in table
-    assert "Share of the prompt that is kept." in table
+    assert "Share of the prompt that is kept\n" in table
     assert "every         integer ≥ 1 or null; default null" in table
     assert "none          (no options)" in table
     assert "limit               number ≥ 0  best, next" in table

@@ -6,8 +6,8 @@ The tables are made from the classes of the options and the docstrings of their 
 
 import ast
 import inspect
+import itertools
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def request_table() -> list[str]:
     }
     schemas = {"gen_length": {"type": "integer", "minimum": 1}} | RequestOptions.model_json_schema()["properties"]
     assert all(getattr(DiffusionParams(), name) is None for name in schemas if name not in ("top_p", "top_k"))
-    return [*HEAD, *(row(name, schemas[name], defaults.get(name, "off"), DiffusionParams) for name in schemas)]
+    meanings = docstrings(DiffusionParams)
+    return [*HEAD, *(row(name, schema, meanings[name], defaults.get(name, "off")) for name, schema in schemas.items())]
 
 
 def engine_table() -> list[str]:
@@ -140,15 +141,16 @@ def checkpoint_table() -> list[str]:
 def rows(options: type[BaseModel]) -> list[str]:
     """A row per option."""
     schemas = options.model_json_schema()["properties"]
-    return [row(name, schemas[name], None, options) for name in schemas if name not in INTERNAL]
+    return [row(name, schemas[name], schemas[name]["description"]) for name in schemas if name not in INTERNAL]
 
 
-def row(name: str, schema: dict[str, Any], default: object, options: type) -> str:
+def row(name: str, schema: dict[str, Any], meaning: str, default: object = None) -> str:
     """``default`` is shown as it is; None stands for that of the schema, which then may allow None as a value."""
     nullable = default is None and {"type": "null"} in schema.get("anyOf", [])
     values = allowed(name, schema) + (" or None" if nullable else "")
     shown = f"`{default_of(schema)}`" if default is None else default
-    return f"| `{name}` | {values} | {shown} | {meaning(options, name)} |"
+    meaning = " ".join(meaning.split()).replace("``", "`").replace("|", "\\|")
+    return f"| `{name}` | {values} | {shown} | {meaning} |"
 
 
 def default_of(schema: dict[str, Any]) -> str:
@@ -183,24 +185,15 @@ def allowed(name: str, schema: dict[str, Any]) -> str:
     return f"{least}{kind}{most}"
 
 
-def meaning(options: type, name: str) -> str:
-    """The docstring of a field, from the class that has one."""
-    for cls in options.__mro__:
-        if cls.__module__.startswith("dllm_engine.") and (docstring := field_docstrings(cls).get(name)):
-            return " ".join(docstring.split()).replace("``", "`").replace("|", "\\|")
-    raise AssertionError(f"{options.__name__}.{name} has no docstring")
-
-
-def field_docstrings(cls: type) -> dict[str, str]:
+def docstrings(cls: type) -> dict[str, str]:
     """The strings that stand below the fields in a class's source."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    (body,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            found[field.target.id] = str(text.value.value)
-    return found
+    return {
+        ast.unparse(field.target): ast.literal_eval(text.value)
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 if __name__ == "__main__":
