@@ -90,12 +90,20 @@ def test_what_cannot_be_is_named(started, capsys, arguments, named):
     assert named in capsys.readouterr().err
 
 
-def test_missing_data_are_named_before_an_engine_starts(started, tmp_path, capsys):
+def test_missing_data_are_named_before_an_engine_starts(started, tmp_path, monkeypatch, capsys):
     task = tmp_path / "lost.yaml"
     text = Path(NAMES).read_text(encoding="utf-8").replace("examples/lm_eval/names.jsonl", f"{tmp_path}/lost.jsonl")
     task.write_text(text, encoding="utf-8")
     assert main(["eval", "--lm-eval", str(task)]) == 2
     assert "Its data must be at hand" in capsys.readouterr().err
+    for setting in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(setting, True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    assert main(["eval", "--paper-task", "gsm8k"]) == 2
+    (message,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("dllm: error: "))
+    assert "task 'gsm8k' cannot be loaded" in message
+    assert "openai/gsm8k" in message
+    assert "HF_HOME" in message
     assert not started
 
 

@@ -1,5 +1,4 @@
-"""What of the command line needs a process of its own: one that is killed or interrupted, engines that end, an
-environment that is read at the start.
+"""What needs a process of its own: commands that are killed or interrupted, and engines that end.
 
 The commands themselves run as printed in ``tests/docs/test_snippets.py``.
 """
@@ -118,16 +117,6 @@ def test_bench_measures_methods_one_by_one_each_with_a_baseline_on_two_models(ru
                 assert cell["whole"]["floor_seconds"] > 0
     plots = sorted(file.name for file in (tmp_path / "bench-plots").iterdir())
     assert plots == ["bench-demo.png", "bench-llada-8b-16.png"]
-
-
-def test_a_paper_task_without_its_data_says_what_is_missing(run, environment, tmp_path):
-    environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    result = run(*DLLM, "eval", "--paper-task", "gsm8k")
-    assert result.returncode == 2
-    (message,) = (line for line in result.stderr.splitlines() if line.startswith("dllm: error: "))
-    assert "task 'gsm8k' cannot be loaded" in message
-    assert "openai/gsm8k" in message
-    assert "HF_HOME" in message
 
 
 def wait_until(condition, process):

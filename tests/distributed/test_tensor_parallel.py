@@ -90,7 +90,7 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_ch
     model, engine, rules, figures = CASES[case]
     engine = engine | {"page_size": 16}
     prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
-    asked = {"gen_length": 40, "block_length": 16, "ignore_eos": True}
+    asked = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
     params = [DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))]
     with two_ranks(reference_checkpoints / model, **engine) as sharded:
         answers = generate(sharded, prompts, params)

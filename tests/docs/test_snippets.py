@@ -34,6 +34,7 @@ TAKES_MINUTES = "takes minutes; tests/cli runs the command on less"
 NOT_RUN = {
     "python3 scripts/dev.py test": "is this run",
     'pip install ".[cuda]"': "needs a GPU and the network",
+    "dllm eval --lm-eval examples/lm_eval/names.yaml": TAKES_MINUTES,
     "dllm eval --methods all --unmasking-rules one,threshold=0.9": TAKES_MINUTES,
     "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": "tests/docs/test_deploy_docs.py compares all of its output",

@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import tiny_checkpoints
 from tests.support.engines import generate
 
 pytestmark = pytest.mark.slow
 
 INTERVALS = {"prompt_refresh_interval": 3, "response_refresh_interval": 2}
 TASKS = {
-    "none": ("dream-tiny-a", {}),
-    "prefix": ("dream-tiny-a", {}),
-    "dual": ("llada-tiny-a", {}),
-    "sparse": ("dream-tiny-a", {}),
-    "dkv": ("llada-tiny-a", {"refresh_interval": 3}),
-    "dllm_cache": ("dream-tiny-a", INTERVALS),
-    "maskkv": ("llada-tiny-a", INTERVALS | {"kv_budget": 8}),
-    "freecache": ("dream-tiny-a", {}),
-    "es_dllm": ("llada-tiny-a", {"retention_ratio": 0.5}),
+    "none": ("dream", {}),
+    "prefix": ("dream", {}),
+    "dual": ("llada", {}),
+    "sparse": ("dream", {}),
+    "dkv": ("llada", {"refresh_interval": 3}),
+    "dllm_cache": ("dream", INTERVALS),
+    "maskkv": ("llada", INTERVALS | {"kv_budget": 8}),
+    "freecache": ("dream", {}),
+    "es_dllm": ("llada", {"retention_ratio": 0.5}),
 }
 """Model and cache options of each method."""
 SETTINGS = {"page_size": 4, "max_model_len": 64}
@@ -37,21 +38,22 @@ KERNELS = {
 
 def prompt(length: int) -> list[int]:
     draw = random.Random(length)
-    return [draw.randrange(480) for _ in range(length)]
+    return [draw.randrange(tiny_checkpoints.MASK) for _ in range(length)]
 
 
-def test_every_cache_method(engines, reference_checkpoints):
+def test_every_cache_method(engines, tiny_llada, tiny_dream):
     from dllm_engine import DiffusionParams
     from dllm_engine.scheduler.methods import CACHE_METHODS
 
     requests = [
-        {"prompt": prompt(13), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
-        {"prompt": prompt(4), "params": {"gen_length": 8, "block_length": 4, "ignore_eos": True}},
-        {"prompt": prompt(9), "params": {"gen_length": 10, "block_length": 6, "ignore_eos": True, "threshold": 0.2}},
+        {"prompt": prompt(13), "params": {"gen_length": 8, "block_length": 8, "steps": 5, "ignore_eos": True}},
+        {"prompt": prompt(4), "params": {"gen_length": 8, "block_length": 8, "steps": 5, "ignore_eos": True}},
+        {"prompt": prompt(9), "params": {"gen_length": 6, "block_length": 4, "threshold": 0.03, "ignore_eos": True}},
     ]
+    models = {"llada": tiny_llada, "dream": tiny_dream}
     tasks = [
         {
-            "model": str(reference_checkpoints / model),
+            "model": str(models[model]),
             "settings": SETTINGS
             | {"cache_method": method, "cache_options": options, "steps_per_dispatch": 4 if recorded else 1},
             "recorded": recorded,

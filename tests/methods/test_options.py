@@ -35,16 +35,13 @@ def out_of_range():
     [
         *out_of_range(),
         ("sparse", {"pool_kernel_size": 4}, "pool_kernel_size=4"),
-        ("maskkv", {"pool_kernel_size": 2}, "pool_kernel_size=2"),
         ("freecache", {"include_suffix": "half"}, "include_suffix='half'"),
         ("dual", {"retention_ratio": 0.5}, "'retention_ratio'=0.5"),
         ("dllm_cache", {"kv_budget": 9}, "unknown cache option 'kv_budget'=9.*prompt_refresh_interval"),
         ("es_dllm", {"keep_schedule": []}, "must begin with depth 0"),
-        ("es_dllm", {"keep_schedule": [[1, 0.5]]}, "must begin with depth 0"),
         ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 0.5], [0.2, 0.5]]}, "depths must rise"),
         ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 1]]}, "depths must rise within"),
         ("es_dllm", {"keep_schedule": [[1, 0], [0, 0.5]]}, "fractions must fall"),
-        ("es_dllm", {"keep_schedule": [[0.5, 0], [0.6, 0.5]]}, "fractions must fall"),
     ],
     ids=str,
 )

@@ -231,7 +231,6 @@ def test_stop_strings_cut_the_text(client, model, examples, offline):
         ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs=1"),
         ({"extra_body": {"use_beam_search": True}, "n": 2, "temperature": 1.0}, "beam search"),
         ({"presence_penalty": 1.0}, "presence_penalty=1.0"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty=1.0"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty=1.5"),

@@ -115,7 +115,7 @@ def wait_until_running(server, number):
 def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name, ranks, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    watched = start("--tensor-parallel-size", ranks)
+    watched = start("--tensor-parallel-size", ranks, worker=ranks == "2")
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:
@@ -134,7 +134,7 @@ def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name
 
 
 def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_the_second_signal(start):
-    watched = start("--shutdown-timeout", "600")
+    watched = start("--shutdown-timeout", "600", worker=False)
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:

@@ -92,11 +92,14 @@ def set_steps_per_dispatch(llm: "LLM", num_steps: int, monkeypatch: "pytest.Monk
 
 
 def freeze_imports() -> None:
-    """Keep the thousands of objects of vLLM's modules out of each garbage collection."""
-    import vllm  # noqa: F401
+    """Make engines start faster: keep vLLM's modules out of each garbage collection, and have vLLM look once for the
+    Triton kernels that it replaces on a CPU. For that it walks over all modules, in every start of an engine."""
+    from vllm.platforms import current_platform
 
     import dllm_engine.llm  # noqa: F401
 
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.collect()
     gc.freeze()
 
