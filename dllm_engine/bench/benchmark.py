@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 
 from dllm_engine.bench.cells import (
@@ -82,8 +83,6 @@ class Benchmark:
 
     def groups(self) -> list[tuple[str, ...]]:
         """Methods whose engines run side by side: all, where memory allows; on a GPU each alone."""
-        import torch
-
         s, copies = self.settings, PACKED_COPIES
         pools = sum(self.subject.pool_bytes(method, s.unmaskings) for method in s.methods)
         needed = (len(s.methods) * copies + 1) * self.subject.weight_bytes + pools
@@ -101,14 +100,12 @@ class Benchmark:
         accuracy: list[dict[str, Any]] = []
         with tqdm(total=len(groups) * (s.repeats + 1), desc=s.model, unit="round", leave=False) as bar:
             for number, methods in enumerate(groups):
-                self._stop()
-                for method in methods:
-                    self._running[method] = self._start(method)
-                runner = runner_of(self._running[methods[0]])
+                self.stop()
+                device, dtype = self._start(methods)
                 if rates is None:
-                    rates = MachineRates(runner.device, runner.model.final_norm.weight.dtype)
+                    rates = MachineRates(device, dtype)
                 if plain is None and s.baseline:
-                    plain = subject.plain(runner.device)
+                    plain = subject.plain(device)
                 cells += self._measure(number, plain, rates, bar)
                 accuracy += self._score()
         assert rates is not None
@@ -130,12 +127,16 @@ class Benchmark:
             "accuracy": accuracy,
         }
 
-    def _start(self, method: str) -> "LLM":
-        llm = self.subject.start(method, self.settings.unmaskings)
-        if (pages := runner_of(llm).pages) is not None:
-            # Memory is taken when it is first written to; pages are counted on their own, not as a cell's peak.
-            pages.memory.zero_()
-        return llm
+    def _start(self, methods: Sequence[str]) -> tuple[torch.device, torch.dtype]:
+        """Start the engines of a group; returns where and in what type they compute. Only ``_running`` may hold them,
+        so that ``stop`` frees their memory."""
+        for method in methods:
+            self._running[method] = self.subject.start(method, self.settings.unmaskings)
+            runner = runner_of(self._running[method])
+            if runner.pages is not None:
+                # Memory is taken when it is first written to; pages are counted on their own, not as a cell's peak.
+                runner.pages.memory.zero_()
+        return runner.device, runner.model_config.dtype
 
     def _cells(self, methods: Sequence[str]) -> Iterator[Cell]:
         s = self.settings
@@ -211,9 +212,9 @@ class Benchmark:
                     )
         return scores
 
-    def _stop(self) -> None:
-        """Before the next group starts: a device holds one at a time."""
-        for llm in self._running.values():
-            llm.llm_engine.engine_core.shutdown()
-        self._running.clear()
+    def stop(self) -> None:
+        """End the engines before others start: a device holds one group at a time."""
+        while self._running:
+            self._running.popitem()[1].llm_engine.engine_core.shutdown()
         gc.collect()
+        torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing

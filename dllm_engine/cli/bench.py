@@ -178,7 +178,11 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
 
     use_clock(clock)
     benchmarks = [Benchmark(settings(each)) for each in wanted]
-    runs = [benchmark.run() for benchmark in benchmarks]
+    runs = []
+    for number, benchmark in enumerate(benchmarks):
+        if number:
+            benchmarks[number - 1].stop()
+        runs.append(benchmark.run())
     return {"schema": SCHEMA, "command": command, "machine": provenance(), "how": HOW, "runs": runs}
 
 

@@ -96,10 +96,22 @@ def test_bench_measures_methods_one_by_one_each_with_a_baseline_on_two_models(ru
     """More engines than the memory holds side by side; here it is said to be short. Engines that end need a process of
     their own."""
     pytest.importorskip("matplotlib")
-    program = (
-        "import sys; from dllm_engine.bench import benchmark; benchmark.available = lambda: 0; "
-        "from dllm_engine.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
+    program = """if True:
+        import sys, weakref
+        from dllm_engine.bench import benchmark
+        from dllm_engine.bench.subject import Subject
+        from dllm_engine.cli.main import main
+        started, start = [], Subject.start
+
+        def start_and_watch(*arguments):
+            assert not any(model() for model in started), "an engine that was stopped still holds its weights"
+            llm = start(*arguments)
+            started.append(weakref.ref(benchmark.runner_of(llm).model))
+            return llm
+
+        benchmark.available, Subject.start = lambda: 0, start_and_watch
+        sys.exit(main(sys.argv[1:]))
+    """
     small = ["--methods", "none,dual", "--batch", "2", "--response", "16", "--repeats", "1", "--count", "2"]
     result = run(sys.executable, "-c", program, "bench", "--quick", *small)
     assert result.returncode == 0, result.stderr
