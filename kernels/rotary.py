@@ -12,6 +12,7 @@ In bfloat16, phases would be off by whole radians at positions in the thousands,
 import torch
 
 from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels.vllm_operators import vllm_cpu_kernel
 
 
 @operator("rotate_", mutates=("x",), triton="rotary")
@@ -28,9 +29,9 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     # vLLM's compiled rotation takes one pass, but computes in the rows' own type. vLLM may not have loaded it.
     num_rows, num_heads, head_dim = x.shape
     together = x.stride(1) == head_dim or num_heads == 1
-    if x.dtype == torch.float32 and together and hasattr(torch.ops._C, "rotary_embedding"):
+    if x.dtype == torch.float32 and together and (rotary_embedding := vllm_cpu_kernel("rotary_embedding")):
         heads = x.view(num_rows, num_heads * head_dim)
-        torch.ops._C.rotary_embedding(torch.arange(num_rows), heads, None, head_dim, cos_sin, True)
+        rotary_embedding(torch.arange(num_rows), heads, None, head_dim, cos_sin, True)
         return
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     first, second = x.to(torch.float32).chunk(2, dim=-1)

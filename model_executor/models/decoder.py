@@ -24,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotate_
+from dllm_engine.kernels.vllm_operators import vllm_cpu_kernel
 
 Shard = str | int | None
 """Part of a fused parameter, as vLLM's layers name it; None: the whole of a parameter."""
@@ -71,7 +72,7 @@ class Norm(RMSNorm):
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
         # Looked up once: a norm is small beside the search for it.
-        self.compiled = torch.ops._C.rms_norm.default if hasattr(torch.ops._C, "rms_norm") else None
+        self.compiled = vllm_cpu_kernel("rms_norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight

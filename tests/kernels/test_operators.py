@@ -1,11 +1,17 @@
 """Schema, fake implementation and tracing of every operator, as torch.compile and graphs need them."""
 
+import importlib
 import itertools
+import pkgutil
 
 import pytest
 import torch
 
+import dllm_engine.kernels
 from tests.support.paged_cases import paged_case
+
+for module in pkgutil.iter_modules(dllm_engine.kernels.__path__):
+    importlib.import_module(f"dllm_engine.kernels.{module.name}")  # registers its operators
 
 QUERIES, VALUES, ROWS = torch.randn(11, 4, 8), torch.randn(11, 2, 8), torch.randn(3, 8)
 PAGES, FEATURES = torch.randn(3, 6, 8), torch.randn(3, 2, 8)
