@@ -208,7 +208,7 @@ def paged_attention(
         part_lse = q.new_empty(num_splits, *q.shape[:2], dtype=torch.float32)
     else:
         parts, part_lse = out[None], lse[None]
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = max(16, triton.next_power_of_2(head_dim))  # the least that a matrix product takes
     _attention_kernel[num_requests * num_blocks, num_kv_heads, num_splits](
         q, k, v, cu_seqlens, k_pages, v_pages, page_tables,
         head_start.contiguous(), token_stride.contiguous(), head_len.contiguous(), parts, part_lse,

@@ -160,6 +160,7 @@ def test_splits_of_a_vocabulary_are_chosen_for_a_gpu(num_rows):
         (BFLOAT16, 256, 32, False, True),
         (FLOAT16, 96, 1, False, False),
         (FLOAT32, 256, 32, True, False),
+        (BFLOAT16, 8, 32, True, False),
     ],
 )
 def test_attention_compiles_for_a_gpu(monkeypatch, dtype, dim, rows, attend_fresh, causal):
