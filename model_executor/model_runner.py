@@ -2,13 +2,14 @@
 
 import itertools
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -107,6 +108,29 @@ class DiffusionModelRunner:
 
     def get_model(self) -> DiffusionDecoder:
         return self.model
+
+    def get_draft_model(self) -> None:
+        """There is no speculative decoding. A guide is read again with the model."""
+
+    def reload_weights(self, weights_iterator: Any = None, weights_path: str | None = None, **options: Any) -> None:
+        """Read the weights again in place, as vLLM's runner does; a guide's too unless other weights are named."""
+        reload_weights(
+            self.vllm_config, self.model, weights_iterator, weights_path, options.get("is_checkpoint_format", True)
+        )
+        if self.guide is not None and weights_iterator is None and weights_path is None:
+            self.guide.reload_weights()
+
+    def _refuse_lora(self, *arguments: Any) -> NoReturn:
+        raise NotImplementedError("LoRA adapters are not supported: merge the adapter into the checkpoint")
+
+    add_lora = remove_lora = pin_lora = list_loras = _refuse_lora
+
+    def reset_lora_state(self) -> None:
+        """There are no adapters."""
+
+    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
+        """There is no encoder."""
+        return {}
 
     def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)

@@ -15,6 +15,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -26,7 +28,7 @@ from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.model_executor.token_prediction import gather_from_ranks
+from dllm_engine.model_executor.token_prediction import MAX_LOGITS_PER_CHUNK, gather_from_ranks
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 from dllm_engine.scheduler.page_layout import PageKind
@@ -95,17 +97,24 @@ class Guide:
         dtype = vllm_config.model_config.dtype
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), device:
             model = CausalModel(vllm_config=vllm_config, hf_config=hf_config)
+            record_metadata_for_reloading(model)
         # vLLM's loader asks the model's config where the weights are.
         source = copy.copy(vllm_config.model_config)
         source.model, source.revision, source.hf_config = options.guide_model, None, hf_config
         if vllm_config.load_config.load_format != "dummy":
             check_safetensors(options.guide_model)
+        self._source = copy.copy(vllm_config)
+        self._source.model_config = source
         get_model_loader(vllm_config.load_config).load_weights(model, source)
         process_weights_after_loading(model, vllm_config.model_config, device)
         self.model = model.eval()
         self.reader = reader
         self.shape = options.guide_shape
         self.pages: PageView | None = None
+
+    def reload_weights(self) -> None:
+        """Read the weights from the checkpoint again."""
+        reload_weights(self._source, self.model, None, None, is_checkpoint_format=True)
 
     def attach(self, memory: PageMemory) -> None:
         """Take pages from ``memory`` from now on."""
@@ -169,7 +178,10 @@ class Guide:
         hidden = self.model(batch.input_ids, batch.positions, layer_pass)
         rows = [t - 1 - span.start + b for q, span, b in zip(questions, spans, bounds, strict=False) for t in q.judged]
         tokens = [q.reading.tokens[t] for q in questions for t in q.judged]
-        ranks, own = self._judge(hidden[torch.tensor(rows, device=device)], torch.tensor(tokens, device=device))
+        hidden, drafted = hidden[torch.tensor(rows, device=device)], torch.tensor(tokens, device=device)
+        size = max(1, MAX_LOGITS_PER_CHUNK // self.model.shape.vocab_size)
+        chunks = [self._judge(*chunk) for chunk in zip(hidden.split(size), drafted.split(size), strict=True)]
+        ranks, own = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         answers = zip(ranks.tolist(), own.tolist(), strict=True)
         return [{t: next(answers) for t in question.judged} for question in questions]
 
@@ -189,6 +201,7 @@ class Guide:
         return Verdict(question.drafted, ranks, tokens)
 
     def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
         shard: VocabularyShard = self.model.compute_logits(hidden)
         logits, first = shard.logits.float(), shard.first_token
         size = logits.shape[1]

@@ -1,0 +1,66 @@
+"""What vLLM's workers use of a model runner: ours has it, or its worker never gets there."""
+
+import ast
+import inspect
+
+import pytest
+from vllm.v1.worker import cpu_worker, gpu_worker
+
+from dllm_engine import DiffusionParams
+from tests.support.engines import generate, runner_of
+
+OURS = "only in methods that DiffusionWorker replaces"
+NEVER_USED = {
+    "_dummy_run": OURS,
+    "_dummy_pooler_run": OURS,
+    "_dummy_sampler_run": OURS,
+    "capture_model": OURS,
+    "lora_config": OURS,
+    "maybe_remove_all_loras": OURS,
+    "needs_cudagraph_capture": OURS,
+    "warming_up_model": OURS,
+    "_init_kv_zero_meta": "only if the runner has it",
+    "pool": "for pooling models",
+    "profile_cudagraph_memory": "for graphs that vLLM records; ours are off for it",
+    "sample_tokens": "execute_model returns the tokens",
+    "take_draft_token_ids": "for speculative decoding",
+}
+
+
+def used_of_a_runner(module):
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self.model_runner", "model_runner")
+    }
+
+
+def test_every_attribute_that_vllms_workers_use_is_there_or_listed(engines, tiny_llada):
+    runner = runner_of(engines(tiny_llada))
+    used = used_of_a_runner(gpu_worker) | used_of_a_runner(cpu_worker)
+    assert {name for name in used if not hasattr(runner, name)} == set(NEVER_USED)
+
+
+def test_weights_are_read_again_after_they_were_discarded(engines):
+    """As by ``sleep(level=2)``, which vLLM has for GPUs only."""
+    llm = engines("demo", cache_method="freecache", guide_model="demo", kv_cache_memory_bytes=32 << 20)
+    params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
+
+    def answer():
+        output = generate(llm, [[5, 6, 7, 8]], params)[0].outputs[0]
+        return output.token_ids, output.diffusion.unmasked_per_step
+
+    before = answer()
+    for model in (runner_of(llm).model, runner_of(llm).guide.model):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+    assert answer() != before
+    llm.collective_rpc("reload_weights")
+    assert answer() == before
+
+
+def test_what_cannot_be_done_is_refused_by_name(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    with pytest.raises(NotImplementedError, match="LoRA adapters are not supported"):
+        llm.collective_rpc("add_lora", args=(None,))
+    assert llm.collective_rpc("get_draft_model") == [None]
