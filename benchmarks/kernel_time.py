@@ -6,10 +6,11 @@ measured in the same run, taking turns with the calls.
 
     python benchmarks/kernel_time.py [--device cuda] [--dtype bfloat16] [--output FILE.json]
 
-On a CPU one thread computes and processor seconds are counted; on CUDA the time between events.
+On a CPU one thread computes and processor seconds are counted; on CUDA the time between events around a recorded graph.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
@@ -105,16 +106,33 @@ def costs(call: dict[str, Any]) -> tuple[int, int]:
     return numbers * q.element_size(), 4 * rows * (retained + fresh) * (q.shape[1] // kv_heads) * HEAD_DIM
 
 
-def seconds_of_call(call: dict[str, Any]) -> float:
-    """Of the device between events on CUDA; processor seconds on a CPU."""
-    if not call["q"].is_cuda:
-        return seconds_of(lambda: paged_attention(**call))
+def timer(case: Case, device: str, dtype: torch.dtype) -> Callable[[], float]:
+    """A function that returns the seconds of one call: of the device on CUDA, of the processor on a CPU.
+
+    On CUDA a graph of calls runs between two events, because a launch takes longer than a small kernel. Each call has
+    operands of its own, twice the L2 cache in all, because those of a layer are not in the cache when its turn comes.
+    """
+    call = arguments(case, device, dtype)
+    if device == "cpu":
+        return lambda: seconds_of(lambda: paged_attention(**call))
+    cache_bytes = torch.cuda.get_device_properties(call["q"].device).L2_cache_size
+    calls = [call, *(arguments(case, device, dtype) for _ in range(2 * cache_bytes // costs(call)[0]))]
+    for warm_up in calls:
+        paged_attention(**warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for recorded in calls:
+            paged_attention(**recorded)
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    paged_attention(**call)
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
+
+    def seconds() -> float:
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3 / len(calls)
+
+    return seconds
 
 
 def main() -> None:
@@ -129,18 +147,18 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     if device == "cpu":
         torch.set_num_threads(1)
-    calls = {case: arguments(case, device, dtype) for case in CASES}
+    timers = {case: timer(case, device, dtype) for case in CASES}
     rates = MachineRates(torch.device(device), dtype)
     times: dict[Case, list[float]] = {case: [] for case in CASES}
     for number in range(options.rounds + 2):
         rates.measure()
-        for case, call in calls.items():
-            seconds = seconds_of_call(call)
+        for case, measure in timers.items():
+            seconds = measure()
             if number >= 2:  # the first calls warm up
                 times[case].append(seconds)
     figures = []
-    for case, call in calls.items():
-        num_bytes, num_flops = costs(call)
+    for case in CASES:
+        num_bytes, num_flops = costs(arguments(case, "cpu", dtype))
         floor = max(num_bytes / rates.copy_bytes_per_second, num_flops / rates.product_flops_per_second)
         seconds = statistics.median(times[case])
         figures.append(

@@ -67,6 +67,7 @@ def start_engine(model: Path | str, **settings: Any) -> "LLM":
         "max_model_len": 256,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.02,  # what vLLM wants free on a GPU, beside the engines that run already
         "enforce_eager": True,
         "trace": True,
     }
