@@ -112,11 +112,11 @@ class DiffusionModelRunner:
     def get_draft_model(self) -> None:
         """There is no speculative decoding. A guide is read again with the model."""
 
-    def reload_weights(self, weights_iterator: Any = None, weights_path: str | None = None, **options: Any) -> None:
+    def reload_weights(
+        self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+    ) -> None:
         """Read the weights again in place, as vLLM's runner does; a guide's too unless other weights are named."""
-        reload_weights(
-            self.vllm_config, self.model, weights_iterator, weights_path, options.get("is_checkpoint_format", True)
-        )
+        reload_weights(self.vllm_config, self.model, weights_iterator, weights_path, is_checkpoint_format)
         if self.guide is not None and weights_iterator is None and weights_path is None:
             self.guide.reload_weights()
 
