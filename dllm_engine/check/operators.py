@@ -1,0 +1,239 @@
+"""Each operator on the device against its plain version on the CPU, at a model's sizes.
+
+The plain version computes in float64 where it can, else in float32, from the same numbers.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dllm_engine.check.checks import Check, compare
+from dllm_engine.check.paged_case import paged_case
+from dllm_engine.kernels.eviction import mean_query_scores
+from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
+from dllm_engine.kernels.noise import gumbel, gumbel_max, uniform
+from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
+from dllm_engine.kernels.rotary import rotary_table, rotate_
+from dllm_engine.kernels.similarity import similarity_sums
+from dllm_engine.kernels.slots import write_slots
+from dllm_engine.kernels.token_statistics import token_statistics
+from dllm_engine.kernels.voting import voting_scores
+from dllm_engine.options import EngineOptions
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = (16, 64, 96, 128, 256)
+"""Checked beside the model's own."""
+ROWS, LOGIT_ROWS = 300, 8
+VOTERS = 32
+POSITIONS = 2048
+SPANS = [[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]]
+"""Two requests of ``mean_query_scores``, in ``ROWS`` rows."""
+PAGED = (([1, 3], [40, 700]), ([32, 9], [513, 77]), ([160, 40], [200, 41]))
+"""Rows of each request, and the tokens that it has in pages: tiles of several sizes, with splits of the keys."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model, and of a page."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    slots_per_page: int
+
+    @classmethod
+    def of_model(cls, config: Any) -> "Sizes":
+        """With pages of the default size. ``config``: as ``load_config`` gives it."""
+        heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        slots = EngineOptions().page_size * kv_heads
+        return cls(heads, kv_heads, hidden // heads, hidden, config.vocab_size, slots)
+
+    def with_head_dim(self, head_dim: int) -> "Sizes":
+        """Other heads, few of them: four that share two KV heads."""
+        slots = self.slots_per_page // self.num_kv_heads * 2
+        return replace(self, num_heads=4, num_kv_heads=2, head_dim=head_dim, slots_per_page=slots)
+
+    @property
+    def heads(self) -> str:
+        return f"{self.num_heads} heads of {self.head_dim} share {self.num_kv_heads}"
+
+
+class Draw:
+    """The same numbers whatever the device: rounded to ``dtype``, held in ``held``."""
+
+    def __init__(self, dtype: torch.dtype, held: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.held, self.device = dtype, held, device
+        self._generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.dtype).to(self.device, self.held)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+
+    def slots(self, places: int, *shape: int) -> torch.Tensor:
+        """Different places, and −1 for about a quarter of them."""
+        slots = torch.randperm(places, generator=self._generator)[: torch.Size(shape).numel()].view(shape)
+        return slots.masked_fill(torch.rand(shape, generator=self._generator) < 0.25, -1).to(self.device)
+
+    def queries_and_keys(self, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """``ROWS`` rows of a fused projection: views of one tensor."""
+        fused = self.normal(ROWS, sizes.num_heads + sizes.num_kv_heads, sizes.head_dim)
+        return fused[:, : sizes.num_heads], fused[:, sizes.num_heads :]
+
+    def pool(self, sizes: Sizes, num_slots: int) -> torch.Tensor:
+        """Pages of keys and values with at least so many slots of each."""
+        return self.normal(-(-num_slots // sizes.slots_per_page) + 2, 2, sizes.slots_per_page, sizes.head_dim)
+
+    def counters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Seeds, forward passes and positions of the rows of logits."""
+        seeds = self.integers(-(2**63), 2**63 - 1, LOGIT_ROWS)
+        return seeds, self.integers(0, 500, LOGIT_ROWS), self.integers(0, POSITIONS, LOGIT_ROWS)
+
+
+# Each function calls one operator, and returns its results and everything that it could write to.
+_Case = Callable[[Draw, Sizes], list[torch.Tensor]]
+
+
+def _write_slots(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    _, k = draw.queries_and_keys(sizes)
+    pool = draw.pool(sizes, k.shape[0] * k.shape[1])
+    pages = pool[:, 1]
+    write_slots(k, pages, draw.slots(pages.shape[0] * pages.shape[1], *k.shape[:2]))
+    return [pool]
+
+
+def _similarity_sums(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    _, k = draw.queries_and_keys(sizes)
+    pages = draw.pool(sizes, k.shape[0] * k.shape[1])[:, 1]
+    return [similarity_sums(k, pages, draw.slots(pages.shape[0] * pages.shape[1], *k.shape[:2]))]
+
+
+def _rotate(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    q, k = draw.queries_and_keys(sizes)
+    # A table of the CPU: what is compared is the rotation alone.
+    table = rotary_table(POSITIONS, sizes.head_dim, 500_000.0, torch.device("cpu")).to(draw.device)
+    rotate_(q, draw.integers(0, POSITIONS, ROWS), table)
+    return [q, k]
+
+
+def _mean_query_scores(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    longest = max(span[3] for span in SPANS)
+    scores = mean_query_scores(*draw.queries_and_keys(sizes), torch.tensor(SPANS, device=draw.device), longest)
+    return [of_request[: span[3]] for of_request, span in zip(scores, SPANS, strict=True)]
+
+
+def _voting_scores(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    q, k = draw.queries_and_keys(sizes)
+    lse = draw.normal(VOTERS, sizes.num_heads).float() + 6.0  # about that of ROWS scores
+    return [voting_scores(q[-VOTERS:], k, lse)]
+
+
+def _features(draw: Draw, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, rows of features in pages, and slots."""
+    per_page = 2 * sizes.slots_per_page * sizes.head_dim // sizes.hidden_size
+    rows = feature_rows(draw.pool(sizes, -(-ROWS // per_page) * sizes.slots_per_page), sizes.hidden_size)
+    values = draw.normal(ROWS, 2 * sizes.hidden_size)[:, sizes.hidden_size :]
+    return values, rows, draw.slots(rows.shape[0] * rows.shape[1], ROWS)
+
+
+def _add_features(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    hidden, rows, slots = _features(draw, sizes)
+    add_features(hidden, rows, slots)
+    return [hidden, rows]
+
+
+def _write_features(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    values, rows, slots = _features(draw, sizes)
+    write_features(values, rows, slots)
+    return [rows]
+
+
+def _read_features(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    _, rows, slots = _features(draw, sizes)
+    return [read_features(rows, slots)]
+
+
+def _token_statistics(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    logits = draw.normal(LOGIT_ROWS, sizes.vocab_size) * 4
+    logits[0] = logits[0].round()  # many ties
+    logits[1, 3] = 50.0  # the forbidden token is the likeliest
+    return list(token_statistics(logits, 3, True, True))
+
+
+def _gumbel_max(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    logits = draw.normal(LOGIT_ROWS, sizes.vocab_size) * 4
+    return list(gumbel_max(logits, *draw.counters(), 0, 0.7, 3))
+
+
+def _noise(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    tokens = torch.arange(sizes.vocab_size, device=draw.device)
+    counters = *(counter[:, None] for counter in draw.counters()), tokens
+    return [uniform(*counters), gumbel(*counters)]
+
+
+def _paged_attention(draw: Draw, sizes: Sizes, packed: bool) -> list[torch.Tensor]:
+    """``packed``: heads have tokens of their own, and a range of slots each."""
+    results: list[torch.Tensor] = []
+    for seed, (rows, retained) in enumerate(PAGED):
+        lengths = [[n - packed * head % 7 * 5 for head in range(sizes.num_kv_heads)] for n in retained]
+        case = paged_case(
+            rows, lengths, sizes.num_heads, sizes.head_dim, sizes.slots_per_page // sizes.num_kv_heads, packed,
+            draw.dtype, seed, draw.device, draw.held,
+        )  # fmt: skip
+        for attend_fresh, causal in itertools.product((True, False), repeat=2):
+            results += paged_attention_with_lse(*case, attend_fresh=attend_fresh, causal=causal)
+            results.append(paged_attention(*case, attend_fresh=attend_fresh, causal=causal))
+    return results
+
+
+_BY_HEADS: dict[str, _Case] = {
+    "paged_attention, token-major": partial(_paged_attention, packed=False),
+    "paged_attention, ranges per head": partial(_paged_attention, packed=True),
+    "write_slots": _write_slots,
+    "rotate_": _rotate,
+    "mean_query_scores": _mean_query_scores,
+    "similarity_sums": _similarity_sums,
+    "voting_scores": _voting_scores,
+}
+_BY_WIDTH: dict[str, _Case] = {
+    "write_features": _write_features,
+    "read_features": _read_features,
+    "add_features": _add_features,
+}
+_BY_VOCABULARY: dict[str, _Case] = {"token_statistics": _token_statistics, "gumbel_max": _gumbel_max}
+
+
+def operator_checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+    """Every operator in every type; those that work on heads with ``HEAD_DIMS`` as well."""
+    others = [sizes.with_head_dim(head_dim) for head_dim in HEAD_DIMS if head_dim != sizes.head_dim]
+    for name, case in _BY_HEADS.items():
+        for each in (sizes, *others):
+            yield from _in_each_type(device, name, case, each, each.heads)
+    for name, case in _BY_WIDTH.items():
+        yield from _in_each_type(device, name, case, sizes, f"rows of {sizes.hidden_size}")
+    for name, case in _BY_VOCABULARY.items():
+        yield from _in_each_type(device, name, case, sizes, f"{sizes.vocab_size:,} tokens")
+    run = partial(_compare, device, _noise, sizes, torch.float64, torch.float64)
+    yield Check("noise", f"{sizes.vocab_size:,} tokens", run)
+
+
+def _in_each_type(device: torch.device, name: str, case: _Case, sizes: Sizes, what: str) -> Iterator[Check]:
+    wide = torch.float64 if name.startswith("paged_attention") else torch.float32
+    for dtype in TYPES:
+        run = partial(_compare, device, case, sizes, dtype, wide)
+        yield Check(name, f"{str(dtype).removeprefix('torch.')}, {what}", run)
+
+
+def _compare(
+    device: torch.device, case: _Case, sizes: Sizes, dtype: torch.dtype, wide: torch.dtype
+) -> tuple[float, float]:
+    """Of a case in ``dtype`` on the device, and in ``wide`` on the CPU."""
+    plain = case(Draw(dtype, wide, torch.device("cpu")), sizes)
+    return compare(case(Draw(dtype, dtype, device), sizes), plain)

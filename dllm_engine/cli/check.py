@@ -1,0 +1,76 @@
+"""``dllm check``: whether the engine computes right on this machine."""
+
+import argparse
+import os
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dllm_engine.checkpoints import check_folder, load_config
+from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.quiet import be_quiet
+from dllm_engine.text import json_rows
+from dllm_engine.vllm_hooks.release import check_release
+
+SOME_FAILED = 1
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "check",
+        help="check that the engine computes right on this machine",
+        description="Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and "
+        "the demo model's answers under every cache method with those of a CPU. Exits with 1 if anything differs.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEMO_MODEL,
+        metavar="MODEL",
+        help="folder or Hugging Face name of a checkpoint, for its sizes; weights are not read (default: demo)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write everything as JSON, to be attached to a report"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.output is not None and not args.output.parent.is_dir():
+        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    check_folder(args.model)
+    be_quiet()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines in this process, one after the other
+    check_release()
+    import torch
+
+    from dllm_engine.bench.machine import provenance
+    from dllm_engine.check.answers import answer_checks
+    from dllm_engine.check.checks import FAILED, NOT_RUN, OK, as_table, run_checks
+    from dllm_engine.check.dense import dense_checks
+    from dllm_engine.check.operators import Sizes, operator_checks
+
+    sizes = Sizes.of_model(load_config(args.model))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = provenance()
+    print(f"dllm-engine {machine['dllm_engine']} on {device} ({machine['processor']}), at the sizes of {args.model}")
+    if device.type == "cpu":
+        print("There is no CUDA device: the kernels are the CPU's, and those of a GPU do not run.")
+    print(flush=True)
+    checks = [*operator_checks(device, sizes), *dense_checks(device, sizes), *answer_checks(device)]
+    outcomes = list(run_checks(tqdm(checks, desc="Checks", unit="", leave=False)))
+    print(as_table(outcomes))
+    count = Counter(outcome.result for outcome in outcomes)
+    print(f"\n{len(outcomes)} checks: {count[OK]} ok, {count[FAILED]} failed, {count[NOT_RUN]} not run")
+    if args.output is not None:
+        report = {
+            "machine": machine | {"device": device.type},
+            "model": args.model,
+            "sizes": asdict(sizes),
+            "checks": [asdict(outcome) for outcome in outcomes],
+        }
+        args.output.write_text(json_rows(report, depth=2) + "\n", encoding="utf-8")
+        print(f"wrote {args.output}")
+    return SOME_FAILED if count[FAILED] else 0
