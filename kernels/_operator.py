@@ -1,9 +1,10 @@
-"""PyTorch operators with a kernel per device, at the price of a plain dispatch.
+"""PyTorch operators with a kernel per device, at the price of a call.
 
-``torch.library.custom_op`` wraps every kernel in Python that serves training (autograd, checks of aliasing). This costs
-5 to 10 µs a call, more than a small kernel takes, several times per layer, and inference needs none of it. What
-``torch.compile``, fake tensors and dispatch modes rely on is registered here as well: schema, mutated arguments and
-fake kernel.
+``torch.library.custom_op`` wraps every kernel in Python that serves training (autograd, checks of aliasing). Even
+without it, PyTorch's dispatcher converts every argument to C++ and back. Together this costs 10 to 30 µs a call, more
+than a small kernel takes, several times per layer, so plain tensors go straight to their device's kernel. What
+``torch.compile``, fake tensors and dispatch modes rely on is registered here as well, and what they see goes through
+the dispatcher: schema, mutated arguments and fake kernel.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -30,12 +32,10 @@ class Operator(Generic[_P, _R]):
     ) -> None:
         self.__doc__, self.name = kernel.__doc__, name
         self._check: Callable[_P, None] | None = None
-        self._triton = triton
+        self.kernel, self._triton = kernel, triton
         _library.define(name + torch.library.infer_schema(kernel, mutates_args=mutates))
         self._overload = getattr(torch.ops.dllm, name).default
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
-        if triton:
-            _library.impl(name, self._run_triton_kernel, "CUDA")
+        _library.impl(name, self.run, "CompositeExplicitAutograd")
         if mutates:
             torch.library.register_fake(self._overload, lambda *args: None, lib=_library)
 
@@ -51,9 +51,12 @@ class Operator(Generic[_P, _R]):
         launch: Callable[..., _R] = getattr(module, self.name)
         return launch
 
-    def _run_triton_kernel(self, *args: Any) -> _R:
-        assert self.triton_kernel is not None
-        return self.triton_kernel(*args)
+    def run(self, *args: Any, **kwargs: Any) -> _R:
+        """Run the kernel of the first argument's device."""
+        if self._triton and args[0].is_cuda:
+            assert self.triton_kernel is not None
+            return self.triton_kernel(*args, **kwargs)
+        return self.kernel(*args, **kwargs)
 
     def register_check(self, check: Callable[_P, None]) -> Callable[_P, None]:
         """Decorates a function that is called before any kernel and raises an error for arguments that do not fit."""
@@ -68,8 +71,10 @@ class Operator(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if self._check is not None:
             self._check(*args, **kwargs)
-        result: _R = self._overload(*args, **kwargs)
-        return result
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() or type(args[0]) is not torch.Tensor:
+            result: _R = self._overload(*args, **kwargs)
+            return result
+        return self.run(*args, **kwargs)
 
 
 def operator(

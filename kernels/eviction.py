@@ -17,38 +17,45 @@ from dllm_engine.kernels._operator import operator
 
 
 @operator("mean_query_scores", triton="eviction")
-def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """How much the block attends to each candidate, before any scale or softmax.
+def mean_query_scores(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> torch.Tensor:
+    """How much the blocks of some requests attend to each of their candidates, before any scale or softmax.
 
     The score is a sum over the heads of this rank. For the mean of Algorithm 3, tensor-parallel ranks add theirs and
     divide by the number of query heads of the whole model.
 
     Args:
-        q: the block's queries, ``[block_rows, num_heads, head_dim]``.
-        k: ``[num_candidates, num_kv_heads, head_dim]``. Rows are independent, so scoring the whole canvas and dropping
-            the block's scores saves a copy of the keys.
+        q: queries, ``[num_queries, num_heads, head_dim]``.
+        k: keys, ``[num_keys, num_kv_heads, head_dim]``.
+        spans: int64 ``[num_requests, 6]``. The candidates of a request are neighbouring keys with a gap, which is where
+            its block lies: number of the first key, candidates before the gap, keys in the gap, candidates in all;
+            then number of the first query, and queries in the block, one at least.
+        longest: the most candidates of a request.
 
     Returns:
-        float32 ``[num_candidates]``.
+        float32 ``[num_requests, longest]``: the candidates laid end to end, then anything.
 
     Raises:
         ValueError: shapes that do not belong together.
     """
-    mean = q.float().mean(dim=0).unflatten(0, (k.shape[1], -1)).sum(dim=1)
-    return k.flatten(1).float() @ mean.flatten()
+    scores = k.new_empty(spans.shape[0], longest, dtype=torch.float32)
+    for of_request, (first, before, gap, count, first_query, num_queries) in zip(scores, spans.tolist(), strict=True):
+        mean = q[first_query : first_query + num_queries].float().mean(dim=0)
+        keys = torch.cat((k[first : first + before], k[first + before + gap : first + count + gap]))
+        of_request[:count] = keys.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
+    return scores
 
 
 @mean_query_scores.register_fake
-def _(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return k.new_empty(k.shape[0], dtype=torch.float32)
+def _(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> torch.Tensor:
+    return k.new_empty(spans.shape[0], longest, dtype=torch.float32)
 
 
 @mean_query_scores.register_check
-def _(q: torch.Tensor, k: torch.Tensor) -> None:
+def _(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> None:
     if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} do not belong together")
-    if not q.shape[0]:
-        raise ValueError(f"q {list(q.shape)} has no rows to average")
+    if spans.dim() != 2 or spans.shape[1] != 6 or spans.dtype != torch.int64:
+        raise ValueError(f"spans {list(spans.shape)} {spans.dtype} are not int64 [num_requests, 6]")
 
 
 def max_pooled(scores: torch.Tensor, width: int) -> torch.Tensor:
@@ -57,25 +64,25 @@ def max_pooled(scores: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> torch.Tensor:
-    """The candidates to retain.
+    """The candidates to retain, of one request or of several.
 
     Pooling makes neighbours equal, so the last place is often a tie, which ``torch.topk`` decides.
 
     Args:
-        scores: ``[num_candidates]``.
-        count: how many to retain.
+        scores: ``[num_candidates]`` or ``[num_requests, num_candidates]``.
+        count: how many to retain of each request.
         pool_kernel_size: odd; each candidate counts as the best within ``pool_kernel_size // 2`` places. 1: itself.
 
     Returns:
-        int64 ``[count]``, ascending.
+        int64 ``[count]`` or ``[num_requests, count]``, ascending.
 
     Raises:
         ValueError: an even ``pool_kernel_size``, or ``count`` beyond the candidates.
     """
-    if scores.dim() != 1 or not 0 <= count <= scores.shape[0]:
+    if scores.dim() not in (1, 2) or not 0 <= count <= scores.shape[-1]:
         raise ValueError(f"count={count} of scores {list(scores.shape)}: 0 to the number of candidates can be retained")
     if pool_kernel_size < 1 or pool_kernel_size % 2 == 0:
         raise ValueError(f"pool_kernel_size={pool_kernel_size} is not a positive odd number")
     if count:
-        scores = max_pooled(scores[None], pool_kernel_size)[0]
+        scores = max_pooled(scores.view(-1, scores.shape[-1]), pool_kernel_size).view(scores.shape)
     return scores.topk(count).indices.sort().values

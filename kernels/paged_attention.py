@@ -89,8 +89,9 @@ def attention_with_lse(
     ``[num_rows, num_heads]``.
     """
     no_page = k.new_empty(1, *k.shape[1:])
-    zeros = torch.zeros(len(cu_seqlens) - 1, k.shape[1], dtype=torch.int32, device=q.device)
-    nothing = PagedTokens(no_page, no_page, zeros[:, :1], zeros, zeros[:, 0], zeros, max_head_len=0)
+    per_head = torch.zeros(len(cu_seqlens) - 1, k.shape[1], dtype=torch.int32, device=q.device)
+    per_request = per_head.flatten()[: len(per_head)]
+    nothing = PagedTokens(no_page, no_page, per_head, per_head, per_request, per_head, max_head_len=0)
     return paged_attention_with_lse(q, k, v, cu_seqlens, nothing, attend_fresh=True)
 
 
@@ -162,33 +163,47 @@ def empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torc
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, tokens: PagedTokens) -> None:
+    # Every layer of every step comes here, so each shape is asked for once.
     k_pages, v_pages, page_tables, head_start, token_stride, head_len, _ = tokens
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not belong together")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
-    if k_pages.dim() != 3 or k_pages.shape != v_pages.shape or k_pages.shape[2] != q.shape[2]:
+    q_shape, k_shape, pages_shape = q.shape, k.shape, k_pages.shape
+    num_kv_heads = k_shape[1] if len(k_shape) == 3 else 0
+    if len(q_shape) != 3 or not num_kv_heads or k_shape != v.shape or k_shape != (q_shape[0], num_kv_heads, q_shape[2]):
+        raise ValueError(f"q {list(q_shape)}, k {list(k_shape)}, v {list(v.shape)} do not belong together")
+    _, num_heads, head_dim = q_shape
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    if len(pages_shape) != 3 or pages_shape != v_pages.shape or pages_shape[2] != head_dim:
         raise ValueError(
-            f"k_pages {list(k_pages.shape)}, v_pages {list(v_pages.shape)} and q {list(q.shape)} do not belong together"
+            f"k_pages {list(pages_shape)}, v_pages {list(v_pages.shape)} and q {list(q_shape)} do not belong together"
         )
-    if k_pages.stride()[1:] != (q.shape[2], 1) or v_pages.stride()[1:] != (q.shape[2], 1):
-        raise ValueError(f"a page is not contiguous: k_pages {k_pages.stride()}, v_pages {v_pages.stride()} in strides")
-    if len({x.dtype for x in (q, k, v, k_pages, v_pages)}) > 1:
+    for page, slot, dim in (k_pages.stride(), v_pages.stride()):
+        if slot != head_dim or dim != 1 or page % head_dim:
+            raise ValueError(
+                f"a page is not contiguous, or pages do not lie whole slots apart: k_pages {k_pages.stride()}, "
+                f"v_pages {v_pages.stride()} in strides"
+            )
+    if not (q.dtype == k.dtype == v.dtype == k_pages.dtype == v_pages.dtype):
         raise ValueError(f"q, k, v and the pages differ in type: {[x.dtype for x in (q, k, v, k_pages, v_pages)]}")
-    num_requests = cu_seqlens.numel() - 1
-    per_head = (num_requests, k.shape[1])
+    num_requests = cu_seqlens.shape[0] - 1
+    per_head, tables_shape = (num_requests, num_kv_heads), page_tables.shape
     if (
-        page_tables.dim() != 2
-        or page_tables.shape[0] != num_requests
+        len(tables_shape) != 2
+        or tables_shape[0] != num_requests
         or head_start.shape != per_head
         or head_len.shape != per_head
         or token_stride.shape != (num_requests,)
     ):
         raise ValueError(
-            f"for {num_requests} requests and {k.shape[1]} KV heads, page_tables {list(page_tables.shape)}, "
+            f"for {num_requests} requests and {num_kv_heads} KV heads, page_tables {list(tables_shape)}, "
             f"head_start {list(head_start.shape)}, token_stride {list(token_stride.shape)} and "
             f"head_len {list(head_len.shape)} do not fit"
         )
+    for numbers in (cu_seqlens, page_tables, head_start, token_stride, head_len):
+        if numbers.dtype != torch.int32 or not numbers.is_contiguous():
+            raise ValueError(
+                f"cu_seqlens, page_tables, head_start, token_stride and head_len must be contiguous int32; one is "
+                f"{numbers.dtype} {list(numbers.shape)} with strides {numbers.stride()}"
+            )
 
 
 # The CPU path

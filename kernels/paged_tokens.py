@@ -19,7 +19,7 @@ class PagedTokens(NamedTuple):
     """
 
     k_pages: torch.Tensor
-    """``[num_pages, slots_per_page, head_dim]``. A page is contiguous; pages may lie apart."""
+    """``[num_pages, slots_per_page, head_dim]``. A page is contiguous; pages may lie apart by whole slots."""
     v_pages: torch.Tensor
     """As ``k_pages``."""
     page_tables: torch.Tensor

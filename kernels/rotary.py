@@ -12,16 +12,25 @@ In bfloat16, phases would be off by whole radians at positions in the thousands,
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels.vllm_operators import vllm_cpu_kernel
+from dllm_engine.kernels.vllm_operators import vllm_kernel
+
+
+def rotary_table(num_positions: int, head_dim: int, base: float, device: torch.device) -> torch.Tensor:
+    """float32 ``[num_positions, head_dim]``: a position's cosines, then its sines."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    positions = torch.arange(num_positions, device=device, dtype=torch.float32)
+    angles = positions[:, None] * (1.0 / base**exponents)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 @operator("rotate_", mutates=("x",), triton="rotary")
-def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotate every head of every row, in place.
 
     Args:
         x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
-        cos_sin: float32, contiguous, ``[num_rows, head_dim]``: a row's cosines, then its sines.
+        positions: of the rows, int64 ``[num_rows]``, contiguous; all within ``cos_sin``, which is not checked.
+        cos_sin: ``rotary_table``, contiguous.
 
     Raises:
         ValueError: tensors that do not belong together.
@@ -29,11 +38,11 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     # vLLM's compiled rotation takes one pass, but computes in the rows' own type. vLLM may not have loaded it.
     num_rows, num_heads, head_dim = x.shape
     together = x.stride(1) == head_dim or num_heads == 1
-    if x.dtype == torch.float32 and together and (rotary_embedding := vllm_cpu_kernel("rotary_embedding")):
+    if x.dtype == torch.float32 and together and (rotary_embedding := vllm_kernel("rotary_embedding", x.device)):
         heads = x.view(num_rows, num_heads * head_dim)
-        rotary_embedding(torch.arange(num_rows), heads, None, head_dim, cos_sin, True)
+        rotary_embedding(positions, heads, None, head_dim, cos_sin, True)
         return
-    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    cos, sin = cos_sin[positions, None].chunk(2, dim=-1)
     first, second = x.to(torch.float32).chunk(2, dim=-1)
     # Two passes for each half; the plain formula takes three, and as many temporaries.
     rotated = torch.mul(first, cos).addcmul_(second, sin, value=-1)
@@ -42,9 +51,12 @@ def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
 
 
 @rotate_.register_check
-def _(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    if x.dim() != 3 or x.shape[2] % 2 or cos_sin.shape != (x.shape[0], x.shape[2]):
-        raise ValueError(f"x {list(x.shape)} and cos_sin {list(cos_sin.shape)} do not belong together")
+def _(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    if x.dim() != 3 or x.shape[2] % 2 or positions.shape != x.shape[:1] or cos_sin.shape[1:] != x.shape[2:]:
+        shapes = f"x {list(x.shape)}, positions {list(positions.shape)} and cos_sin {list(cos_sin.shape)}"
+        raise ValueError(f"{shapes} do not belong together")
+    if positions.dtype != torch.int64 or not positions.is_contiguous():
+        raise ValueError(f"positions {positions.dtype}, {positions.stride()} in strides, are not contiguous int64")
     if x.stride(2) != 1 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
         raise ValueError(
             f"a head of x is not contiguous ({x.stride()} in strides), or cos_sin {cos_sin.dtype}, {cos_sin.stride()} "

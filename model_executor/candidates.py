@@ -3,14 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
@@ -42,6 +41,8 @@ class Filled(NamedTuple):
     """Numbers in the batch."""
     positions: torch.Tensor
     """In their canvases."""
+    tokens: torch.Tensor
+    """What it filled them with, where it did."""
     outcome: torch.Tensor
     """int64: ``CHOSEN`` where it filled one, ``NOT_FINITE`` where the model's logits were not."""
 
@@ -53,8 +54,8 @@ class BatchCandidates:
     batch: StepBatch
     members: Sequence[int]
     """Batch numbers of the requests that may fill any."""
-    table: torch.Tensor
-    """int64 ``[5, num_candidates]``: the columns below, in their order."""
+    columns: np.ndarray
+    """int64 ``[5, num_candidates]``: the columns below, in their order, on the host."""
 
     requests: torch.Tensor = field(init=False)
     """Batch number of each candidate's request."""
@@ -68,16 +69,18 @@ class BatchCandidates:
     """Batch row that predicts the candidate."""
 
     def __post_init__(self) -> None:
-        self.requests, self.offsets, self.positions, self.places, self.rows = self.table.unbind()
+        table = on_device(self.columns, self.batch.positions.device)
+        self.requests, self.offsets, self.positions, self.places, self.rows = table.unbind()
 
     @classmethod
-    def of(cls, batch: StepBatch, store: CanvasStore) -> "BatchCandidates":
+    def of(cls, batch: StepBatch) -> "BatchCandidates":
         """All masked candidates of the plans that some row of the batch predicts."""
-        device = batch.positions.device
-        members = [i for i in range(len(batch.plans)) if may_fill(batch.plans[i], batch.canvases[i].spec)]
+        canvases = batch.canvases
+        members = [i for i in range(len(batch.plans)) if may_fill(batch.plans[i], canvases[i].spec)]
         spans = [batch.plans[i].quota.candidates for i in members]
-        owners, positions = ranges([span.start for span in spans], [span.size for span in spans])
-        requests = np.array(members, dtype=np.int64)[owners]
+        masked = [np.flatnonzero(canvases[i].known[slice(*span)] < 0) for i, span in zip(members, spans, strict=True)]
+        requests = np.repeat(np.array(members, dtype=np.int64), [len(offsets) for offsets in masked])
+        offsets = np.concatenate([*masked, np.empty(0, dtype=np.int64)])
         of_requests = [
             (
                 plan.quota.candidates.start,
@@ -85,40 +88,29 @@ class BatchCandidates:
                 # The first position of a block-only forward has no row before it; Dream fills it in the block's first
                 # step.
                 plan.span.start if plan.rows is RowRule.ALL else 0,
-                0 if batch.spans is None else first - batch.spans[i].start,
-                first,
-                stop,
             )
-            for i, (plan, canvas, (first, stop)) in enumerate(
-                zip(batch.plans, batch.canvases, pairwise(batch.cu_seqlens), strict=True)
-            )
+            for plan, canvas in zip(batch.plans, canvases, strict=True)
         ]
-        start, canvas_start, first_fed, to_row, first, stop = np.array(of_requests)[requests].T
-        rows = np.maximum(positions - int(batch.canvases[0].spec.shifts_logits), first_fed) + to_row
-        columns = np.stack((requests, positions - start, positions, positions + canvas_start, rows))
-        if batch.spans is not None and not all(plan.rows is RowRule.ALL for plan in batch.plans):
-            columns = columns[:, (rows >= first) & (rows < stop)]
-        found = cls(batch, members, on_device(columns, device))
-        found = found.take(store.masked[found.places])
-        if batch.spans is not None:
-            return found
-        # Masks chose the rows: so far each one's row is the position that predicts it. Rows ascend by request and
-        # position, and so do these keys.
-        longest = max(canvas.spec.canvas_length for canvas in batch.canvases)
-        keys, wanted = batch.request_of_row() * longest + batch.positions, found.requests * longest + found.rows
-        found.rows.copy_(torch.searchsorted(keys, wanted).clamp(max=keys.numel() - 1))
-        return found.take(keys[found.rows] == wanted)
+        start, canvas_start, first_fed = np.array(of_requests)[requests].T
+        positions = start + offsets
+        predicting = np.maximum(positions - int(canvases[0].spec.shifts_logits), first_fed)
+        # Rows ascend by request and position, and so do these keys.
+        longest = max(canvas.spec.canvas_length for canvas in canvases)
+        keys = np.repeat(np.arange(len(canvases)), np.diff(batch.cu_seqlens)) * longest + batch.host_positions
+        wanted = requests * longest + predicting
+        rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+        columns = np.stack((requests, offsets, positions, positions + canvas_start, rows))
+        return cls(batch, members, columns[:, keys[rows] == wanted])
 
-    def take(self, which: torch.Tensor) -> "BatchCandidates":
-        """Select some, by indices ``[n]`` or by a bool mask."""
-        return BatchCandidates(self.batch, self.members, self.table[:, which])
+    def take(self, which: np.ndarray) -> "BatchCandidates":
+        """Select some, by a bool mask ``[num_candidates]``."""
+        return BatchCandidates(self.batch, self.members, self.columns[:, which])
 
     def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
         """Select the candidates of some members."""
         if len(members) == len(self.members):
             return self
-        wanted = torch.isin(self.requests, on_device(members, self.table.device))
-        return BatchCandidates(self.batch, members, self.table[:, wanted])
+        return BatchCandidates(self.batch, members, self.columns[:, np.isin(self.columns[0], members)])
 
     def choose(self, statistics: TokenStatistics, masked: torch.Tensor) -> torch.Tensor:
         """Which candidates the plans' quotas unmask; bool ``[num_candidates]``.
@@ -146,7 +138,7 @@ class BatchCandidates:
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:
         """The candidates of each request that has any, with their statistics."""
-        sizes = self.requests.bincount(minlength=len(self.batch.plans)).tolist()
+        sizes = np.bincount(self.columns[0], minlength=len(self.batch.plans)).tolist()
         for index, (positions, of_request) in enumerate(
             zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
         ):
@@ -173,6 +165,8 @@ class StepOutcome:
 
     positions: list[list[int]]
     """Positions filled in each request, ascending."""
+    tokens: list[list[int]]
+    """What they were filled with."""
     not_finite: set[int]
     """Requests for which the model made logits that are NaN or infinite."""
 
@@ -180,14 +174,16 @@ class StepOutcome:
 def outcomes_of(filled: list[list[Filled]], num_requests: int) -> list[StepOutcome]:
     """The outcome of each step. Waits for the device once."""
     parts = list(chain.from_iterable(filled))
-    found = [StepOutcome([[] for _ in range(num_requests)], set()) for _ in filled]
+    requests = range(num_requests)
+    found = [StepOutcome([[] for _ in requests], [[] for _ in requests], set()) for _ in filled]
     if not parts:
         return found
-    columns = torch.cat([torch.stack(part) for part in parts], dim=1)
-    sizes = [sum(part.outcome.shape[0] for part in of_step) for of_step in filled]
-    for of_step, (requests, positions, outcome) in zip(found, columns.cpu().split(sizes, dim=1), strict=True):
-        kept = outcome == CHOSEN
-        for request, position in zip(requests[kept].tolist(), positions[kept].tolist(), strict=True):
+    columns = torch.cat([torch.stack(part) for part in parts], dim=1).cpu().numpy()
+    ends = np.cumsum([sum(part.outcome.shape[0] for part in of_step) for of_step in filled])
+    for of_step, rows in zip(found, np.split(columns, ends[:-1], axis=1), strict=True):
+        outcome = rows[3]
+        for request, position, token in rows[:3, outcome == CHOSEN].T.tolist():
             of_step.positions[request].append(position)
-        of_step.not_finite.update(requests[outcome == NOT_FINITE].tolist())
+            of_step.tokens[request].append(token)
+        of_step.not_finite.update(rows[0, outcome == NOT_FINITE].tolist())
     return found

@@ -1,10 +1,12 @@
 """Where the canvases of all running requests lie on the device."""
 
+import numpy as np
 import torch
 
-from dllm_engine.model_executor.noise import signed_seed
+from dllm_engine.kernels.noise import signed_seed
 from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.token_prediction import SamplingSettings
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.messages import NewRequest
 
@@ -28,7 +30,9 @@ class CanvasStore:
         if self._end + spec.canvas_length > self.tokens.numel():
             self._grow(spec.canvas_length)
         self._place(canvas)
-        canvas.tokens[: spec.prompt_length] = torch.tensor(request.prompt_token_ids, device=device)
+        canvas.known = np.full(spec.canvas_length, -1)
+        canvas.known[: spec.prompt_length] = request.prompt_token_ids
+        canvas.tokens[: spec.prompt_length] = on_device(request.prompt_token_ids, device)
         canvas.tokens[spec.prompt_length :] = self.mask_token_id
         canvas.masked[: spec.prompt_length] = False
         canvas.masked[spec.prompt_length :] = True

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.candidates import (
     CHOSEN,
     NOT_FINITE,
@@ -20,7 +21,6 @@ from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.step_graphs import StepGraphs
@@ -88,7 +88,9 @@ class Denoiser:
         """One forward pass, and what it fills of the candidates."""
         hidden = self.forward(batch, layer_pass)
         if layer_pass.finished is not None:
-            groups = [group.take(layer_pass.finished[group.rows]) for group in groups]
+            # How many there are is data: the one look at the device in the middle of a step.
+            finished = layer_pass.finished.cpu().numpy()
+            groups = [group.take(finished[group.columns[4]]) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []
         filled = []
         for group in groups:
@@ -160,7 +162,7 @@ class Denoiser:
         self.store.masked[group.places] = masked & ~chosen
         # A NaN or an infinity among a row's logits makes every probability of the row NaN.
         outcome = torch.where(statistics.probability < torch.inf, chosen, NOT_FINITE)
-        return Filled(group.requests, group.positions, outcome)
+        return Filled(group.requests, group.positions, statistics.token, outcome)
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""
@@ -192,12 +194,13 @@ class Denoiser:
                 verdict.tokens,
                 first_needed=plan.quota.first_needed,
             )
-            positions = draft.positions[list(chosen)]
-            canvas.tokens[positions] = torch.tensor(list(chosen.values()), device=self.device)
+            in_order = sorted(chosen)
+            positions = draft.positions[on_device(in_order, self.device)]
+            tokens = on_device([chosen[number] for number in in_order], self.device)
+            canvas.tokens[positions] = tokens
             canvas.masked[positions] = False
-            positions = positions.sort().values
             requests = torch.full_like(positions, candidates.index)
-            filled.append(Filled(requests, positions, torch.full_like(positions, CHOSEN)))
+            filled.append(Filled(requests, positions, tokens, torch.full_like(positions, CHOSEN)))
         return filled
 
 

@@ -17,7 +17,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from dllm_engine.families import family_of, model_end_tokens
 from dllm_engine.kernels.attention import use_dense_backend
-from dllm_engine.kernels.xformers_attention import check_xformers
+from dllm_engine.kernels.dense_backends import choose_backend
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.batch_builder import build_batch, page_table
 from dllm_engine.model_executor.candidates import BatchCandidates
@@ -58,11 +58,10 @@ class DiffusionModelRunner:
         self.model_config = vllm_config.model_config
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
-        if self.options.dense_attention == "xformers":
-            check_xformers(device, self.model_config.dtype)
         if self.options.cuda_graphs and device.type != "cuda":
             raise ValueError(f"cuda_graphs=True needs a CUDA device, and the engine runs on {device}; leave it out")
-        use_dense_backend(self.options.dense_attention)
+        head_dim = self.model_config.get_head_size()
+        use_dense_backend(choose_backend(self.options.dense_attention, device, self.model_config.dtype, head_dim))
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = PASSES[self.options.cache_method]
         self.plan = self.options.method.plan
@@ -173,13 +172,13 @@ class DiffusionModelRunner:
             self.denoiser.graphs = StepGraphs(self.model, self.pages, longest_table, CudaRecorder(self.device))
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Canvases are as long as their requests; nothing here is sized by the longest."""
+        """vLLM only lowers it. Canvases are as long as their requests, and a table of RoPE may have spare positions."""
 
     @torch.inference_mode()
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """One forward pass of the largest batch, for vLLM to measure its memory."""
-        num_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
-        probes.run_largest_batch(self.model, self.predictor, num_rows, self.model_config.max_model_len, self.device)
+        """The largest batch that may be asked for, for vLLM to measure its memory."""
+        num_rows, longest = self.vllm_config.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len
+        probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, self.device)
 
     @torch.inference_mode()
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
@@ -293,8 +292,7 @@ class DiffusionModelRunner:
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
     ) -> list[dict[str, StepResult]]:
         batch = build_batch(plans, self.store)
-        # Before the forward pass: a device that still computes would have to be waited for.
-        candidates = BatchCandidates.of(batch, self.store)
+        candidates = BatchCandidates.of(batch)
         # There are no pages where the method keeps nothing; its pass does not look at them.
         layer_pass = self.make_layer_pass(batch, cast(PageMemory, self.pages))
         steps = [plans]

@@ -5,28 +5,40 @@ from collections.abc import Iterable
 
 import torch
 
-from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder, RotaryPhases
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass, attend_alone
 from dllm_engine.model_executor.passes.dense import DensePass
-from dllm_engine.model_executor.token_prediction import TokenPredictor
+from dllm_engine.model_executor.step_batch import RowBounds
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
 
 
 def run_largest_batch(
-    model: DiffusionDecoder, predictor: TokenPredictor, num_rows: int, max_model_len: int, device: torch.device
+    model: DiffusionDecoder,
+    predictor: TokenPredictor,
+    guide: Guide | None,
+    num_rows: int,
+    max_model_len: int,
+    device: torch.device,
 ) -> None:
-    """One forward pass of ``num_rows`` masks in canvases of ``max_model_len``, for vLLM to measure its memory."""
+    """One forward pass of ``num_rows`` masks in canvases of ``max_model_len``, and the largest chunks of logits that
+    predictions take, for vLLM to measure its memory."""
     ids = torch.full((num_rows,), predictor.mask_token_id, device=device)
     positions = torch.arange(num_rows, device=device) % max_model_len
-    hidden = model(ids, positions, DensePass([*range(0, num_rows, max_model_len), num_rows]))
-    rows = min(predictor.max_rows, num_rows)
-    model.compute_logits(hidden[:rows]).logits.float().softmax(dim=-1)
+    sizes = [min(max_model_len, num_rows - start) for start in range(0, num_rows, max_model_len)]
+    hidden = model(ids, positions, DensePass(RowBounds(sizes, device)))
+    for settings in (SamplingSettings(0.0, 1.0, 0, False), SamplingSettings(1.0, 0.9, 50, True)):
+        chunk = head_chunks(num_rows, predictor.vocab_size, device, filtered=settings.filters)[0]
+        counters = Counters(*(positions[chunk],) * 3)
+        predictor.predict(hidden[chunk], settings, counters, with_entropy=True, with_margin=True, num_logprobs=1)
+    if guide is not None:
+        guide.profile_run(num_rows)
 
 
 def layer_importance(model: DiffusionDecoder, tokens: torch.Tensor) -> list[float]:
     """Importance of each layer in a forward pass over one canvas, ``tokens`` ``[canvas_length]``; see
     ``ProfilingPass``."""
-    layer_pass = ProfilingPass(len(tokens))
+    layer_pass = ProfilingPass(RowBounds([len(tokens)], tokens.device))
     model(tokens, torch.arange(len(tokens), device=tokens.device), layer_pass)
     return layer_pass.importance
 
@@ -46,15 +58,15 @@ def masked_logprobs(
         masked: per sequence the positions that are masked.
         shift: 1 where position p is predicted by row p - 1, else 0.
     """
-    cu_seqlens = list(itertools.accumulate(map(len, sequences), initial=0))
-    starts = torch.tensor(cu_seqlens[:-1], device=device)
+    row_bounds = RowBounds([len(sequence) for sequence in sequences], device)
+    starts = torch.tensor(row_bounds.bounds[:-1], device=device)
     sizes = torch.tensor([len(positions) for positions in masked], device=device)
     tokens = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=device)
     places = torch.tensor(list(itertools.chain.from_iterable(masked)), dtype=torch.int64, device=device)
     rows = starts.repeat_interleave(sizes) + places
     ids = tokens.index_fill(0, rows, predictor.mask_token_id)
     positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
-    hidden = model(ids, positions, DensePass(cu_seqlens))
+    hidden = model(ids, positions, DensePass(row_bounds))
     # As in a response, the first position of a sequence has no row before it.
     predicting = rows - (places > 0).long() * shift
     logprobs = predictor.logprobs_of(hidden[predicting], tokens[rows])
@@ -67,16 +79,15 @@ class ProfilingPass(LayerPass):
     The offline profile that MaskKV shares its budget by (arXiv 2510.09309, equation 8).
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, row_bounds: RowBounds) -> None:
+        self.row_bounds = row_bounds
         self.importance: list[float] = []
         """Per layer 1 − mean cosine between a token's hidden state before and after it, 0 … 2."""
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         for layer in layers:
             q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-            attended = bidirectional_attention(q, k, v, [0, self.num_rows])
-            after = hidden + layer.o_proj(attended)
+            after = hidden + layer.o_proj(attend_alone(q, k, v, self.row_bounds))
             after += layer.mlp(layer.mlp_norm(after))
             self.importance.append(
                 float(1 - torch.cosine_similarity(hidden.double(), after.double(), dim=-1).mean().clamp(-1, 1))

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -30,8 +31,9 @@ class Canvas:
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
     masked: torch.Tensor = field(init=False)
     """``[canvas_length]`` bool."""
-    num_masked: dict[Span, int] = field(default_factory=dict)
-    """Masked positions left in each block in which a step has filled any."""
+    known: np.ndarray = field(init=False)
+    """``[canvas_length]`` int64 on the host: the tokens after the last step that was reported, −1 where masked. With it
+    the host lays out a step without asking the device."""
     last_unmasked: list[int] = field(default_factory=list)
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
@@ -53,16 +55,34 @@ class RowBounds:
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         """``sizes``: rows of each request."""
-        self.sizes = sizes
+        self.sizes, self.device = sizes, device
         self.bounds = list(accumulate(sizes, initial=0))
         """First row of each request and, last, the number of rows."""
-        self.cu_seqlens = on_device(self.bounds, device, torch.int32)
-        """The same on the device, int32."""
-        self.max_seqlen = max(sizes)
+        self.max_seqlen = max(sizes, default=0)
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """The bounds on the device, int32."""
+        return on_device(self.bounds, self.device, torch.int32)
 
     def rows(self, index: int) -> slice:
         """Rows of a request."""
         return slice(self.bounds[index], self.bounds[index + 1])
+
+
+class SplitRows(RowBounds):
+    """Rows of which the last requests attend to nothing but their own rows, and those before to pages as well."""
+
+    def __init__(self, sizes: Sequence[int], alone: Sequence[bool], device: torch.device) -> None:
+        """``alone``: which requests need no pages. Those that are followed by one that does are taken to need them."""
+        super().__init__(sizes, device)
+        num_alone = len(list(takewhile(bool, reversed(alone))))
+        num_paged = len(sizes) - num_alone
+        self.num_paged_rows = self.bounds[num_paged]
+        self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device)
+        """Of all requests, without the rows of those that attend alone."""
+        self.alone = RowBounds(sizes[num_paged:], device)
+        """Of the requests that attend alone, after the first ``num_paged_rows``."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +97,8 @@ class StepBatch:
     """``[num_rows]``"""
     positions: torch.Tensor
     """``[num_rows]``, positions in each request's canvas; ascending within a request."""
-    spans: Sequence[Span] | None = None
-    """Per request, the positions of its rows, where they are a range; None where masks have chosen them."""
+    host_positions: np.ndarray
+    """``positions`` on the host."""
 
     def rows(self, index: int) -> slice:
         """Rows of a request."""
@@ -86,6 +106,10 @@ class StepBatch:
 
     def row_bounds(self) -> RowBounds:
         return RowBounds([self.num_rows(i) for i in range(len(self.canvases))], self.positions.device)
+
+    def split_rows(self, alone: Sequence[bool]) -> SplitRows:
+        """``alone``: which requests need no pages."""
+        return SplitRows([self.num_rows(i) for i in range(len(self.canvases))], alone, self.positions.device)
 
     def num_rows(self, index: int) -> int:
         return self.cu_seqlens[index + 1] - self.cu_seqlens[index]

@@ -17,7 +17,7 @@ from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass, RetentionPass
-from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
+from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 
 MAX_ROWS = 1024
 """Rows of a pass from which on a GPU is busy for longer than launching takes."""
@@ -77,7 +77,7 @@ class StepGraph:
             torch.zeros(num_requests, dtype=torch.int32, device=device),
             max_pages * pages.page_size,
         )
-        layer_pass = PagedPass(self.tokens, RowBounds([num_rows] * num_requests, device))
+        layer_pass = PagedPass(self.tokens, SplitRows([num_rows] * num_requests, [False] * num_requests, device))
         input_ids, positions = self.input_ids, self.positions
         self.replay = record(lambda: model(input_ids, positions, layer_pass))
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsLists
 
@@ -56,8 +57,9 @@ def _results(
     """What each step did to one request, up to the first that fails."""
     canvas, block = batch.canvases[index], plans[0].block
     unmasked = [outcome.positions[index] for outcome in outcomes]
-    left = canvas.num_masked.get(block, block.size) - sum(map(len, unmasked))
-    canvas.num_masked[block] = left
+    for outcome in outcomes:
+        canvas.known[outcome.positions[index]] = outcome.tokens[index]
+    left = np.count_nonzero(canvas.known[slice(*block)] < 0)
     canvas.last_unmasked = unmasked[-1]
     results: list[StepResult] = []
     for number, (plan, outcome) in enumerate(zip(plans, outcomes, strict=True)):
@@ -68,7 +70,7 @@ def _results(
             plan=plan,
             rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
             num_unmasked=len(unmasked[number]),
-            block_tokens=canvas.tokens[slice(*block)].tolist() if done else None,
+            block_tokens=canvas.known[slice(*block)].tolist() if done else None,
             trace=_trace(batch, index, plan, unmasked[number], layer_pass) if with_trace else None,
             kv_slots=layer_pass.kv_slots(index),
             logprobs=_block_logprobs(canvas, slice(*block)) if done and canvas.logprobs is not None else None,
@@ -97,7 +99,7 @@ def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], la
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": unmasked,
-        "computed_positions": None if whole else batch.positions[batch.rows(index)].tolist(),
+        "computed_positions": None if whole else batch.host_positions[batch.rows(index)].tolist(),
     } | layer_pass.record(index)
 
 
@@ -118,8 +120,8 @@ def _block_change(canvas: Canvas, block: Span, unmasked: list[int], mask_token_i
     filled = [position - block.start for position in unmasked]
     return BlockChange(
         positions=filled,
-        token_ids=canvas.tokens[unmasked].tolist(),
+        token_ids=canvas.known[unmasked].tolist(),
         confidences=[known[position] for position in filled],
-        guesses=[known[position] for position in canvas.masked[here].nonzero().flatten().tolist()],
+        guesses=[known[position] for position in np.flatnonzero(canvas.known[here] < 0).tolist()],
         mask_token_id=mask_token_id,
     )

@@ -12,16 +12,18 @@ from typing import Any, TypeVar
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from dllm_engine.kernels.noise import gumbel_max
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.noise import gumbel
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 _Rows = TypeVar("_Rows", TokenStatistics, TokenLogprobs)
 MAX_LOGITS_PER_CHUNK = 1 << 24
-"""Logits held at once (64 MiB in float32)."""
+"""Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
+TILE_ROWS, LEAST_ROWS = 128, 512
+"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,17 @@ class Counters:
         return Counters(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
+def head_chunks(num_rows: int, vocab_size: int, device: torch.device, *, filtered: bool = False) -> list[slice]:
+    """Rows that go through a head of ``vocab_size`` tokens at once, so that their logits fit in memory.
+
+    ``filtered``: top-p or top-k follow, which hold some 40 bytes for each logit.
+    """
+    size = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
+    if device.type != "cpu":
+        size = max(size // TILE_ROWS * TILE_ROWS, TILE_ROWS if filtered else LEAST_ROWS)
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
+
+
 class TokenPredictor:
     """Predicts tokens for rows of hidden states; the same on every rank."""
 
@@ -73,9 +86,9 @@ class TokenPredictor:
     ) -> None:
         """``compute_logits`` maps ``[num_rows, hidden_size]`` to this rank's logits."""
         self.compute_logits = compute_logits
+        self.vocab_size = vocab_size
         self.mask_token_id = mask_token_id
         self.tp_group = tp_group
-        self.max_rows = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
 
     def predict(
         self,
@@ -93,8 +106,7 @@ class TokenPredictor:
         so many of the likeliest; None: for none. ``counters`` are needed for sampling only.
         """
         chunks = []
-        for start in range(0, hidden.shape[0], self.max_rows):
-            rows = slice(start, start + self.max_rows)
+        for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device, filtered=settings.filters):
             shard = self.compute_logits(hidden[rows])
             of_rows = None if counters is None else counters.rows(rows)
             chunks.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs))
@@ -106,8 +118,7 @@ class TokenPredictor:
         ``hidden`` as for ``predict``; ``tokens`` ``[num_rows]`` int64.
         """
         chunks = []
-        for start in range(0, hidden.shape[0], self.max_rows):
-            rows = slice(start, start + self.max_rows)
+        for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
             logits, first_token = self.compute_logits(hidden[rows])
             log_total = token_statistics(logits, -1, False, False)[2]
             column = tokens[rows] - first_token
@@ -137,17 +148,18 @@ class TokenPredictor:
         # A position filled with the mask would never count as filled, so the mask is never predicted.
         mask_column = column if 0 <= column < logits.shape[-1] else -1
 
-        drawn_from = measured = logits
-        if settings.filters or settings.temperature > 0:
-            drawn_from = _tempered(logits.float(), settings, mask_column)
-            measured = drawn_from if settings.tempered else logits
+        drawn_from, temperature = logits, settings.temperature
+        if settings.filters or settings.tempered:
+            drawn_from, temperature = _tempered(logits.float(), settings, mask_column), 1.0
+        measured = drawn_from if settings.tempered else logits
         token, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy, with_margin
         )
         best = token_logit
         if settings.temperature > 0:
             assert counters is not None
-            best, token = _draw(drawn_from, counters, first_token, mask_column)
+            drawn = counters.seeds, counters.forwards, counters.positions
+            best, token = gumbel_max(drawn_from, *drawn, first_token, temperature, mask_column)
             token_logit = measured.gather(-1, token[:, None])[:, 0].float()
         winner = plain = None
         if num_logprobs is not None:
@@ -264,28 +276,9 @@ def _tempered(logits: torch.Tensor, settings: SamplingSettings, mask_column: int
         logits = logits.masked_fill(logits < kept, lowest)
     if settings.filters:
         # Where the mask token is all that passed, the best other token passes too.
-        best = _without(unfiltered, mask_column).argmax(dim=-1, keepdim=True)
+        others = unfiltered.clone()
+        if mask_column >= 0:
+            others[:, mask_column] = -torch.inf
+        best = others.argmax(dim=-1, keepdim=True)
         logits = logits.scatter(-1, best, unfiltered.gather(-1, best))
     return logits
-
-
-def _draw(
-    logits: torch.Tensor, counters: Counters, first_token: int, mask_column: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(score, column) of a draw from each row's softmax, by Gumbel-max in float64.
-
-    The logits are divided by the temperature already, so the noise is plain.
-    """
-    token_ids = torch.arange(first_token, first_token + logits.shape[-1], device=logits.device)
-    noise = gumbel(counters.seeds[:, None], counters.forwards[:, None], counters.positions[:, None], token_ids[None, :])
-    best, column = _without(logits.double() + noise, mask_column).max(dim=-1)
-    return best, column
-
-
-def _without(scores: torch.Tensor, mask_column: int) -> torch.Tensor:
-    """``scores`` with −∞ in the mask token's column."""
-    if mask_column < 0:
-        return scores
-    scores = scores.clone()
-    scores[:, mask_column] = -torch.inf
-    return scores

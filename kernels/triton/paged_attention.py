@@ -1,22 +1,30 @@
 """Attention over pages, on CUDA devices."""
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 
 import triton
 import triton.language as tl
 from dllm_engine.kernels.paged_attention import empty_results
+from dllm_engine.kernels.triton._launch import Launch
 
 # The arguments of Triton kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+MAX_SPLITS = 32
 
-@triton.jit
+
+@triton.jit(
+    do_not_specialize=["q_row", "k_row", "v_row", "k_page", "v_page", "table_row", "total_rows", "num_blocks"],
+    do_not_specialize_on_alignment=["cu_seqlens", "page_tables", "head_start", "token_stride", "head_len"],
+)
 def _attention_kernel(
     q, k, v, cu_seqlens, k_pages, v_pages, page_tables, head_start, token_stride, head_len, out, lse,
-    q_row, q_head, k_row, k_head, v_row, v_head, k_page, v_page, table_row, out_split, lse_split, num_blocks,
-    scale: tl.constexpr,
+    q_row, k_row, v_row, k_page, v_page, table_row, total_rows, num_blocks,
+    SCALE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SHARING: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -30,8 +38,10 @@ def _attention_kernel(
 ):  # fmt: skip
     """One program: a block of a request's (row, query head) pairs that share a KV head, over one split of the keys.
 
-    The keys of a request and head, retained then fresh, are a row of tiles of ``BLOCK_K``; split s of n takes the s-th
-    n-th of the tiles. ``scale`` includes log2(e), so that exponentials are powers of two.
+    The keys of a request and head, retained then fresh, are a row of tiles of ``BLOCK_K``; split s of n takes the
+    s-th n-th of the tiles. Rows lie ``q_row``, ``k_row`` and ``v_row`` heads apart, pages ``k_page`` and ``v_page``
+    slots, so that the compiler knows vectors to be aligned, whatever the strides. ``SCALE`` includes log2(e), so that
+    exponentials are powers of two.
     """
     request = tl.program_id(0) // num_blocks
     kv_head = tl.program_id(1)
@@ -42,12 +52,15 @@ def _attention_kernel(
     if tl.program_id(0) % num_blocks * BLOCK_Q >= num_rows * SHARING:
         return
     row = pair // SHARING
-    head = kv_head * SHARING + pair % SHARING
+    head = pair % SHARING
     dim = tl.arange(0, BLOCK_D)
     in_range = row < num_rows
     in_head = dim < HEAD_DIM
+    # Where a request's rows begin may lie beyond 32 bits, not how far its rows are from there.
+    first_row = start.to(tl.int64)
+    first_q = q + (first_row * q_row + kv_head * SHARING) * HEAD_DIM
     tile_q = tl.load(
-        q + (start + row).to(tl.int64)[:, None] * q_row + head[:, None] * q_head + dim[None, :],
+        first_q + (row * q_row + head)[:, None] * HEAD_DIM + dim[None, :],
         mask=in_range[:, None] & in_head[None, :],
         other=0.0,
     )
@@ -68,66 +81,72 @@ def _attention_kernel(
     first_slot = tl.load(head_start + request * NUM_KV_HEADS + kv_head)
     stride = tl.load(token_stride + request)
     table = page_tables + request.to(tl.int64) * table_row
+    token = first * BLOCK_K + tl.arange(0, BLOCK_K)
+    page = tl.load(table + (first_slot + token * stride) // SLOTS_PER_PAGE, mask=token < retained, other=0)
     for tile in range(first, tl.minimum(stop, num_retained_tiles)):
         token = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         exists = token < retained
-        slot = first_slot + token * stride
-        page = tl.load(table + slot // SLOTS_PER_PAGE, mask=exists, other=0).to(tl.int64)
-        offset = slot % SLOTS_PER_PAGE * HEAD_DIM
+        offset = (first_slot + token * stride) % SLOTS_PER_PAGE
         keys = tl.load(
-            k_pages + (page * k_page + offset)[None, :] + dim[:, None],
-            mask=exists[None, :] & in_head[:, None],
-            other=0.0,
-        )
-        values = tl.load(
-            v_pages + (page * v_page + offset)[:, None] + dim[None, :],
+            k_pages + (page.to(tl.int64) * k_page + offset)[:, None] * HEAD_DIM + dim[None, :],
             mask=exists[:, None] & in_head[None, :],
             other=0.0,
         )
+        values = tl.load(
+            v_pages + (page.to(tl.int64) * v_page + offset)[:, None] * HEAD_DIM + dim[None, :],
+            mask=exists[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        # The next tile's pages are known a tile ahead: the compiler lets loads overlap with arithmetic only where
+        # their addresses do not wait for another load of the same tile.
+        following = token + BLOCK_K
+        page = tl.load(table + (first_slot + following * stride) // SLOTS_PER_PAGE, mask=following < retained, other=0)
         visible = exists[None, :] & in_range[:, None]
         if CAUSAL and not ATTEND_FRESH:
             visible = visible & (token[None, :] <= retained - num_rows + row[:, None])
-        highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, scale)
+        highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, SCALE)
 
     if ATTEND_FRESH:
+        fresh_k = k + (first_row * k_row + kv_head) * HEAD_DIM
+        fresh_v = v + (first_row * v_row + kv_head) * HEAD_DIM
         for tile in range(tl.maximum(first, num_retained_tiles), stop):
             token = (tile - num_retained_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
             exists = token < num_rows
-            fresh = (start + token).to(tl.int64)
             keys = tl.load(
-                k + fresh[None, :] * k_row + kv_head * k_head + dim[:, None],
-                mask=exists[None, :] & in_head[:, None],
+                fresh_k + (token * k_row)[:, None] * HEAD_DIM + dim[None, :],
+                mask=exists[:, None] & in_head[None, :],
                 other=0.0,
             )
             values = tl.load(
-                v + fresh[:, None] * v_row + kv_head * v_head + dim[None, :],
+                fresh_v + (token * v_row)[:, None] * HEAD_DIM + dim[None, :],
                 mask=exists[:, None] & in_head[None, :],
                 other=0.0,
             )
             visible = exists[None, :] & in_range[:, None]
             if CAUSAL:
                 visible = visible & (token[None, :] <= row[:, None])
-            highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, scale)
+            highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, SCALE)
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     # Results are contiguous: [splits, rows, heads, dims] and [splits, rows, heads].
-    target = (start + row).to(tl.int64) * NUM_KV_HEADS * SHARING + head
+    first_target = ((split.to(tl.int64) * total_rows + first_row) * NUM_KV_HEADS + kv_head) * SHARING
+    target = row * NUM_KV_HEADS * SHARING + head
     tl.store(
-        out + split.to(tl.int64) * out_split + target[:, None] * HEAD_DIM + dim[None, :],
+        out + first_target * HEAD_DIM + target[:, None] * HEAD_DIM + dim[None, :],
         (weighted / total[:, None]).to(out.dtype.element_ty),
         mask=in_range[:, None] & in_head[None, :],
     )
     if WITH_LSE:
         natural = tl.where(empty, -float("inf"), (highest + tl.log2(total)) * 0.6931471805599453)
-        tl.store(lse + split.to(tl.int64) * lse_split + target, natural, mask=in_range)
+        tl.store(lse + first_target + target, natural, mask=in_range)
 
 
 @triton.jit
 def _accumulate(q, keys, values, visible, highest, total, weighted, scale):
     """One tile of the online softmax."""
     # float32 products in full precision: TF32 would lose what float32 was asked for.
-    scores = tl.where(visible, tl.dot(q, keys, input_precision="ieee") * scale, -float("inf"))
+    scores = tl.where(visible, tl.dot(q, tl.trans(keys), input_precision="ieee") * scale, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     # While nothing is visible the maximum is -inf, and -inf - -inf is not a number.
     shift = tl.where(new_highest == -float("inf"), 0.0, new_highest)
@@ -138,11 +157,10 @@ def _accumulate(q, keys, values, visible, highest, total, weighted, scale):
     return new_highest, total, weighted * decay[:, None] + product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    partial_out, partial_lse, out, lse, out_split, lse_split,
+    partial_out, partial_lse, out, lse, num_splits,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     WITH_LSE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -152,7 +170,8 @@ def _combine_kernel(
     split = tl.arange(0, BLOCK_S)
     dim = tl.arange(0, BLOCK_D)
     in_head = dim < HEAD_DIM
-    lses = tl.load(partial_lse + split * lse_split + target, mask=split < NUM_SPLITS, other=-float("inf"))
+    part = split.to(tl.int64) * tl.num_programs(0) + target
+    lses = tl.load(partial_lse + part, mask=split < num_splits, other=-float("inf"))
     highest = tl.max(lses, axis=0)
     shift = tl.where(highest == -float("inf"), 0.0, highest)
     weights = tl.exp(lses - shift)
@@ -160,8 +179,8 @@ def _combine_kernel(
     empty = total == 0
     total = tl.where(empty, 1.0, total)
     parts = tl.load(
-        partial_out + split.to(tl.int64)[:, None] * out_split + target * HEAD_DIM + dim[None, :],
-        mask=(split < NUM_SPLITS)[:, None] & in_head[None, :],
+        partial_out + part[:, None] * HEAD_DIM + dim[None, :],
+        mask=(split < num_splits)[:, None] & in_head[None, :],
         other=0.0,
     )
     combined = tl.sum(parts * weights[:, None], axis=0) / total
@@ -183,79 +202,125 @@ def paged_attention(
     max_seqlen: int | None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``num_splits`` programs share the keys of a row (None: as many as fill the device)."""
+    """``num_splits`` programs, ``MAX_SPLITS`` at most, share the keys of a row (None: as many as fill the device)."""
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     out, lse = empty_results(q, return_lse)
     num_requests, num_kv_heads = head_len.shape
-    num_heads, head_dim = q.shape[1:]
-    if not num_requests or not q.numel():
+    num_rows, num_heads, head_dim = q.shape
+    if not num_requests or not num_rows:
         return out, lse
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max())
     if max_head_len is None:
         max_head_len = int(head_len.max())
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    page_tables = page_tables if page_tables.stride(1) == 1 else page_tables.contiguous()
+    q, q_row = _rows(q, head_dim)
+    k, k_row = _rows(k, head_dim)
+    v, v_row = _rows(v, head_dim)
     sharing = num_heads // num_kv_heads
-    block_q, block_k, num_warps, num_stages = _tiles(max_seqlen * sharing, head_dim, q.dtype)
-    num_blocks = triton.cdiv(max_seqlen * sharing, block_q)
+    tiles = _tiles(max_seqlen * sharing, head_dim, q.dtype)
+    num_blocks = -(-max_seqlen * sharing // tiles.block_q)
     if num_splits is None:
-        num_tiles = triton.cdiv(max_head_len, block_k) + (triton.cdiv(max_seqlen, block_k) if attend_fresh else 0)
-        num_splits = _num_splits(num_requests * num_blocks * num_kv_heads, num_tiles, q.device)
+        num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
+        num_splits = _num_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
     split = num_splits > 1
+    parts, part_lse = out, lse
     if split:
-        parts = q.new_empty(num_splits, *q.shape, dtype=torch.float32)
-        part_lse = q.new_empty(num_splits, *q.shape[:2], dtype=torch.float32)
-    else:
-        parts, part_lse = out[None], lse[None]
-    block_d = max(16, triton.next_power_of_2(head_dim))  # the least that a matrix product takes
-    _attention_kernel[num_requests * num_blocks, num_kv_heads, num_splits](
-        q, k, v, cu_seqlens, k_pages, v_pages, page_tables,
-        head_start.contiguous(), token_stride.contiguous(), head_len.contiguous(), parts, part_lse,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_pages.stride(0), v_pages.stride(0), page_tables.stride(0),
-        parts.stride(0), part_lse.stride(0), num_blocks,
-        scale=head_dim**-0.5 * math.log2(math.e),
-        NUM_KV_HEADS=num_kv_heads,
-        SHARING=sharing,
-        HEAD_DIM=head_dim,
-        SLOTS_PER_PAGE=k_pages.shape[1],
-        ATTEND_FRESH=attend_fresh,
-        CAUSAL=causal,
-        WITH_LSE=split or return_lse,
-        BLOCK_Q=block_q,
-        BLOCK_K=block_k,
-        BLOCK_D=block_d,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        parts = q.new_empty(num_splits, num_rows, num_heads, head_dim, dtype=torch.float32)
+        part_lse = q.new_empty(num_splits, num_rows, num_heads, dtype=torch.float32)
+    of_rows, of_combining = _launches(
+        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, causal, return_lse, split, tiles, q.dtype,
+        q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k_pages.data_ptr() % 16,
+        v_pages.data_ptr() % 16,
+    )  # fmt: skip
+    of_rows(
+        _attention_kernel, (num_requests * num_blocks, num_kv_heads, num_splits),
+        q, k, v, cu_seqlens, k_pages, v_pages, page_tables, head_start, token_stride, head_len, parts, part_lse,
+        q_row, k_row, v_row, k_pages.stride(0) // head_dim, v_pages.stride(0) // head_dim, page_tables.stride(0),
+        num_rows, num_blocks,
     )  # fmt: skip
     if split:
-        _combine_kernel[(q.shape[0] * num_heads,)](
-            parts, part_lse, out, lse, parts.stride(0), part_lse.stride(0),
-            HEAD_DIM=head_dim,
-            NUM_SPLITS=num_splits,
-            WITH_LSE=return_lse,
-            BLOCK_S=triton.next_power_of_2(num_splits),
-            BLOCK_D=block_d,
-        )  # fmt: skip
+        of_combining(_combine_kernel, (num_rows * num_heads, 1, 1), parts, part_lse, out, lse, num_splits)
     return out, lse
 
 
-def _tiles(num_pairs: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(queries per program, keys per tile, warps, stages) for ``num_pairs`` (row, query head) pairs of a KV head.
+def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
+    """``x`` ``[num_rows, heads, head_dim]`` with its heads side by side, and how many heads its rows lie apart."""
+    row, head, dim = x.stride()
+    if head != head_dim or dim != 1 or row % head_dim:
+        x = x.contiguous()
+        row = x.shape[1] * head_dim
+    return x, row // head_dim
 
-    As large as leaves registers to spare; at most 96 KiB of shared memory, which every GPU since 2020 has.
+
+class Tiles(NamedTuple):
+    """What a program of the attention kernel computes at a time, and with what."""
+
+    block_q: int
+    """(row, query head) pairs."""
+    block_k: int
+    """Keys."""
+    num_warps: int
+    num_stages: int
+
+
+@functools.cache
+def _launches(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    slots_per_page: int,
+    attend_fresh: bool,
+    causal: bool,
+    return_lse: bool,
+    split: bool,
+    tiles: Tiles,
+    *of_pointers: object,
+) -> tuple[Launch, Launch]:
+    """Of attention and of combining splits. ``of_pointers``: type, device and alignments."""
+    block_d = max(16, triton.next_power_of_2(head_dim))  # the least that a matrix product takes
+    attention = {
+        "SCALE": head_dim**-0.5 * math.log2(math.e),
+        "NUM_KV_HEADS": num_kv_heads,
+        "SHARING": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "SLOTS_PER_PAGE": slots_per_page,
+        "ATTEND_FRESH": attend_fresh,
+        "CAUSAL": causal,
+        "WITH_LSE": split or return_lse,
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_D": block_d,
+    }
+    combining = {"HEAD_DIM": head_dim, "WITH_LSE": return_lse, "BLOCK_S": MAX_SPLITS, "BLOCK_D": block_d}
+    return Launch(attention, num_warps=tiles.num_warps, num_stages=tiles.num_stages), Launch(combining)
+
+
+@functools.cache
+def _tiles(num_pairs: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """For ``num_pairs`` (row, query head) pairs of a KV head.
+
+    Chosen from what the compiler reports (docs/gpu.md): no registers spilled, 96 KiB of shared memory at most, which
+    every GPU since 2020 has, and keys and values that arrive while the tile before is computed. Up to 256 pairs, a
+    block of 32 rows whose heads share KV heads, reading takes longest, and two programs fit a multiprocessor. Beyond
+    that, each key read serves more rows.
     """
     if dtype == torch.float32:
-        limit, block_k, num_stages = 32 if head_dim <= 64 else 16, 32, 1
+        limit, num_stages = 32 if head_dim <= 64 else 16, 1
     elif head_dim > 128:
-        limit, block_k, num_stages = 64, 32, 2
+        limit, num_stages = 64, 2
     else:
-        limit, block_k, num_stages = 128, 64, 2
+        limit, num_stages = 64 if num_pairs <= 256 else 128, 3
     block_q = min(max(16, triton.next_power_of_2(num_pairs)), limit)
-    return block_q, block_k, 8 if head_dim > 128 or block_q > 64 else 4, num_stages
+    return Tiles(block_q, 32, 8 if head_dim > 128 or block_q > 64 else 4, num_stages)
 
 
-def _num_splits(num_programs: int, num_tiles: int, device: torch.device) -> int:
-    """Programs that share the keys of a row, so that two per multiprocessor run; each gets two tiles at least."""
+@functools.cache
+def _num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """Programs that share the keys of a row, so that two per multiprocessor run; each gets 128 keys at least.
+
+    Fewer than 512 keys stay together: a second launch, which joins the splits, would take longer than they save.
+    """
+    if num_keys < 512:
+        return 1
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(wanted // num_programs, num_tiles // 2, 32))
+    return max(1, min(wanted // num_programs, num_keys // 128, MAX_SPLITS))

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _rotate_kernel(
-    x, cos_sin, x_row, x_head, num_heads,
+    x, positions, cos_sin, x_row, x_head, num_heads,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -21,8 +21,9 @@ def _rotate_kernel(
     head = tl.arange(0, BLOCK_H)[:, None]
     column = tl.arange(0, BLOCK_D)
     exists = column < HALF
-    cos = tl.load(cos_sin + row * 2 * HALF + column, mask=exists, other=0.0)[None, :]
-    sin = tl.load(cos_sin + row * 2 * HALF + HALF + column, mask=exists, other=0.0)[None, :]
+    of_position = cos_sin + tl.load(positions + row) * 2 * HALF + column
+    cos = tl.load(of_position, mask=exists, other=0.0)[None, :]
+    sin = tl.load(of_position + HALF, mask=exists, other=0.0)[None, :]
     kept = (head < num_heads) & exists[None, :]
     place = x + row * x_row + head * x_head + column[None, :]
     first = tl.load(place, mask=kept, other=0.0).to(tl.float32)
@@ -31,11 +32,11 @@ def _rotate_kernel(
     tl.store(place + HALF, second * cos + first * sin, mask=kept)
 
 
-def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     num_rows, num_heads, head_dim = x.shape
     if x.numel():
         _rotate_kernel[(num_rows,)](
-            x, cos_sin, x.stride(0), x.stride(1), num_heads,
+            x, positions, cos_sin, x.stride(0), x.stride(1), num_heads,
             HALF=head_dim // 2,
             BLOCK_H=triton.next_power_of_2(num_heads),
             BLOCK_D=triton.next_power_of_2(head_dim // 2),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
@@ -28,7 +29,8 @@ from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.model_executor.token_prediction import MAX_LOGITS_PER_CHUNK, gather_from_ranks
+from dllm_engine.model_executor.token_prediction import gather_from_ranks, head_chunks
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 from dllm_engine.scheduler.page_layout import PageKind
@@ -96,7 +98,8 @@ class Guide:
         assert options.guide_shape is not None
         dtype = vllm_config.model_config.dtype
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), device:
-            model = CausalModel(vllm_config=vllm_config, hf_config=hf_config)
+            longest = options.guide_shape.num_tokens(vllm_config.model_config.max_model_len)
+            model = CausalModel(vllm_config=vllm_config, hf_config=hf_config, max_positions=longest)
             record_metadata_for_reloading(model)
         # vLLM's loader asks the model's config where the weights are.
         source = copy.copy(vllm_config.model_config)
@@ -108,6 +111,7 @@ class Guide:
         get_model_loader(vllm_config.load_config).load_weights(model, source)
         process_weights_after_loading(model, vllm_config.model_config, device)
         self.model = model.eval()
+        self.device = device
         self.reader = reader
         self.shape = options.guide_shape
         self.pages: PageView | None = None
@@ -135,6 +139,16 @@ class Guide:
             else _or_failure(draft.request_id, self._verdict, question, next(judged) if question.judged else {})
             for draft, question in zip(drafts, asked, strict=True)
         ]
+
+    def profile_run(self, num_rows: int) -> None:
+        """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to measure the memory."""
+        chunk = self._chunks(num_rows)[0]
+        drafted = torch.zeros(num_rows, dtype=torch.int64, device=self.device)[chunk]
+        dtype = self._source.model_config.dtype
+        self._judge(torch.zeros(len(drafted), self.model.shape.hidden_size, dtype=dtype, device=self.device), drafted)
+
+    def _chunks(self, num_rows: int) -> list[slice]:
+        return head_chunks(num_rows, self.model.shape.vocab_size, self.device)
 
     def _read(self, draft: Draft) -> _Question:
         positions, tokens = draft.positions.tolist(), draft.tokens.tolist()
@@ -166,21 +180,22 @@ class Guide:
             question.canvas.guide_text = text[: question.judged[-1]]
         bounds = list(accumulate((span.size for span in spans), initial=0))
         fed = [token for q, span in zip(questions, spans, strict=True) for token in q.reading.tokens[slice(*span)]]
+        positions = np.concatenate([np.arange(*span) for span in spans])
         batch = StepBatch(
             request_ids=[],
             plans=[],
             canvases=[question.canvas for question in questions],
             cu_seqlens=bounds,
-            input_ids=torch.tensor(fed, device=device),
-            positions=torch.cat([torch.arange(*span, device=device) for span in spans]),
+            input_ids=on_device(fed, device),
+            positions=on_device(positions, device),
+            host_positions=positions,
         )
         layer_pass = CausalPass(batch, self.pages, [span.stop for span in spans])
         hidden = self.model(batch.input_ids, batch.positions, layer_pass)
         rows = [t - 1 - span.start + b for q, span, b in zip(questions, spans, bounds, strict=False) for t in q.judged]
         tokens = [q.reading.tokens[t] for q in questions for t in q.judged]
-        hidden, drafted = hidden[torch.tensor(rows, device=device)], torch.tensor(tokens, device=device)
-        size = max(1, MAX_LOGITS_PER_CHUNK // self.model.shape.vocab_size)
-        chunks = [self._judge(*chunk) for chunk in zip(hidden.split(size), drafted.split(size), strict=True)]
+        hidden, drafted = hidden[on_device(rows, device)], on_device(tokens, device)
+        chunks = [self._judge(hidden[chunk], drafted[chunk]) for chunk in self._chunks(len(rows))]
         ranks, own = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         answers = zip(ranks.tolist(), own.tolist(), strict=True)
         return [{t: next(answers) for t in question.judged} for question in questions]

@@ -25,8 +25,8 @@ GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 class CausalModel(DreamModel):
     """A checkpoint of ``GUIDE_MODEL_TYPES``."""
 
-    def __init__(self, *, vllm_config: VllmConfig, hf_config: Any) -> None:
-        super().__init__(vllm_config=vllm_config, prefix="guide", hf_config=hf_config)
+    def __init__(self, *, vllm_config: VllmConfig, hf_config: Any, max_positions: int) -> None:
+        super().__init__(vllm_config=vllm_config, prefix="guide", hf_config=hf_config, max_positions=max_positions)
 
     @staticmethod
     def decoder_shape(config: Any) -> DecoderShape:

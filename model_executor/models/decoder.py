@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,14 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from dllm_engine.kernels.rotary import rotate_
-from dllm_engine.kernels.vllm_operators import vllm_cpu_kernel
+from dllm_engine.kernels.rotary import rotary_table, rotate_
+from dllm_engine.kernels.vllm_operators import silu_and_mul
+from dllm_engine.model_executor.models.norm import Norm
 
 Shard = str | int | None
 """Part of a fused parameter, as vLLM's layers name it; None: the whole of a parameter."""
@@ -66,40 +67,22 @@ class DecoderShape:
         return self.hidden_size // self.num_heads
 
 
-class Norm(RMSNorm):
-    """vLLM's RMSNorm, which on a CPU uses its compiled kernel only as part of a compiled graph."""
-
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps)
-        # Looked up once: a norm is small beside the search for it.
-        self.compiled = vllm_cpu_kernel("rms_norm")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if self.compiled is not None and x.is_cpu and x.dtype == weight.dtype and x.is_contiguous():
-            out = torch.empty_like(x)
-            self.compiled(out, x, weight, self.variance_epsilon)
-            return out
-        return super().forward(x)
-
-
 @dataclass(frozen=True)
 class RotaryPhases:
     """Phases of RoPE of a set of rows."""
 
-    cos_sin: torch.Tensor
-    """float32 ``[num_rows, head_dim]``: a row's cosines, then its sines."""
-
-    @classmethod
-    def at(cls, positions: torch.Tensor, head_dim: int, theta: float) -> "RotaryPhases":
-        """At ``positions`` ``[num_rows]`` (absolute positions in the canvas)."""
-        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-        angles = positions.to(torch.float32)[:, None] * (1.0 / theta**exponents)
-        return cls(torch.cat((angles.cos(), angles.sin()), dim=-1))
+    positions: torch.Tensor
+    """``[num_rows]`` int64, absolute positions in the canvas."""
+    table: torch.Tensor
+    """``rotary_table`` of the model."""
 
     def __getitem__(self, rows: torch.Tensor) -> "RotaryPhases":
         """Of some of the rows."""
-        return RotaryPhases(self.cos_sin[rows])
+        return RotaryPhases(self.positions[rows], self.table)
+
+    def rotate_(self, heads: torch.Tensor) -> None:
+        """Rotate heads ``[num_rows, num_heads, head_dim]`` of the rows to their positions, in place."""
+        rotate_(heads, self.positions, self.table)
 
 
 class DecoderLayer(nn.Module):
@@ -149,7 +132,7 @@ class DecoderLayer(nn.Module):
         and keys rotated to their positions."""
         heads = self._heads(self.qkv_proj(normed)[0])
         num_heads, num_rotated = self.num_heads, self.num_heads + self.num_kv_heads
-        rotate_(heads[:, :num_rotated], phases.cos_sin)
+        phases.rotate_(heads[:, :num_rotated])
         return heads[:, :num_heads], heads[:, num_heads:num_rotated], heads[:, num_rotated:]
 
     def v(self, normed: torch.Tensor) -> torch.Tensor:
@@ -162,14 +145,14 @@ class DecoderLayer(nn.Module):
         """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
         start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys = self._heads(self._projection_rows(normed, start, start + kv_size))
-        rotate_(keys, phases.cos_sin)
+        phases.rotate_(keys)
         return keys
 
     def qk(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
         num_heads = self.num_heads + self.num_kv_heads
         heads = self._heads(self._projection_rows(normed, 0, num_heads * self.head_dim))
-        rotate_(heads, phases.cos_sin)
+        phases.rotate_(heads)
         return heads[:, : self.num_heads], heads[:, self.num_heads :]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
@@ -178,9 +161,7 @@ class DecoderLayer(nn.Module):
 
     def mlp(self, normed: torch.Tensor) -> torch.Tensor:
         """The feed-forward branch's output, ``[num_rows, hidden_size]``."""
-        gate, up = self.gate_up_proj(normed)[0].chunk(2, dim=-1)
-        # Not vLLM's SiluAndMul, which needs compiled ops on CUDA.
-        return self.down_proj(F.silu(gate).mul_(up))[0]
+        return self.down_proj(silu_and_mul(self.gate_up_proj(normed)[0]))[0]
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(projected.shape[0], projected.shape[1] // self.head_dim, self.head_dim)
@@ -215,9 +196,16 @@ class DiffusionDecoder(nn.Module, ABC):
     modules_in_layer: ClassVar[dict[str, tuple[str, Shard]]]
     """Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None) -> None:
-        """``hf_config``: of a second model beside the engine's own, which is not quantized; None: the engine's."""
+    def __init__(
+        self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
+    ) -> None:
+        """
+        Args:
+            hf_config: of a second model beside the engine's own, which is not quantized; None: the engine's.
+            max_positions: the longest sequence that the model is given; None: ``max_model_len``.
+        """
         super().__init__()
+        self.max_positions = max_positions or vllm_config.model_config.max_model_len
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.shape = self.decoder_shape(hf_config or vllm_config.model_config.hf_config)
         tp_size = get_tensor_model_parallel_world_size()
@@ -264,9 +252,15 @@ class DiffusionDecoder(nn.Module, ABC):
         """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
         return self.embedding(input_ids)
 
+    @cached_property
+    def rotary_table(self) -> torch.Tensor:
+        """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
+        device = self.final_norm.weight.device
+        return rotary_table(self.max_positions, self.shape.head_dim, self.shape.rope_theta, device)
+
     def rotary(self, positions: torch.Tensor) -> RotaryPhases:
         """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
-        return RotaryPhases.at(positions, self.shape.head_dim, self.shape.rope_theta)
+        return RotaryPhases(positions, self.rotary_table)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"

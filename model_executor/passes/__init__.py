@@ -20,7 +20,7 @@ PASSES: dict[str, Callable[[StepBatch, PageMemory], LayerPass]] = {
     "none": none.layer_pass,
     "prefix": fast_dllm.prefix_pass,
     "dual": fast_dllm.dual_pass,
-    "sparse": sparse.layer_pass,
+    "sparse": sparse.SparsePass,
     "dkv": dkv.OverwritePass,
     "dllm_cache": dllm_cache.layer_pass,
     "es_dllm": es_dllm.EarlySkipPass,

@@ -8,13 +8,11 @@ ever added one after the other, so their sum is all there is to keep.)
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.features import add_features, feature_rows, write_features
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
@@ -22,8 +20,9 @@ from dllm_engine.kernels.slots import write_slots
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
+from dllm_engine.model_executor.passes.base import LayerPass, attend_alone, attend_pages
 from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import Scope
 
@@ -52,8 +51,7 @@ class ComputedRows(RowBounds):
             )
             for of_kind in (alone_sizes, paged_sizes)
         )
-        self.alone_bounds = list(accumulate((size for size, a in zip(sizes, alone, strict=True) if a), initial=0))
-        self.paged = RowBounds(paged_sizes, device)
+        self.alone, self.paged = RowBounds(alone_sizes, device), RowBounds(paged_sizes, device)
 
 
 class AdaptivePass(LayerPass):
@@ -84,7 +82,7 @@ class AdaptivePass(LayerPass):
         self.num_layers = 0
         device = batch.positions.device
         self.requests = batch.request_of_row()
-        starts = torch.tensor(live_starts, device=device)
+        starts = on_device(live_starts, device)
         self.feature_items = batch.positions - starts[self.requests]
         self.feature_tables = BatchTables(batch, PageKind.FEATURES)
         self.features = feature_rows(pages.memory, pages.hidden_size, pages.num_kv_heads)
@@ -125,8 +123,8 @@ class AdaptivePass(LayerPass):
         self.refreshed, self.refreshed_places = torch.cat(refreshed), torch.cat(refreshed_places)
         self.adaptive = [
             (
-                torch.tensor([row for row, _ in members], device=device)[:, None] + torch.arange(length, device=device),
-                torch.tensor([at for _, at in members], device=device)[:, None] + torch.arange(count, device=device),
+                on_device([row for row, _ in members], device)[:, None] + torch.arange(length, device=device),
+                on_device([at for _, at in members], device)[:, None] + torch.arange(count, device=device),
             )
             for (length, count), members in adaptive.items()
         ]
@@ -158,8 +156,8 @@ class AdaptivePass(LayerPass):
 
     def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
         q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-        hidden += layer.o_proj(self._attend(index, self.all_rows, None, q, k, v))
-        hidden += layer.mlp(layer.mlp_norm(hidden))
+        attended = layer.o_proj(self._attend(index, self.all_rows, None, q, k, v))
+        hidden += layer.mlp(layer.mlp_norm(hidden, attended))
 
     def _recompute_some(
         self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases
@@ -263,4 +261,4 @@ class AdaptivePass(LayerPass):
         self, layer: int, computed: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Attention of the requests whose rows attend to nothing but themselves, before their K/V go to pages."""
-        return bidirectional_attention(q, k, v, computed.alone_bounds)
+        return attend_alone(q, k, v, computed.alone)

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
-from dllm_engine.model_executor.step_batch import RowBounds
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 
@@ -37,11 +39,12 @@ class LayerPass:
         ``hidden`` belongs to the pass, which may write into it. A pass that computes every row in every layer differs
         from others in ``attend`` alone; one that does not has its own loop.
         """
+        update = None  # what the layer before adds; the next norm does it
         for index, layer in enumerate(layers):
-            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-            hidden += layer.o_proj(self.attend(index, q, k, v))
-            hidden += layer.mlp(layer.mlp_norm(hidden))
-        return hidden
+            q, k, v = layer.qkv(layer.attn_norm(hidden, update), phases)
+            attended = layer.o_proj(self.attend(index, q, k, v))
+            update = layer.mlp(layer.mlp_norm(hidden, attended))
+        return hidden if update is None else hidden.add_(update)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention output ``[num_rows, num_heads, head_dim]`` of all rows, and what becomes of their keys and values.
@@ -65,6 +68,32 @@ class LayerPass:
     def record(self, index: int) -> dict[str, Any]:
         """Trace entries of the pass for a request, by their names in ``DiffusionFigures.trace``."""
         return {}
+
+
+def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:
+    """Attention of each request's rows over themselves."""
+    return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
+
+
+def attend_split(
+    layer: int,
+    tables: KVTables,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: SplitRows,
+    *,
+    attend_fresh: bool,
+) -> torch.Tensor:
+    """``attend_alone`` of the requests that need no pages, and ``attend_pages`` of the others."""
+    n = rows.num_paged_rows
+    if not n:
+        return attend_alone(q, k, v, rows.alone)
+    tokens = tables.paged_tokens(layer)
+    if n == q.shape[0]:
+        return attend_pages(tokens, q, k, v, rows.paged, attend_fresh=attend_fresh)
+    of_pages = attend_pages(tokens, q[:n], k[:n], v[:n], rows.paged, attend_fresh=attend_fresh)
+    return torch.cat((of_pages, attend_alone(q[n:], k[n:], v[n:], rows.alone)))
 
 
 def attend_pages(

@@ -2,20 +2,20 @@
 
 import torch
 
-from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass, attend_alone
+from dllm_engine.model_executor.step_batch import RowBounds
 
 
 class DensePass(LayerPass):
     """Each sequence attends to all of itself."""
 
-    def __init__(self, cu_seqlens: list[int]) -> None:
-        """``cu_seqlens``: first row of each sequence and, last, the number of rows."""
-        self.cu_seqlens = cu_seqlens
+    def __init__(self, row_bounds: RowBounds) -> None:
+        """``row_bounds``: of the sequences."""
+        self.row_bounds = row_bounds
 
     @property
     def repeats(self) -> bool:
         return True
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return bidirectional_attention(q, k, v, self.cu_seqlens)
+        return attend_alone(q, k, v, self.row_bounds)

@@ -2,10 +2,9 @@
 
 import torch
 
-from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import StepBatch
 
 
@@ -15,14 +14,9 @@ class OverwritePass(LayerPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
         self.tables = TokenTables(batch, pages, [plan.read for plan in batch.plans])
-        self.row_bounds = batch.row_bounds()
-        # Where every canvas is computed as a whole, what the pages would give back is what was just computed.
-        self.dense = all(
-            size == c.spec.canvas_length for size, c in zip(self.row_bounds.sizes, batch.canvases, strict=True)
-        )
+        # Of a canvas that is computed as a whole, the pages would give back what was just computed.
+        self.rows = batch.split_rows([batch.num_rows(i) == c.spec.canvas_length for i, c in enumerate(batch.canvases)])
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.tables.pages.write(k, v, self.tables.row_slots(layer))
-        if self.dense:
-            return bidirectional_attention(q, k, v, self.batch.cu_seqlens)
-        return attend_pages(self.tables.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=False)
+        return attend_split(layer, self.tables, q, k, v, self.rows, attend_fresh=False)

@@ -10,17 +10,18 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.features import feature_rows, read_features, write_features
 from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
-from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
@@ -40,7 +41,7 @@ SMALLEST_NORM = 1e-6
 class Cut:
     """Where the rows that stay lie among those of the stage before; known but for which rows of a request they are."""
 
-    def __init__(self, before: RowBounds, after: RowBounds, skips: list[bool], device: torch.device) -> None:
+    def __init__(self, before: RowBounds, after: SplitRows, skips: list[bool], device: torch.device) -> None:
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         whole: list[int] = []
         for i, skip in enumerate(skips):
@@ -82,19 +83,20 @@ class EarlySkipPass(LayerPass):
         self.tables = TokenTables(batch, pages, read)
         self.num_layers = self.tables.tables.shape[0]
         self.reading = [plan.retained_copy is RetainedCopy.READ for plan in plans]
-        self.writing = [i for i, plan in enumerate(plans) if plan.retained_copy is RetainedCopy.WRITE]
-        self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.writing}
+        self.copied = {i: self._copied(i) for i, plan in enumerate(plans) if plan.retained_copy is RetainedCopy.WRITE}
+        self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
         self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
         sizes = [batch.num_rows(i) for i in range(len(plans))]
-        # Where every canvas is computed as a whole, what the pages would give back is what was just computed.
-        self.dense = not any(self.reading) and all(
-            size == canvas.spec.canvas_length for size, canvas in zip(sizes, batch.canvases, strict=True)
-        )
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [plan.skips for plan in plans]
-        self.stage = RowBounds(sizes, device)
+        # Of a canvas that is computed as a whole, the pages would give back what was just computed.
+        alone = [
+            size == canvas.spec.canvas_length and not reads and not skips
+            for size, canvas, reads, skips in zip(sizes, batch.canvases, self.reading, self.skips, strict=True)
+        ]
+        self.stage = SplitRows(sizes, alone, device)
         self.stages = [self.stage]
         """The rows that the layers between two cuts compute; one more than there are cuts."""
         self.cuts: dict[int, Cut] = {}
@@ -103,7 +105,7 @@ class EarlySkipPass(LayerPass):
                 self._num_kept(i, fraction, size) if skip else size
                 for i, (size, skip) in enumerate(zip(sizes, self.skips, strict=True))
             ]
-            self.stages.append(RowBounds(sizes, device))
+            self.stages.append(SplitRows(sizes, alone, device))
             self.cuts[layer] = Cut(self.stages[-2], self.stages[-1], self.skips, device)
         self.kept_rows: list[torch.Tensor] = []
         """After each cut, the rows of the batch that went on."""
@@ -116,8 +118,8 @@ class EarlySkipPass(LayerPass):
             self.features = feature_rows(pages.memory, pages.hidden_size // ranks, pages.num_kv_heads)
             requests = self.tables.requests
             starts = [canvas.spec.predicting_span(0).start for canvas in batch.canvases]
-            items = batch.positions - torch.tensor(starts, device=device)[requests]
-            lengths = torch.tensor([canvas.spec.gen_length for canvas in batch.canvases], device=device)[requests]
+            items = batch.positions - on_device(starts, device)[requests]
+            lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)[requests]
             self.feature_items = items.masked_fill(items >= lengths, -1)
             """Number of each row among those that predict the response; negative: it predicts none of it."""
 
@@ -125,6 +127,16 @@ class EarlySkipPass(LayerPass):
         plan, num_unmasked = self.batch.plans[index], len(self.batch.canvases[index].last_unmasked)
         least = min(num_unmasked + 2, plan.block.size)
         return min(max(int(fraction * self.batch.num_rows(index)), least), num_rows)
+
+    def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions outside the block, of which some are copied, and of the block; and what scores the former, as
+        ``mean_query_scores`` wants it."""
+        plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.positions.device
+        start = plan.block.start - spec.shifts_logits
+        canvas = np.arange(spec.canvas_length)
+        outside, block = np.delete(canvas, slice(start, start + plan.block.size)), canvas[start:][: plan.block.size]
+        spans = [(0, outside.size, 0, outside.size, 0, self.batch.num_rows(index))]
+        return on_device(outside, device), on_device(block, device), on_device(spans, device)
 
     def _copy_tokens(self) -> torch.Tensor | None:
         """The place of each row in its request's retained copy, after what was copied; −1 where it has none."""
@@ -141,7 +153,7 @@ class EarlySkipPass(LayerPass):
     def _importance_of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``[num_rows]`` each: the confidence that a row last had, 0 where its token is not masked, and its bonus."""
         confidences = torch.zeros(self.batch.positions.shape, device=self.batch.positions.device)
-        bonuses = torch.zeros_like(confidences)
+        bonuses = np.zeros(len(confidences), dtype=np.float32)
         for i, skip in enumerate(self.skips):
             if not skip:
                 continue
@@ -150,12 +162,12 @@ class EarlySkipPass(LayerPass):
             first = plan.span.stop - self.batch.num_rows(i) + canvas.spec.shifts_logits
             stop = first + self.batch.num_rows(i)
             confidences[rows] = canvas.cache_state[first:stop] * canvas.masked[first:stop]
-            leftmost = canvas.masked[slice(*plan.block)].int().argmax() + plan.block.start
+            leftmost = (canvas.known[slice(*plan.block)] < 0).argmax() + plan.block.start
             bonuses[rows.start + leftmost - first] = LEFTMOST_BONUS
             if self.options.alpha < 1:
                 last = [rows.start + p - first for p in canvas.last_unmasked if first <= p < stop]
-                bonuses[torch.tensor(last, dtype=torch.int64, device=bonuses.device)] = UNMASKED_BONUS
-        return confidences, bonuses
+                bonuses[last] = UNMASKED_BONUS
+        return confidences, on_device(bonuses, confidences.device, confidences.dtype)
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         inside = self.options.indicator != "hidden_state"
@@ -169,8 +181,8 @@ class EarlySkipPass(LayerPass):
                 if kept is not None:
                     x, rows, phases = x[kept], rows[kept], phases[kept]
                     q, k, v = q[kept], k[kept], v[kept]
-            x += layer.o_proj(self._attend(index, rows, q, k, v))
-            x += layer.mlp(layer.mlp_norm(x))
+            attended = layer.o_proj(self._attend(index, rows, q, k, v))
+            x += layer.mlp(layer.mlp_norm(x, attended))
             if cut is not None and not inside:
                 kept = self._cut(index, cut, rows, x)
                 if kept is not None:
@@ -191,31 +203,23 @@ class EarlySkipPass(LayerPass):
             slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
             pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
         self._copy_retained(layer, q)
-        if self.dense:
-            return bidirectional_attention(q, k, v, stage.bounds)
-        return attend_pages(self.attended.paged_tokens(layer), q, k, v, stage, attend_fresh=False)
+        return attend_split(layer, self.attended, q, k, v, stage, attend_fresh=False)
 
     def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose step it is. Such a step skips no
         row, and the mean is over the queries of all that it computes."""
-        for i in self.writing:
-            plan, canvas = self.batch.plans[i], self.batch.canvases[i]
-            start = plan.block.start - canvas.spec.shifts_logits
-            before, block, after = torch.arange(canvas.spec.canvas_length, device=q.device).split(
-                (start, plan.block.size, canvas.spec.canvas_length - start - plan.block.size)
-            )
-            outside = torch.cat((before, after))
+        for i, (outside, block, spans) in self.copied.items():
             keys = self._kept(self.pages.keys, self.tables.token_slots(layer, torch.full_like(outside, i), outside))
-            queries = q[self.stage.rows(i)]
             # Every rank scores with its own heads; all must retain the same tokens.
-            scores = tensor_model_parallel_all_reduce(mean_query_scores(queries, keys))
+            scores = mean_query_scores(q[self.stage.rows(i)], keys, spans, outside.shape[0])[0]
+            scores = tensor_model_parallel_all_reduce(scores)
             scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
-            chosen = outside[select_retained(scores, plan.num_copied, POOL_KERNEL_SIZE)]
+            chosen = outside[select_retained(scores, self.batch.plans[i].num_copied, POOL_KERNEL_SIZE)]
             self.retained[i].append(chosen)
             copied = torch.cat((chosen, block))
             slots = self.tables.token_slots(layer, torch.full_like(copied, i), copied)
             keys, values = self._kept(self.pages.keys, slots), self._kept(self.pages.values, slots)
-            self.pages.append(keys, values, canvas.page_tables[PageKind.RETAINED][layer])
+            self.pages.append(keys, values, self.batch.canvases[i].page_tables[PageKind.RETAINED][layer])
 
     @staticmethod
     def _kept(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

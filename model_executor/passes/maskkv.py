@@ -11,16 +11,17 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
-from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import max_pooled
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows
+from dllm_engine.model_executor.passes.base import attend_alone
 from dllm_engine.model_executor.retention.head_budgets import head_budgets
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.dllm_cache import live_start
 from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, average_budget, prompt_budgets
 from dllm_engine.scheduler.page_layout import PageKind
@@ -33,9 +34,10 @@ class RetainedPrompt:
 
     kept: torch.Tensor
     """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
-    places: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Per layer, of every retained token: its position, its head, and its number among those of the head."""
-    kv_slots: list[int] = field(default_factory=list)
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    """Per layer, the number of each token among those that a head retained, −1 where it did not; int32
+    ``[prompt_length, num_kv_heads]``."""
+    kv_slots: list[torch.Tensor] = field(default_factory=list)
     """Slots of keys per layer, on the rank that needs most."""
 
 
@@ -53,10 +55,10 @@ class HeadTables(BatchTables):
         self.kept = torch.stack([canvas.cache_state.kept for canvas in batch.canvases], dim=1)
         """``[num_layers, num_requests, num_kv_heads]``"""
         self.requests = batch.request_of_row()
-        prompt_lengths = torch.tensor([canvas.spec.prompt_length for canvas in batch.canvases], device=device)
+        prompt_lengths = on_device([canvas.spec.prompt_length for canvas in batch.canvases], device)
         self.response_index = batch.positions - prompt_lengths[self.requests]
         """Position of each row in its response; negative in the prompt."""
-        self.gen_lengths = torch.tensor([canvas.spec.gen_length for canvas in batch.canvases], device=device)
+        self.gen_lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
         self.prompts = [
@@ -69,17 +71,14 @@ class HeadTables(BatchTables):
         lengths = self.kept[layer] + self.gen_lengths[:, None]
         return lengths.cumsum(dim=1) - lengths, lengths
 
-    def retain(self, layer: int, index: int, chosen: torch.Tensor, kept: list[int]) -> None:
+    def retain(self, layer: int, index: int, chosen: torch.Tensor, kept: torch.Tensor) -> None:
         """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads, prompt_length]`` bool, ``kept`` its row
         sums."""
-        heads, positions = chosen.nonzero(as_tuple=True)
-        counts = torch.tensor(kept, device=chosen.device)
-        first = counts.cumsum(dim=0) - counts
-        numbers = torch.arange(heads.shape[0], device=chosen.device) - first[heads]
+        numbers = (chosen.cumsum(dim=1) - 1).masked_fill(~chosen, -1)
         state: RetainedPrompt = self.batch.canvases[index].cache_state
-        state.kept[layer] = counts
-        state.places.append((positions, heads, numbers))
-        self.kept[layer, index] = counts
+        state.kept[layer] = kept
+        state.numbers.append(numbers.T.int())
+        self.kept[layer, index] = kept
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         start, _ = self.head_ranges(layer)
@@ -87,11 +86,11 @@ class HeadTables(BatchTables):
         slots = (start + self.kept[layer])[requests] + response[:, None]
         slots[response < 0] = -1
         for i, first_row in self.prompts:
-            places = self.batch.canvases[i].cache_state.places
+            of_layers = self.batch.canvases[i].cache_state.numbers
             # A request that votes in this pass has not yet, where other requests' rows are verified.
-            if layer < len(places):
-                positions, heads, numbers = places[layer]
-                slots[first_row + positions, heads] = start[i][heads] + numbers
+            if layer < len(of_layers):
+                numbers = of_layers[layer]
+                slots[first_row : first_row + len(numbers)] = torch.where(numbers >= 0, start[i] + numbers, -1)
         if rows is not None:
             requests, slots = requests[rows], slots[rows]
         per_page = self.pages.keys.shape[1]
@@ -117,6 +116,8 @@ class MaskKVPass(AdaptivePass):
         self.options = options
         self.head_tables = HeadTables(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
+        self.slots_of_voting: list[list[int]] = []
+        """``kv_slots`` of each, read from the device once for all."""
         super().__init__(
             batch,
             pages,
@@ -128,7 +129,12 @@ class MaskKVPass(AdaptivePass):
         )
 
     def kv_slots(self, index: int) -> list[int] | None:
-        return self.batch.canvases[index].cache_state.kv_slots if index in self.voting else None
+        if index not in self.voting:
+            return None
+        if not self.slots_of_voting:
+            of_voting = [torch.stack(self.batch.canvases[i].cache_state.kv_slots) for i in self.voting]
+            self.slots_of_voting = torch.stack(of_voting).tolist()
+        return self.slots_of_voting[self.voting.index(index)]
 
     def record(self, index: int) -> dict[str, Any]:
         entries = super().record(index)
@@ -142,12 +148,8 @@ class MaskKVPass(AdaptivePass):
         """What all ranks retained of a request's prompt, ``[num_layers, total_kv_heads, prompt_length]`` bool. Every
         rank must ask."""
         canvas, own_heads = self.batch.canvases[index], self.pages.num_kv_heads
-        places = canvas.cache_state.places
-        shape = len(places), own_heads, canvas.spec.prompt_length
         # Ranks on CPUs exchange floating-point numbers only.
-        retained = torch.zeros(shape, device=self.batch.positions.device)
-        for of_layer, (positions, heads, _) in zip(retained, places, strict=True):
-            of_layer[heads, positions] = 1
+        retained = (torch.stack([numbers.T for numbers in canvas.cache_state.numbers]) >= 0).float()
         world = get_tensor_model_parallel_world_size()
         if world > 1:
             # With more ranks than heads, neighbouring ranks have the same head.
@@ -160,11 +162,11 @@ class MaskKVPass(AdaptivePass):
     ) -> torch.Tensor:
         """All requests that attend alone are in their first pass, and vote."""
         if SCORERS[self.options.scorer].needs_lse:
-            out, lse = attention_with_lse(q, k, v, computed.alone_bounds)
+            out, lse = attention_with_lse(q, k, v, computed.alone.bounds)
         else:
-            out, lse = bidirectional_attention(q, k, v, computed.alone_bounds), None
-        for number, index in enumerate(self.voting):
-            rows = slice(*computed.alone_bounds[number : number + 2])
+            out, lse = attend_alone(q, k, v, computed.alone), None
+        for index in self.voting:
+            rows = computed.alone.rows(index)
             self._vote(layer, index, q[rows], k[rows], None if lse is None else lse[rows])
         return out
 
@@ -186,7 +188,7 @@ class MaskKVPass(AdaptivePass):
             of_all_heads[first_head : first_head + heads] = scores
             of_all_heads = tensor_model_parallel_all_reduce(of_all_heads) / max(1, world // total_heads)
         if average_budget(options, spec.prompt_length) >= spec.prompt_length:
-            kept_of_all = [spec.prompt_length] * total_heads
+            kept_of_all = torch.full((total_heads,), spec.prompt_length, device=q.device)
         else:
             kept_of_all = head_budgets(
                 options.head_budget,
@@ -198,8 +200,8 @@ class MaskKVPass(AdaptivePass):
         kept = kept_of_all[first_head : first_head + heads]
         pooled = max_pooled(scores, options.pool_kernel_size)
         ranking = pooled.sort(dim=1, descending=True, stable=True).indices
-        within = torch.arange(spec.prompt_length, device=q.device) < torch.tensor(kept, device=q.device)[:, None]
+        within = torch.arange(spec.prompt_length, device=q.device) < kept[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
         self.head_tables.retain(layer, index, chosen, kept)
-        of_ranks = [sum(kept_of_all[first : first + heads]) for first in range(0, total_heads, heads)]
-        canvas.cache_state.kv_slots.append(max(of_ranks) + spec.gen_length * heads)
+        of_ranks = kept_of_all.view(-1, heads).sum(dim=1)
+        canvas.cache_state.kv_slots.append(of_ranks.max() + spec.gen_length * heads)

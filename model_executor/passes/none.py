@@ -7,4 +7,4 @@ from dllm_engine.model_executor.step_batch import StepBatch
 
 def layer_pass(batch: StepBatch, pages: PageMemory) -> DensePass:
     """No pages are kept."""
-    return DensePass(batch.cu_seqlens)
+    return DensePass(batch.row_bounds())

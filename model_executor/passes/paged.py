@@ -1,115 +1,133 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
-from dllm_engine.model_executor.retention.scorers import ScoredLayer
-from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
-RetentionRule = Callable[[DecodingSpec, StepPlan, ScoredLayer], torch.Tensor]
-"""Which tokens of a layer an UPDATE step retains: canvas positions, ascending, ``[plan.retained]`` int64, the same on
-every rank. The first ``plan.read`` are in pages already. The layer holds the rows that the plan computes."""
+RetentionRule = Callable[[DecodingSpec, StepPlan], np.ndarray]
+"""Which canvas positions an UPDATE step may retain, ascending. The first ``plan.read`` are in pages already."""
 
 
 class PagedPass(LayerPass):
     """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of
     them."""
 
-    def __init__(self, tokens: KVTables, row_bounds: RowBounds) -> None:
-        """``tokens``: what is retained."""
-        self.tokens, self.row_bounds = tokens, row_bounds
+    def __init__(self, tokens: KVTables, rows: SplitRows) -> None:
+        """``tokens``: what is retained. ``rows``: those of requests that read none of it attend alone."""
+        self.tokens, self.rows = tokens, rows
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend_pages(self.tokens.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=True)
+        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=True)
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """UPDATE requests of a batch that are alike in shape, so that one call serves them."""
+
+    members: Sequence[int]
+    """Their numbers in the batch."""
+    spec: DecodingSpec
+    plan: StepPlan
+    """Of the first; the others' have the same lengths, block and counts."""
+    rows: torch.Tensor
+    """int64 ``[group, num_allowed]``: the batch rows that they may add to pages."""
 
 
 class RetentionPass(PagedPass):
     """A paged pass in which UPDATE requests retain tokens.
 
     Requests in every refresh state share the pass: each attends to its own rows and to what its plan reads in pages,
-    and in each layer UPDATE requests write what the rule retains behind what they read.
+    and in each layer UPDATE requests write what they retain behind what they read. Without more, that is all that the
+    rule allows.
     """
 
-    def __init__(
-        self,
-        batch: StepBatch,
-        pages: PageMemory,
-        rule: RetentionRule,
-        *,
-        needs_lse: bool = False,
-        observation_window: int = 0,
-    ) -> None:
-        """``needs_lse`` and ``observation_window``: as the scorer that the rule goes by wants them."""
+    def __init__(self, batch: StepBatch, pages: PageMemory, rule: RetentionRule) -> None:
         self.batch = batch
         self.pages = pages
-        self.rule = rule
-        self.needs_lse, self.observation_window = needs_lse, observation_window
-        self.retained: dict[int, list[torch.Tensor]] = {
-            i: [] for i, plan in enumerate(batch.plans) if plan.state is RefreshState.UPDATE
-        }
-        """Per UPDATE request of the batch: what each layer retained."""
-        device = batch.input_ids.device
+        self.device = batch.input_ids.device
         read = [plan.read for plan in batch.plans]
         self.reads = any(read)
         """Whether any request attends to pages."""
         tables = BatchTables(batch, PageKind.KV).tables
-        tokens = KVTables(pages, tables, on_device(read, device, torch.int32), max(read))
-        super().__init__(tokens, batch.row_bounds())
+        tokens = KVTables(pages, tables, on_device(read, self.device, torch.int32), max(read))
+        super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
+
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for i, (canvas, plan) in enumerate(zip(batch.canvases, batch.plans, strict=True)):
+            if plan.state is RefreshState.UPDATE:
+                alike[canvas.spec.canvas_length, plan.span, plan.block, plan.read, plan.retained].append(i)
+        self.groups = [self._group(members, rule) for members in alike.values()]
+        self.updating = [i for group in self.groups for i in group.members]
+        """Numbers of the UPDATE requests, in the order in which their rows are retained."""
+        self.retained: list[torch.Tensor] = []
+        """Per layer, the batch rows that it retained."""
+        if self.groups:
+            plans = [batch.plans[i] for i in self.updating]
+            numbers, places = ranges([plan.read for plan in plans], [plan.retained - plan.read for plan in plans])
+            self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
+            of_tokens = np.stack(
+                (np.array(self.updating)[numbers], places // pages.page_size, places % pages.page_size)
+            )
+            requests, page_numbers, offsets = on_device(of_tokens, self.device).unbind()
+            self.places = tables[:, requests, page_numbers].long() * pages.page_size + offsets
+            """Per layer, the place in pages of each token that is retained."""
+            self.heads = torch.arange(pages.num_kv_heads, device=self.device)
+            self.allowed_rows = torch.cat([group.rows.flatten() for group in self.groups])
+
+    def _group(self, members: list[int], rule: RetentionRule) -> UpdateGroup:
+        spec, plan = self.batch.canvases[members[0]].spec, self.batch.plans[members[0]]
+        firsts = np.array([self.batch.rows(i).start for i in members])
+        rows = firsts[:, None] + rule(spec, plan)[plan.read :] - plan.span.start
+        return UpdateGroup(members, spec, plan, on_device(rows, self.device))
 
     @property
     def repeats(self) -> bool:
-        return not self.retained
+        return not self.groups
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self.reads:
-            out = super().attend(layer, q, k, v)
-        else:
-            out = bidirectional_attention(q, k, v, self.batch.cu_seqlens)
-        self._retain(layer, q, k, v)
+        out = super().attend(layer, q, k, v)
+        if self.groups:
+            rows = self._retained_rows(layer, q, k, v)
+            self.pages.write(k[rows], v[rows], self.places[layer][:, None] * self.pages.num_kv_heads + self.heads)
+            self.retained.append(rows)
         return out
 
-    def _retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write to pages what the layer retains."""
-        for i, retained in self.retained.items():
-            rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
-            lse = (
-                attention_with_lse(q[rows], k[rows], v[rows], [0, rows.stop - rows.start])[1]
-                if self.needs_lse
-                else None
-            )
-            scored = ScoredLayer.of(
-                canvas, plan, q[rows], k[rows], lse, layer, self.pages.total_kv_heads, self.observation_window
-            )
-            positions = self.rule(canvas.spec, plan, scored)
-            added = positions[plan.read :] - plan.span.start
-            self.pages.append(k[rows][added], v[rows][added], canvas.page_tables[PageKind.KV][layer], plan.read)
-            retained.append(positions)
+    def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Batch rows that a layer adds to pages: of each request of ``updating`` those of its ``plan.retained −
+        plan.read`` positions, ascending. The same on every rank."""
+        return self.allowed_rows
 
     def record(self, index: int) -> dict[str, Any]:
-        retained = self.retained.get(index)
-        return {} if retained is None else {"retained_positions": [positions.tolist() for positions in retained]}
+        if index not in self.updating:
+            return {}
+        at = self.updating.index(index)
+        in_pages, added = range(self.batch.plans[index].read), slice(*self.bounds[at : at + 2])
+        return {
+            "retained_positions": [[*in_pages, *self.batch.positions[rows[added]].tolist()] for rows in self.retained]
+        }
 
 
-# Retention rules, and what they are made of
+# Retention rules
 
 
-def retain_before_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
+def retain_before_block(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
     """The prompt and the finished blocks."""
-    return torch.arange(plan.block.start, device=layer.k.device)
+    return np.arange(plan.block.start)
 
 
-def retain_outside_block(spec: DecodingSpec, plan: StepPlan, layer: ScoredLayer) -> torch.Tensor:
+def retain_outside_block(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
     """Everything outside the block, the masked suffix included."""
-    (start, stop), device = plan.block, layer.k.device
-    return torch.cat((torch.arange(start, device=device), torch.arange(stop, spec.canvas_length, device=device)))
+    return np.delete(np.arange(spec.canvas_length), slice(*plan.block))

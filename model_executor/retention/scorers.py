@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+from dllm_engine.kernels.noise import uniform
 from dllm_engine.kernels.voting import voting_scores
-from dllm_engine.model_executor.noise import uniform
 from dllm_engine.model_executor.step_batch import Canvas
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -26,8 +28,8 @@ class ScoredLayer:
     """``[canvas_length, num_kv_heads, head_dim]``, after RoPE."""
     lse: torch.Tensor | None
     """float32 ``[canvas_length, num_heads]``: logarithm of each softmax's denominator; for scorers that need it."""
-    masked: torch.Tensor
-    """``[canvas_length]`` bool."""
+    masked: np.ndarray
+    """``[canvas_length]`` bool, on the host."""
     block: slice
     """The running block."""
     prompt_length: int
@@ -56,7 +58,7 @@ class ScoredLayer:
             q=q,
             k=k,
             lse=lse,
-            masked=canvas.masked,
+            masked=canvas.known < 0,
             block=slice(*plan.block),
             prompt_length=canvas.spec.prompt_length,
             seed=canvas.seed,
@@ -84,7 +86,7 @@ def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
 
 def mask_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
     """MaskKV: the attention that all masked positions pay to each token."""
-    return _votes(layer, layer.masked.nonzero()[:, 0], tokens)
+    return _votes(layer, on_device(np.flatnonzero(layer.masked), tokens.device), tokens)
 
 
 def snapkv(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:

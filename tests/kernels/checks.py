@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.check.paged_case import PagedCase
 from dllm_engine.kernels.features import feature_rows
+from dllm_engine.kernels.noise import gumbel
 from tests.kernels import formulas
-from tests.support.paged_cases import TOLERANCE, PagedCase, error
+from tests.support.kernels import TOLERANCE, error
 
 Kernel = Callable[..., Any]
 ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -81,14 +83,23 @@ def check_mean_query_scores(
     mean_query_scores: Kernel, block_rows: int, candidates: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
     seed: int = 0, device: str = "cpu",
 ) -> None:  # fmt: skip
-    fused = Draw(seed, device).normal(max(block_rows, candidates), sum(heads), dim, dtype=dtype)
-    q, k = fused[:block_rows, : heads[0]], fused[:candidates, heads[0] :]
-    scores = mean_query_scores(q, k)
+    """Two requests, the second with fewer candidates and no gap among them; between their keys lie others."""
+    draw = Draw(seed, device)
+    fewer = candidates // 3
+    fused = draw.normal(candidates + fewer + 2 * block_rows + 4, sum(heads), dim, dtype=dtype)
+    q, k = fused[:, : heads[0]], fused[:, heads[0] :]
+    second = candidates + block_rows + 2
+    spans = [(2, fewer, block_rows, candidates, 2 + fewer, block_rows), (second, fewer, 0, fewer, second, block_rows)]
+    scores = mean_query_scores(q, k, torch.tensor(spans, device=device), candidates)
     assert scores.dtype == torch.float32
-    # The products are exact in float32 whatever the type of the inputs. The error is relative to the sum of a score's
-    # terms without their signs, because a few candidates' terms may cancel to almost nothing.
-    expected, unsigned = formulas.mean_query_scores(q, k), formulas.mean_query_scores(q.abs(), k.abs())
-    assert ((scores.double() - expected).abs() <= 1e-6 * unsigned).all()
+    assert scores.shape == (2, candidates)
+    for of_request, (first, before, gap, count, query, queries) in zip(scores, spans, strict=True):
+        block = q[query : query + queries]
+        keys = torch.cat((k[first : first + before], k[first + before + gap : first + count + gap]))
+        # The products are exact in float32 whatever the type of the inputs. The error is relative to the sum of a
+        # score's terms without their signs, because a few candidates' terms may cancel to almost nothing.
+        expected, unsigned = (formulas.mean_query_scores(*x) for x in ((block, keys), (block.abs(), keys.abs())))
+        assert ((of_request[:count].double() - expected).abs() <= 1e-6 * unsigned).all()
 
 
 def check_features(
@@ -122,15 +133,18 @@ def check_rotate(
     rotate_: Kernel, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0,
     device: str = "cpu",
 ) -> None:  # fmt: skip
-    """Rows of one head more than are rotated, as those of a fused projection, at positions of up to 5,000."""
+    """Rows of one head more than are rotated, as those of a fused projection. The table has 5,000 positions, and holds
+    NaN at those that no row is at."""
     draw = Draw(seed, device)
     fused = draw.normal(num_rows, num_heads + 1, head_dim, dtype=dtype)
-    positions = torch.randint(5000, (num_rows, 1), generator=draw.generator).double()
-    angles = positions / 500_000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
-    cos_sin = torch.cat((angles.cos(), angles.sin()), 1).float().to(device)
+    positions = torch.randint(5000, (num_rows,), generator=draw.generator)
+    angles = positions[:, None].double() / 500_000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
+    cos_sin = torch.full((5000, head_dim), torch.nan)
+    cos_sin[positions] = torch.cat((angles.cos(), angles.sin()), 1).float()
+    positions, cos_sin = positions.to(device), cos_sin.to(device)
     before, x = fused.clone(), fused[:, 1:]
-    expected = formulas.rotate_(x, cos_sin)
-    rotate_(x, cos_sin)
+    expected = formulas.rotate_(x, positions, cos_sin)
+    rotate_(x, positions, cos_sin)
     assert (x.double() - expected).norm() <= ROTATION_TOLERANCE[dtype] * expected.norm()
     assert fused[:, 0].equal(before[:, 0])
 
@@ -165,6 +179,25 @@ def check_token_statistics(
     expected_token, *expected = formulas.token_statistics(logits, forbidden_token)
     assert torch.equal(token, expected_token)  # ties too: rounded logits have many
     torch.testing.assert_close([x.double() for x in statistics], expected, rtol=1e-5, atol=atol)
+
+
+def check_gumbel_max(
+    gumbel_max: Kernel, vocab_size: int, first_token: int, temperature: float, dtype: torch.dtype, seed: int = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Draws are those of the formula with the counter-based noise, a forbidden token or none."""
+    draw = Draw(seed, device)
+    logits = draw.normal(7, vocab_size + 3, dtype=dtype)[:, 3:] * 4
+    logits[0, : vocab_size // 2] = -torch.inf
+    counters = torch.randint(-(2**63), 2**63 - 1, (3, 7), generator=draw.generator).to(device)
+    counters[1:] %= 5000
+    token_ids = torch.arange(first_token, first_token + vocab_size, device=device)
+    scores = logits.float() / temperature + gumbel(*counters[..., None], token_ids)
+    for forbidden in (-1, int(scores[3].argmax())):
+        scores[:, forbidden] = -torch.inf if forbidden >= 0 else scores[:, forbidden]
+        score, column = gumbel_max(logits, *counters, first_token, temperature, forbidden)
+        assert torch.equal(column, scores.argmax(dim=1))
+        torch.testing.assert_close(score, scores.amax(dim=1), rtol=1e-14, atol=1e-14)
 
 
 def check_voting_scores(

@@ -80,8 +80,8 @@ def paged_attention(
     return out, lse
 
 
-def rotate_(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos_sin.double()[:, None].chunk(2, dim=-1)
+def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos_sin.double()[positions, None].chunk(2, dim=-1)
     first, second = x.double().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

@@ -7,9 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.kernels import attention
 from tests.kernels import formulas
-from tests.support.paged_cases import TOLERANCE, error
+from tests.support.kernels import TOLERANCE, error
+
+
+def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    return attention.bidirectional_attention(q, k, v, bounds, torch.tensor(bounds, dtype=torch.int32))
 
 
 def inputs(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0):
@@ -44,8 +48,8 @@ def test_formula_worked_by_hand():
     k = torch.tensor([[[0.0, 0, 0, 0]], [[2 * torch.log(torch.tensor(3.0)), 0, 0, 0]]])
     v = torch.tensor([[[4.0, 0, 0, 0]], [[0.0, 4, 0, 0]]])
     expected = torch.tensor([[[1.0, 3, 0, 0]]] * 2)
-    for attention in (bidirectional_attention, formulas.bidirectional_attention):
-        torch.testing.assert_close(attention(q, k, v, [0, 2]).float(), expected)
+    for attend in (bidirectional_attention, formulas.bidirectional_attention):
+        torch.testing.assert_close(attend(q, k, v, [0, 2]).float(), expected)
 
 
 def test_every_row_sees_the_rows_after_it():
@@ -90,11 +94,18 @@ def test_inputs_are_left_as_they_are_and_need_not_be_contiguous():
         ((4, 2, 8), (4, 2, 16), (4, 2, 16), [0, 4], r"q \[4, 2, 8\]"),
         ((4, 16), (4, 16), (4, 16), [0, 4], r"q \[4, 16\]"),
         ((4, 3, 8), (4, 2, 8), (4, 2, 8), [0, 4], "3 query heads are not a multiple of 2 KV heads"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3], r"cu_seqlens=\[0, 3\] does not divide 4 rows"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [1, 4], r"cu_seqlens=\[1, 4\]"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3, 2, 4], r"cu_seqlens=\[0, 3, 2, 4\]"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3], r"bounds=\[0, 3\] does not divide 4 rows"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [1, 4], r"bounds=\[1, 4\]"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3, 2, 4], r"bounds=\[0, 3, 2, 4\]"),
     ],
 )
 def test_shapes_that_do_not_belong_together_are_named(q, k, v, cu_seqlens, message):
     with pytest.raises(ValueError, match=message):
         bidirectional_attention(torch.zeros(q), torch.zeros(k), torch.zeros(v), cu_seqlens)
+
+
+@pytest.mark.parametrize("cu_seqlens", [torch.tensor([0, 4]), torch.tensor([0, 2, 4], dtype=torch.int32)])
+def test_bounds_on_the_device_must_be_the_same(cu_seqlens):
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=r"is not int32 \[2\]"):
+        attention.bidirectional_attention(x, x, x, [0, 4], cu_seqlens)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from tests.kernels import formulas
 from tests.kernels.checks import check_mean_query_scores, refused
-from tests.support.paged_cases import TOLERANCE
+from tests.support.kernels import TOLERANCE
 
 
 @given(
@@ -28,14 +28,15 @@ def test_scores_worked_by_hand():
     """Two rows, two query heads on one KV head: means (2, 0) and (0, 3), and a key (1, 10)."""
     q = torch.tensor([[[1.0, 0], [0, 2]], [[3, 0], [0, 4]]])
     k = torch.tensor([[[1.0, 10]]])
-    assert mean_query_scores(q, k).tolist() == [32.0]
+    assert mean_query_scores(q, k, torch.tensor([[0, 1, 0, 1, 0, 2]]), 1).tolist() == [[32.0]]
     assert formulas.mean_query_scores(q, k).tolist() == [32.0]
 
 
 def test_scores_of_parts_of_the_heads_add_up():
     q, k = torch.randn(8, 6, 16), torch.randn(20, 2, 16)
-    parts = mean_query_scores(q[:, :3], k[:, :1]) + mean_query_scores(q[:, 3:], k[:, 1:])
-    torch.testing.assert_close(parts, mean_query_scores(q, k))
+    spans = torch.tensor([[0, 12, 8, 12, 0, 8]]), 12
+    parts = mean_query_scores(q[:, :3], k[:, :1], *spans) + mean_query_scores(q[:, 3:], k[:, 1:], *spans)
+    torch.testing.assert_close(parts, mean_query_scores(q, k, *spans))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,12 @@ def test_scores_of_parts_of_the_heads_add_up():
 )
 def test_selection(scores, count, pool_kernel_size, retained):
     assert select_retained(torch.tensor(scores, dtype=torch.float32), count, pool_kernel_size).tolist() == retained
+
+
+def test_selection_of_several_requests_is_that_of_each():
+    scores = torch.randint(9, (5, 40)).float()
+    together = select_retained(scores, 17, 3)
+    assert together.tolist() == [select_retained(of_request, 17, 3).tolist() for of_request in scores]
 
 
 @given(
@@ -71,7 +78,9 @@ def test_selection_takes_the_highest_pooled_scores_in_ascending_order(scores, po
 
 def test_errors_name_what_does_not_fit():
     x = torch.zeros(4, 2, 8)
-    refused(r"q \[4, 3, 8\] and k \[4, 2, 8\] do not belong together", mean_query_scores, torch.zeros(4, 3, 8), x)
-    refused(r"q \[0, 2, 8\] has no rows", mean_query_scores, x[:0], x)
+    spans = torch.zeros(1, 6, dtype=torch.int64)
+    odd = torch.zeros(4, 3, 8)
+    refused(r"q \[4, 3, 8\] and k \[4, 2, 8\] do not belong together", mean_query_scores, odd, x, spans, 4)
+    refused(r"spans \[1, 5\] torch.int64 are not", mean_query_scores, x, x, spans[:, :5], 4)
     refused(r"count=5 of scores \[4\]", select_retained, torch.zeros(4), 5, 3)
     refused("pool_kernel_size=2 is not a positive odd number", select_retained, torch.zeros(4), 1, 2)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
 from tests.kernels.checks import check_features, refused
-from tests.support.paged_cases import TOLERANCE
+from tests.support.kernels import TOLERANCE
 
 
 @given(

@@ -6,21 +6,26 @@ import pkgutil
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dllm_engine.kernels
-from tests.support.paged_cases import paged_case
+from dllm_engine.check.paged_case import paged_case
+from dllm_engine.kernels.eviction import mean_query_scores
 
 for module in pkgutil.iter_modules(dllm_engine.kernels.__path__):
     importlib.import_module(f"dllm_engine.kernels.{module.name}")  # registers its operators
 
 QUERIES, VALUES, ROWS = torch.randn(11, 4, 8), torch.randn(11, 2, 8), torch.randn(3, 8)
+BOUNDS, CU_SEQLENS = [0, 3, 6, 11], torch.tensor([0, 3, 6, 11], dtype=torch.int32)
 PAGES, FEATURES = torch.randn(3, 6, 8), torch.randn(3, 2, 8)
 TWO_OF_TWO, WITH_MISSING = torch.tensor([[0, 3], [5, 8]]), torch.tensor([[0, -1], [-1, 8]])
 CASES = [
-    ("bidirectional_attention", (QUERIES, torch.randn(11, 4, 8), torch.randn(11, 4, 8), [0, 3, 6, 11])),
-    ("bidirectional_attention", (QUERIES, VALUES, VALUES, [0, 3, 6, 11])),
-    ("mean_query_scores", (QUERIES, VALUES)),
-    ("rotate_", (torch.randn(3, 2, 8), ROWS)),
+    ("bidirectional_attention", (QUERIES, torch.randn(11, 4, 8), torch.randn(11, 4, 8), BOUNDS, CU_SEQLENS)),
+    ("bidirectional_attention", (QUERIES, VALUES, VALUES, BOUNDS, CU_SEQLENS)),
+    ("mean_query_scores", (QUERIES, VALUES, torch.tensor([[0, 3, 2, 6, 3, 2]]), 6)),
+    ("gumbel_max", (torch.randn(4, 9), *torch.zeros(3, 4, dtype=torch.int64), 5, 0.7, 2)),
+    ("rotate_", (torch.randn(3, 2, 8), torch.tensor([2, 0, 2]), ROWS)),
     ("token_statistics", (torch.randn(4, 9), 2, True, True)),
     ("token_statistics", (torch.randn(4, 9), 2, False, False)),
     ("voting_scores", (QUERIES, VALUES, torch.randn(11, 4))),
@@ -38,3 +43,27 @@ CASES = [
 def test_operator_is_registered_correctly(name, arguments):
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(getattr(torch.ops.dllm, name).default, arguments, test_utils=utils)
+
+
+def test_modes_fake_tensors_and_compilers_see_an_operator_as_one():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def compiler(graph, inputs):
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    operator = torch.ops.dllm.mean_query_scores.default
+    arguments = (QUERIES, VALUES, torch.tensor([[0, 3, 2, 6, 3, 2]]))
+    with Mode():
+        mean_query_scores(*arguments, 6)
+    assert seen == [operator]
+    seen.clear()
+    torch.compile(mean_query_scores, backend=compiler, fullgraph=True)(*arguments, 6)
+    assert operator in seen
+    fake = FakeTensorMode()
+    assert mean_query_scores(*map(fake.from_tensor, arguments), 6).shape == (1, 6)

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
 from tests.kernels import formulas
 from tests.kernels.checks import check_paged_attention
-from tests.support.paged_cases import TOLERANCE, paged_case
+from tests.support.kernels import TOLERANCE
 
 SEMANTICS = [(True, False), (True, True), (False, False), (False, True)]
 """(attend_fresh, causal)"""
@@ -72,7 +73,7 @@ def test_formula_worked_by_hand():
 
 def test_without_retained_tokens_it_is_bidirectional_attention():
     case = paged_case([7, 7, 3], [[0, 0]] * 3, heads=4, dim=16)
-    expected = bidirectional_attention(case.q, case.k, case.v, case.cu_seqlens.tolist())
+    expected = bidirectional_attention(case.q, case.k, case.v, case.cu_seqlens.tolist(), case.cu_seqlens)
     torch.testing.assert_close(paged_attention(*case, attend_fresh=True), expected)
 
 
@@ -181,11 +182,14 @@ def test_other_errors_say_what_is_wrong():
     for bounds in ([0, 3], [1, 4]):
         with pytest.raises(ValueError, match="does not divide 4 rows"):
             paged_attention(*case[:3], bounds, case.tokens, attend_fresh=True)
-    k_pages = case.tokens.k_pages
+    k_pages, long = case.tokens.k_pages, torch.full((1, 2), 100, dtype=torch.int32)
     for change, message in (
-        ({"head_len": torch.full((1, 2), 100)}, "retains tokens up to slot 200 of page tables of 16 slots"),
+        ({"head_len": long}, "retains tokens up to slot 200 of page tables of 16 slots"),
         ({"k_pages": k_pages.transpose(1, 2).contiguous().transpose(1, 2)}, "a page is not contiguous"),
+        ({"k_pages": k_pages.as_strided(k_pages.shape, (2 * 64 + 4, 8, 1))}, "pages do not lie whole slots apart"),
         ({"k_pages": k_pages.half()}, r"differ in type: .*float16"),
+        ({"head_len": long.long()}, r"contiguous int32; one is torch.int64 \[1, 2\]"),
+        ({"head_start": long[:, :1].expand(1, 2)}, r"contiguous int32; one is torch.int32 \[1, 2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             paged_attention(*case[:4], case.tokens._replace(**change), attend_fresh=True)
@@ -199,11 +203,11 @@ import torch
 from dllm_engine.kernels import eviction, features, paged_attention, rotary, similarity, slots, token_statistics, voting
 x, pages, zeros = torch.randn(4, 2, 8), torch.randn(3, 2, 8), torch.zeros(4, 2).long()
 paged_attention.attention_with_lse(x, x, x, [0, 4])
-eviction.mean_query_scores(x, x)
+eviction.mean_query_scores(x, x, torch.tensor([[0, 4, 0, 4, 0, 1]]), 4)
 voting.voting_scores(x, x, torch.zeros(4, 2))
 similarity.similarity_sums(x, pages, zeros)
 slots.write_slots(x, pages, zeros)
-rotary.rotate_(x, torch.randn(4, 8))
+rotary.rotate_(x, zeros[:, 0].contiguous(), torch.randn(4, 8))
 features.read_features(features.feature_rows(torch.randn(3, 2, 2, 8), 8), zeros[:, 0])
 token_statistics.token_statistics(x[0], -1, True, True)
 try:

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.platforms import current_platform
 
-from dllm_engine.kernels.rotary import rotate_
+from dllm_engine.kernels.rotary import rotary_table, rotate_
 from tests.kernels.checks import check_rotate, refused
-from tests.support.paged_cases import TOLERANCE
+from tests.support.kernels import TOLERANCE
 
 
 @pytest.fixture(params=["compiled", "pytorch"])
@@ -39,13 +39,26 @@ def test_rotation_is_that_of_the_formula(path):
 def test_a_quarter_turn(path):
     # At an angle of 90 degrees the halves change places, one of them with the other sign.
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    rotate_(x, torch.tensor([[0.0, 1.0, 1.0, 0.0]]))
+    rotate_(x, torch.tensor([1]), torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]]))
     assert x.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
 
 
 def test_errors_name_what_does_not_fit():
-    x = torch.zeros(3, 2, 8)
-    refused(r"x \[3, 2, 8\] and cos_sin \[2, 8\] do not belong together", rotate_, x, torch.zeros(2, 8))
-    refused(r"x \[3, 2, 7\]", rotate_, x[..., :7], torch.zeros(3, 7))
-    refused(r"cos_sin torch\.float64", rotate_, x, torch.zeros(3, 8, dtype=torch.float64))
-    refused("a head of x is not contiguous", rotate_, torch.zeros(3, 8, 2).transpose(1, 2), torch.zeros(3, 8))
+    x, positions, table = torch.zeros(3, 2, 8), torch.arange(3), torch.zeros(5, 8)
+    refused(r"positions \[2\] and cos_sin \[5, 8\] do not belong together", rotate_, x, positions[:2], table)
+    refused(r"x \[3, 2, 8\], .* cos_sin \[5, 6\] do not", rotate_, x, positions, table[:, :6])
+    refused(r"x \[3, 2, 7\]", rotate_, x[..., :7], positions, table[:, :7])
+    refused(r"positions torch\.int32", rotate_, x, positions.int(), table)
+    refused(r"positions torch\.int64, \(2,\)", rotate_, x, torch.arange(6)[::2], table)
+    refused(r"cos_sin torch\.float64", rotate_, x, positions, table.double())
+    refused("a head of x is not contiguous", rotate_, torch.zeros(3, 8, 2).transpose(1, 2), positions, table)
+
+
+def test_the_table_holds_each_positions_own_phases():
+    """Bit for bit: how many positions it has, and which one is asked for, changes nothing."""
+    table = rotary_table(4096, 128, 500_000.0, torch.device("cpu"))
+    exponents = torch.arange(0, 128, 2) / 128
+    for positions in (torch.tensor([0]), torch.tensor([4095, 7, 7]), torch.arange(1000, 1033)):
+        angles = positions.float()[:, None] * (1.0 / 500_000.0**exponents)
+        assert table[positions].equal(torch.cat((angles.cos(), angles.sin()), dim=-1))
+    assert table[:77].equal(rotary_table(77, 128, 500_000.0, torch.device("cpu")))

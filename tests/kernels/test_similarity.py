@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
 from tests.kernels import formulas
 from tests.kernels.checks import check_similarity_sums, refused, similarity_case
-from tests.support.paged_cases import TOLERANCE
+from tests.support.kernels import TOLERANCE
 
 
 @given(

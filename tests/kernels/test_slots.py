@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels.slots import write_slots
 from tests.kernels.checks import check_write_slots, refused
-from tests.support.paged_cases import TOLERANCE
+from tests.support.kernels import TOLERANCE
 
 
 @given(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dllm_engine.kernels.token_statistics import token_statistics
 from tests.kernels import formulas
 from tests.kernels.checks import check_token_statistics
-from tests.support.paged_cases import TOLERANCE
+from tests.support.kernels import TOLERANCE
 
 
 @given(

@@ -1,6 +1,7 @@
 """The Triton kernels against their formulas, on a GPU or interpreted, and compiled for a GPU where there is none."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.features import feature_rows
-from dllm_engine.kernels.triton import eviction, features, paged_attention, rotary, similarity, slots, voting
+from dllm_engine.kernels.noise import gumbel
+from dllm_engine.kernels.triton import eviction, features, noise, paged_attention, rotary, similarity, slots, voting
 from dllm_engine.kernels.triton import token_statistics as statistics
 from tests.kernels import checks
-from tests.support.paged_cases import DEVICE, INTERPRETED, TOLERANCE, compile_launches, paged_case, runs_triton
+from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, compile_launches, runs_triton
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 each_type = pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16] if INTERPRETED else [FLOAT32, FLOAT16, BFLOAT16])
@@ -144,6 +147,36 @@ def test_logits_that_are_not_finite_make_no_probability(splits):
     assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
 
 
+@in_each_type
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("vocab_size", "first_token"), [(5, 0), (150, 126_000), (5000, 63_232)])
+def test_gumbel_max(vocab_size, first_token, splits, dtype):
+    def kernel(*arguments):
+        return noise.gumbel_max(*arguments, splits)
+
+    for seed, temperature in enumerate((0.2, 1.0, 1.7)):
+        checks.check_gumbel_max(kernel, vocab_size, first_token, temperature, dtype, seed, DEVICE)
+
+
+@runs_triton
+def test_noise_of_a_kernel_is_that_of_a_cpu_to_the_last_bit_of_its_logarithms():
+    """Each column alone is its row's best, so that the score is its noise."""
+    counters = torch.tensor([[-(2**63)], [0], [17]], device=DEVICE).expand(3, 300)
+    for token in (0, 1, 126_463, 2**31 - 2):
+        score, _ = noise.gumbel_max(torch.zeros(300, 1, device=DEVICE), *counters, token, 1.0, -1, 1)
+        torch.testing.assert_close(score, gumbel(*counters, torch.tensor(token, device=DEVICE)), rtol=1e-14, atol=0)
+
+
+@runs_triton
+def test_nothing_is_drawn_from_logits_that_are_no_numbers():
+    """Also then the token is one of the vocabulary: its probability, which is no number, ends the request."""
+    counters = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    logits = torch.full((2, 3000), torch.nan, device=DEVICE)
+    logits[1] = -torch.inf
+    _, column = noise.gumbel_max(logits, *counters, 0, 1.0, -1, 2)
+    assert ((column >= 0) & (column < 3000)).all()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("num_rows", [1, 32, 1000])
 def test_splits_of_a_vocabulary_are_chosen_for_a_gpu(num_rows):
@@ -172,12 +205,26 @@ def test_attention_compiles_for_a_gpu(monkeypatch, dtype, dim, rows, attend_fres
     assert attention[0] <= SHARED_MEMORY
 
 
+@compiles
+@pytest.mark.parametrize(("heads", "rows"), [(4, 32), (28, 32), (4, 1024)])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_keys_and_values_arrive_while_the_tile_before_is_computed(monkeypatch, capability, heads, rows):
+    """In both loops, over pages and over fresh rows, a tile waits for its own loads and not for those of the next."""
+    kernels = compile_launches(monkeypatch, paged_attention, capability)
+    case = paged_case([rows], [[100] * 4], heads=heads, dim=128, page_size=16, dtype=BFLOAT16)
+    paged_attention.paged_attention(*case.arguments(True, False, False), 1)
+    ((attention,), _) = (kernel.compiled for kernel in kernels)
+    waits = re.findall(r"async_wait .*num = (\d+)", attention.asm["ttgir"])
+    assert waits == ["2", "0", "2", "0"]  # the zeros come after the loops
+    assert set(re.findall(r"cp\.async\.\w+\.shared\.global .*, (0x\w+),", attention.asm["ptx"])) == {"0x10"}
+
+
 def launch_slots(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
     slots.write_slots(x[:, :kv_heads], x.new_zeros(3, 16 * kv_heads, dim), torch.zeros(50, kv_heads).long())
 
 
 def launch_eviction(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    eviction.mean_query_scores(x[:32, :heads], x[:, heads:])
+    eviction.mean_query_scores(x[:, :heads], x[:, heads:], torch.zeros(3, 6, dtype=torch.int64), 40)
 
 
 def launch_features(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
@@ -189,7 +236,7 @@ def launch_features(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> Non
 
 
 def launch_rotary(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    rotary.rotate_(x, torch.zeros(50, dim))
+    rotary.rotate_(x, torch.arange(50), torch.zeros(50, dim))
 
 
 def launch_similarity(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
@@ -230,6 +277,14 @@ def test_launches_compile_for_a_gpu(monkeypatch, module, launch, heads, kv_heads
 def test_token_statistics_compile_for_a_gpu(monkeypatch, wanted):
     kernels = compile_launches(monkeypatch, statistics)
     statistics.token_statistics(torch.zeros(2, 126464, dtype=BFLOAT16), 126336, *wanted, 16)
+    assert all(len(kernel.shared_memory) == 1 for kernel in kernels)
+
+
+@compiles
+def test_gumbel_max_compiles_for_a_gpu(monkeypatch):
+    kernels = compile_launches(monkeypatch, noise)
+    counters = torch.zeros(3, 2, dtype=torch.int64)
+    noise.gumbel_max(torch.zeros(2, 126464, dtype=BFLOAT16), *counters, 0, 0.7, 126336, 16)
     assert all(len(kernel.shared_memory) == 1 for kernel in kernels)
 
 

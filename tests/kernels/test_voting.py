@@ -10,7 +10,7 @@ from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.voting import voting_scores
 from tests.kernels import formulas
 from tests.kernels.checks import check_voting_scores, log_sum_exp, refused
-from tests.support.paged_cases import TOLERANCE
+from tests.support.kernels import TOLERANCE
 
 
 @given(

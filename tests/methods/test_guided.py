@@ -16,6 +16,7 @@ from transformers import (
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.model_executor import token_prediction
 from tests.oracles.guided import Texts, plain_guided
 from tests.oracles.models import PlainModel
 from tests.support.answers import answer_of
@@ -276,6 +277,16 @@ def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(en
     assert len(judged) == 1
     assert tokens(llm) == alone
     assert_nothing_left(llm)
+
+
+def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engine, monkeypatch):
+    llm = engine(cache_method="dual")
+    runner, judged = runner_of(llm), []
+    judge = runner.guide._judge
+    monkeypatch.setattr(runner.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.shape.vocab_size)
+    runner.profile_run()
+    assert judged == [7]
 
 
 def test_a_text_that_the_guide_cannot_read_ends_its_request_alone(engine, monkeypatch):

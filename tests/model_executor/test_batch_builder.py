@@ -55,7 +55,7 @@ def test_candidates_are_the_masked_positions_of_the_block(store, shifts_logits, 
     shifted = partial(add, store, shifts_logits=shifts_logits)
     plans = {"other": shifted("other", [1], gen_length=4), "a": shifted("a", [5, 6, 7], block=block)}
     batch = build_batch(plans, store)
-    candidates = BatchCandidates.of(batch, store)
+    candidates = BatchCandidates.of(batch)
     assert candidates.requests.tolist() == [0] * 4 + [1] * len(expected)
     assert candidates.positions.tolist() == [1, 2, 3, 4, *expected]
     # Behind the 5 rows of the other request; Dream's are predicted by the row before.
@@ -65,10 +65,10 @@ def test_candidates_are_the_masked_positions_of_the_block(store, shifts_logits, 
 
 def test_positions_already_filled_are_no_candidates(store):
     batch = build_batch({"a": add(store, "a", [5, 6, 7])}, store)
-    store.canvases["a"].masked[[3, 5]] = False
-    assert BatchCandidates.of(batch, store).positions.tolist() == [4, 6]
-    store.canvases["a"].masked[:7] = False
-    assert not BatchCandidates.of(batch, store).positions.numel(), "later blocks wait for their turn"
+    store.canvases["a"].known[[3, 5]] = 50
+    assert BatchCandidates.of(batch).positions.tolist() == [4, 6]
+    store.canvases["a"].known[:7] = 50
+    assert not BatchCandidates.of(batch).positions.numel(), "later blocks wait for their turn"
 
 
 @pytest.mark.parametrize("shifts_logits", [False, True])
@@ -82,7 +82,7 @@ def test_rows_that_masks_decide_are_what_was_masked_before_the_last_step(store, 
         "after": shifted("after", [3] * 20, gen_length=4),
     }
     canvas = store.canvases["a"]
-    canvas.tokens[[4, 6]], canvas.masked[[4, 6]] = 50, False
+    canvas.known[[4, 6]] = canvas.tokens[[4, 6]] = 50
     canvas.last_unmasked = [6]
     batch = build_batch(plans, store)
     assert batch.request_ids == ["before", "a", "after"]
@@ -92,7 +92,7 @@ def test_rows_that_masks_decide_are_what_was_masked_before_the_last_step(store, 
     assert batch.input_ids[batch.rows(1)].tolist() == canvas.tokens[expected].tolist()
     assert [batch.num_rows(0), batch.num_rows(2)] == [6, 24]
     # What was filled already is predicted by none of them, or by a row that is no longer asked.
-    candidates = BatchCandidates.of(batch, store)
+    candidates = BatchCandidates.of(batch)
     mine = candidates.requests == 1
     assert candidates.positions[mine].tolist() == [3, 5]
     rows = candidates.rows[mine] - batch.rows(1).start

@@ -5,8 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS, head_budgets
+from dllm_engine.model_executor.retention import head_budgets as module
+from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
 from tests.oracles import maskkv as plain_maskkv
+
+
+def head_budgets(*arguments, **settings) -> list[int]:
+    return module.head_budgets(*arguments, **settings).tolist()
 
 
 def scores_of(masses, num_tokens) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ def layer_of(num_heads=4, num_kv_heads=2, **changes) -> ScoredLayer:
     draw = torch.Generator().manual_seed(num_heads)
     q = torch.randn(LENGTH, num_heads, HEAD_DIM, generator=draw) * 2
     k = torch.randn(LENGTH, num_kv_heads, HEAD_DIM, generator=draw)
-    masked = torch.zeros(LENGTH, dtype=torch.bool)
+    masked = np.zeros(LENGTH, dtype=bool)
     masked[[19, 20, 22, *range(24, 30)]] = True
     fields = {
         "q": q,
@@ -58,7 +59,7 @@ TOKENS = [
 @pytest.mark.parametrize("heads", HEADS)
 def test_mask_voting_sums_the_attention_of_all_masked_positions(heads, tokens):
     layer = layer_of(*heads)
-    votes = attention_to(layer, layer.masked.nonzero()[:, 0].tolist())
+    votes = attention_to(layer, layer.masked.nonzero()[0].tolist())
     torch.testing.assert_close(SCORERS["mask_voting"].score(layer, tokens), votes[:, tokens].float())
 
 
@@ -152,7 +153,7 @@ def test_only_scorers_that_say_so_need_the_denominators():
 def test_ranks_know_their_first_head(monkeypatch, kv_heads, world, first_heads):
     from types import SimpleNamespace
 
-    canvas = SimpleNamespace(masked=torch.ones(3, dtype=torch.bool), spec=SimpleNamespace(prompt_length=2), seed=1)
+    canvas = SimpleNamespace(known=np.arange(3), spec=SimpleNamespace(prompt_length=2), seed=1)
     plan = SimpleNamespace(block=(2, 3))
     monkeypatch.setattr(scorers, "get_tensor_model_parallel_world_size", lambda: world)
     seen = []

@@ -131,8 +131,8 @@ class NotLaunched:
 
 def test_launching_asks_nothing_of_the_host(monkeypatch):
     pytest.importorskip("triton")
+    from dllm_engine.check.paged_case import paged_case
     from dllm_engine.kernels.triton import paged_attention, rotary
-    from tests.support.paged_cases import paged_case
     from tests.support.stand_in_recorder import NothingOfTheHost
 
     for module in (paged_attention, rotary):
@@ -141,10 +141,10 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     case = paged_case([8, 8], [[20, 20], [12, 12]], heads=4, dim=16)
     case = case._replace(tokens=case.tokens._replace(max_head_len=64))
-    heads, phases = torch.zeros(16, 3, 16)[:, :2], torch.zeros(16, 16)
+    heads, positions, phases = torch.zeros(16, 3, 16)[:, :2], torch.arange(16), torch.zeros(16, 16)
 
     def step(max_seqlen: int | None) -> None:
-        rotary.rotate_(heads, phases)
+        rotary.rotate_(heads, positions, phases)
         paged_attention.paged_attention(*case.arguments(True, False, False, max_seqlen))
 
     with torch.inference_mode(), NothingOfTheHost():

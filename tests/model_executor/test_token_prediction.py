@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dllm_engine.kernels.noise import uniform
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.noise import uniform
-from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
 
 VOCAB = 150
 MASK = 140
@@ -215,8 +215,17 @@ def test_chunks_change_nothing_and_bound_the_logits(monkeypatch, settings, rows_
 
 def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row(monkeypatch):
     monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 10)
-    assert predictor_of().max_rows == 1
+    assert head_chunks(3, VOCAB, torch.device("cpu")) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert torch.equal(predict(random_logits()).token, predict(random_logits(), predictor=predictor_of()).token)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "filtered", "rows"),
+    [(126_464, False, 512), (152_064, False, 512), (126_464, True, 128), (8192, False, 2048), (8100, True, 2048)],
+)
+def test_chunks_of_a_gpu_are_whole_tiles(vocab_size, filtered, rows):
+    chunks = head_chunks(2 * rows + 1, vocab_size, torch.device("cuda"), filtered=filtered)
+    assert chunks == [slice(0, rows), slice(rows, 2 * rows), slice(2 * rows, 3 * rows)]
 
 
 def on_two_ranks(work):

@@ -1,5 +1,6 @@
 """Unmasking policies and how many positions a step fills by them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,7 +45,7 @@ def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | No
     for number, (unmasking, quota) in enumerate(requests):
         store.open(str(number), NewRequest([1] * 4, spec_of(unmasking), seed=0))
         canvas = store.canvases[str(number)]
-        canvas.tokens[6], canvas.masked[6] = 60, False
+        canvas.tokens[6], canvas.masked[6], canvas.known[6] = 60, False, 60
         canvases.append(canvas)
         plans.append(StepPlan(RefreshState.FULL, Scope.ALL, RowRule.ALL, Span(0, 14), 14, BLOCK, quota, 0))
     batch = StepBatch(
@@ -54,12 +55,15 @@ def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | No
         [14 * i for i in range(len(plans) + 1)],
         store.tokens[: 14 * len(plans)],
         torch.arange(14).repeat(len(plans)),
+        np.tile(np.arange(14), len(plans)),
     )
-    candidates = BatchCandidates.of(batch, store)
+    candidates = BatchCandidates.of(batch)
     repeated = {name: torch.cat([x] * len(plans)) for name, x in vars(STATISTICS).items() if x is not None}
     if held_back is not None:
         repeated["held_back"] = torch.tensor(held_back * len(plans))
     (outcome,) = outcomes_of([[denoiser._fill(candidates, TokenStatistics(**repeated))]], len(plans))
+    for canvas, positions, tokens in zip(canvases, outcome.positions, outcome.tokens, strict=True):
+        assert tokens == canvas.tokens[positions].tolist()
     return list(zip(canvases, outcome.positions, strict=True))
 
 

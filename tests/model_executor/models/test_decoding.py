@@ -76,7 +76,7 @@ def assert_decodes_like_the_plain_model(llm, folder, settings, seed: int | None 
 
 def uniform_of(seed: int) -> Uniform:
     """The engine's random numbers of a request; their own tests hold them to plain arithmetic."""
-    from dllm_engine.model_executor.noise import uniform
+    from dllm_engine.kernels.noise import uniform
 
     def draw(forward: int, position: int) -> torch.Tensor:
         counters = (torch.tensor(value) for value in (seed, forward, position))

@@ -15,16 +15,15 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 def dense_logits(llm, *sequences: list[int]) -> list[torch.Tensor]:
     """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass."""
     from dllm_engine.model_executor.passes.dense import DensePass
+    from dllm_engine.model_executor.step_batch import RowBounds
 
     model = runner_of(llm).model
-    cu_seqlens = [0]
-    for sequence in sequences:
-        cu_seqlens.append(cu_seqlens[-1] + len(sequence))
+    sizes = [len(sequence) for sequence in sequences]
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-    shard = model.compute_logits(model(ids, positions, DensePass(cu_seqlens)))
+    shard = model.compute_logits(model(ids, positions, DensePass(RowBounds(sizes, ids.device))))
     assert shard.first_token == 0
-    return list(shard.logits.split([len(sequence) for sequence in sequences]))
+    return list(shard.logits.split(sizes))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, relative: float = 1e-4) -> None:
@@ -117,11 +116,10 @@ def test_half_precision_generates_a_full_response(engines, tiny_llada, tiny_drea
 )
 @torch.inference_mode()
 def test_parts_of_a_layer_equal_the_fused_projection(engines, tmp_path, write, config):
-    from dllm_engine.model_executor.models.decoder import RotaryPhases
-
-    layer = runner_of(engines(write(tmp_path / "model", **config))).model.layers[1]
+    model = runner_of(engines(write(tmp_path / "model", **config))).model
+    layer = model.layers[1]
     rows = torch.randn(11, 64, generator=torch.Generator().manual_seed(0))
-    phases = RotaryPhases.at(torch.arange(11), 16, 10_000.0)
+    phases = model.rotary(torch.arange(11))
     q, k, v = layer.qkv(rows, phases)
     q_alone, k_alone = layer.qk(rows, phases)
     torch.testing.assert_close(q_alone, q)
@@ -135,15 +133,14 @@ def test_parts_of_a_layer_equal_the_fused_projection(engines, tmp_path, write, c
 
 
 def test_rope_scores_depend_on_the_distance_only():
-    from dllm_engine.kernels.rotary import rotate_
-    from dllm_engine.model_executor.models.decoder import RotaryPhases
+    from dllm_engine.kernels.rotary import rotary_table, rotate_
 
     q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0))
 
     def score(query_at: int, key_at: int) -> torch.Tensor:
         def turned(x: torch.Tensor, at: int) -> torch.Tensor:
             turned = x.clone()
-            rotate_(turned, RotaryPhases.at(torch.tensor([at]), 16, 10_000.0).cos_sin)
+            rotate_(turned, torch.tensor([at]), rotary_table(200, 16, 10_000.0, q.device))
             return turned
 
         return (turned(q, query_at) * turned(k, key_at)).sum(-1)

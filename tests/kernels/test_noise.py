@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from dllm_engine.model_executor import noise
-from dllm_engine.model_executor.noise import NO_TOKEN, gumbel, uniform
+from dllm_engine.kernels import noise
+from dllm_engine.kernels.noise import NO_TOKEN, gumbel, uniform
+from tests.kernels.checks import check_gumbel_max, refused
 
 
 def counters(*values: int) -> tuple[torch.Tensor, ...]:
@@ -88,3 +89,25 @@ def test_gumbel_has_its_mean_and_variance():
     assert draws.dtype == torch.float64
     assert abs(draws.mean() - 0.57722) < 0.01
     assert abs(draws.var() - math.pi**2 / 6) < 0.03
+
+
+@pytest.mark.parametrize("first_token", [0, 75])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_draws_equal_the_formula(temperature, first_token):
+    for seed in range(5):
+        check_gumbel_max(noise.gumbel_max, 150, first_token, temperature, torch.bfloat16, seed)
+
+
+def test_the_best_of_two_shards_is_the_draw_of_the_whole():
+    logits, of_rows = torch.randn(40, 151), (torch.full((40,), 3), torch.arange(40), torch.arange(40) % 7)
+    _, whole = noise.gumbel_max(logits, *of_rows, 0, 0.8, -1)
+    score, left = noise.gumbel_max(logits[:, :64], *of_rows, 0, 0.8, -1)
+    other, right = noise.gumbel_max(logits[:, 64:], *of_rows, 64, 0.8, -1)
+    assert torch.equal(torch.where(score >= other, left, right + 64), whole)
+
+
+def test_draws_that_make_no_sense_are_refused():
+    logits, rows = torch.zeros(2, 9), torch.zeros(3, 2, dtype=torch.int64)
+    refused("temperature=0.0 is not above 0", noise.gumbel_max, logits, *rows, 0, 0.0, -1)
+    refused("forbidden_token=9 is not a column", noise.gumbel_max, logits, *rows, 0, 1.0, 9)
+    refused(r"counters \[1\] torch.int64 are not", noise.gumbel_max, logits, *rows[:, :1], 0, 1.0, 3)

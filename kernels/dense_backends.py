@@ -1,0 +1,142 @@
+"""Libraries that compute dense attention: PyTorch's own, FlashAttention as vLLM brings it, and xformers.
+
+A backend is a function of ``BACKENDS``. From a device, a type and a head size it makes the library's
+``DenseAttention``, or raises ``ValueError`` with what the library needs and does not find.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")
+
+DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor], torch.Tensor]
+"""Computes what ``bidirectional_attention`` promises; arguments and result as there, with at least one row."""
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
+    """The attention of the backend ``name``; of ``"auto"``, FlashAttention's where it can be had, else PyTorch's.
+
+    Raises ``ValueError`` where the backend that was named cannot be had.
+    """
+    chosen = "flash" if name == "auto" else name
+    try:
+        attend = BACKENDS[chosen](device, dtype, head_dim)
+    except ValueError as error:
+        if name != "auto":
+            raise ValueError(f"dense_attention={name!r} {error}; leave it at 'auto'") from error
+        logger.info("Dense attention: sdpa, because flash %s", error)
+        return attend_with_sdpa
+    logger.info("Dense attention: %s", chosen)
+    return attend
+
+
+def flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
+    """FlashAttention of the version that vLLM takes for this GPU: one call for sequences of any lengths."""
+    _need_half_precision_on_cuda(device, dtype)
+    if head_dim % 8 or head_dim > 256:
+        raise ValueError(f"needs heads of a multiple of 8 and at most 256 numbers, here {head_dim}")
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=head_dim)
+    if version is None:
+        raise ValueError("needs a GPU that vLLM's FlashAttention is built for (compute capability 8.0 or later)")
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        longest = max(stop - start for start, stop in itertools.pairwise(bounds))
+        out: torch.Tensor = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            max_seqlen_q=longest,
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_k=longest,
+            cu_seqlens_k=cu_seqlens,
+            causal=False,
+            fa_version=version,
+        )
+        return out
+
+    return attend
+
+
+def sdpa(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
+    """PyTorch's attention, which takes every device and type."""
+    return attend_with_sdpa
+
+
+def xformers(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
+    """xformers' attention, which also takes sequences of any lengths in one call."""
+    _need_half_precision_on_cuda(device, dtype)
+    try:
+        import xformers.ops  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"needs xformers, which cannot be imported ({error})") from error
+    return attend_with_xformers
+
+
+BACKENDS = {"flash": flash, "sdpa": sdpa, "xformers": xformers}
+"""The values of the engine option ``dense_attention``, beside ``"auto"``."""
+
+
+def _need_half_precision_on_cuda(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"needs a CUDA device and float16 or bfloat16, here {device.type} and {dtype}")
+
+
+def attend_with_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """One call per run of neighbouring sequences of equal length."""
+    out = torch.empty_like(q)
+    # PyTorch's fast CPU kernel has no grouped-query form; expanding the keys costs less than its slow path.
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and not q.is_cuda:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    for start, length, count in _equal_runs(bounds):
+        rows = slice(start, start + length * count)
+
+        def per_sequence(x: torch.Tensor, rows: slice = rows, count: int = count) -> torch.Tensor:
+            return x[rows].unflatten(0, (count, -1)).transpose(1, 2)
+
+        keys, values = per_sequence(k), per_sequence(v)
+        if not q.is_cuda:
+            # The kernel reads a head's keys once per few queries, which pays for a copy that lays them side by side.
+            keys, values = keys.contiguous(), values.contiguous()
+        attended = F.scaled_dot_product_attention(per_sequence(q), keys, values, enable_gqa=group > 1 and q.is_cuda)
+        out[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def attend_with_xformers(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """One call, with a block-diagonal mask that is never materialised."""
+    from xformers.ops import memory_efficient_attention
+    from xformers.ops.fmha.attn_bias import BlockDiagonalMask
+
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
+    group = q.shape[1] // k.shape[1]
+    grouped_q = q.unflatten(1, (k.shape[1], group))[None]
+    # Query heads of a group share one key head: a stride of 0, no copy.
+    grouped_k, grouped_v = (x[None, :, :, None].expand(-1, -1, -1, group, -1) for x in (k, v))
+    bias = BlockDiagonalMask.from_seqlens(lengths, device=q.device)
+    return memory_efficient_attention(grouped_q, grouped_k, grouped_v, attn_bias=bias)[0].flatten(1, 2)
+
+
+def _equal_runs(bounds: list[int]) -> list[tuple[int, int, int]]:
+    """(first row, length, number of sequences) of each run of neighbouring sequences of equal length."""
+    runs = []
+    start = 0
+    for length, group in itertools.groupby(stop - start for start, stop in itertools.pairwise(bounds)):
+        count = len(list(group))
+        if length:
+            runs.append((start, length, count))
+        start += length * count
+    return runs

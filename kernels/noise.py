@@ -1,0 +1,127 @@
+r"""Random numbers as a function of (seed, forward pass, position, token id), and tokens drawn with them.
+
+No generator has a state, so a request draws the same numbers at any batch, tile or rank count, and a vocabulary shard
+draws just its own. The function is SplitMix64's finalizer (Steele, Lea, Flood 2014) chained over the four counters.
+
+With u_j the number of token j, the token
+
+    argmax_j (l_j / T + g_j),   g_j = −log(−log u_j)
+
+is a draw from softmax(l / T): the Gumbel-max trick. LLaDA's argmax of exp(l_j) / (−log u_j)^T is the same token.
+"""
+
+import torch
+
+from dllm_engine.kernels._operator import operator
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+NO_TOKEN = -1
+"""Token id of draws that belong to a position rather than to a token."""
+
+
+def signed_seed(seed: int) -> int:
+    """A seed of up to 64 bits as the int64 of the same bits."""
+    seed &= (1 << 64) - 1
+    return seed - (1 << 64) if seed >= 1 << 63 else seed
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    # int64 shifts keep the sign; the mask makes the shift logical.
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * signed_seed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed_seed(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(
+    seeds: torch.Tensor, forwards: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Uniform numbers in the open interval (0, 1), float64, of the broadcast shape of the four int64 counters."""
+    key = seeds
+    for counter in (forwards, positions, token_ids):
+        key = _mix(key + (counter + 2) * signed_seed(_GOLDEN_GAMMA))
+    # 52 bits: with 53, the half would round the largest one up to 1.
+    return (_shift_right(key, 12).to(torch.float64) + 0.5) * 2.0**-52
+
+
+def gumbel(
+    seeds: torch.Tensor, forwards: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    """Standard Gumbel noise, float64: at lower precision its tail is cut off and sampling is biased to the mode."""
+    return -torch.log(-torch.log(uniform(seeds, forwards, positions, token_ids)))
+
+
+@operator("gumbel_max", triton="noise")
+def gumbel_max(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    forwards: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int,
+    temperature: float,
+    forbidden_token: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for each row, drawn from the softmax of its logits at a temperature.
+
+    Args:
+        logits: of a shard of the vocabulary, ``[num_rows, vocab_size]``, float32, float16 or bfloat16. Divided by the
+            temperature in float32; the noise is added in float64.
+        seeds, forwards, positions: the counters of each row, int64 ``[num_rows]``.
+        first_token: token id of the shard's first column.
+        temperature: above 0.
+        forbidden_token: column that is never drawn, such as the mask's; −1 for none.
+
+    Returns:
+        score: float64 ``[num_rows]``, what the drawn token won with; the best of several shards is the draw of all.
+        column: int64 ``[num_rows]``.
+
+    Raises:
+        ValueError: shapes or types that do not belong together, or a temperature that is not above 0.
+    """
+    token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    noise = gumbel(seeds[:, None], forwards[:, None], positions[:, None], token_ids[None, :])
+    scores = noise.add_(logits.float() / temperature)
+    if forbidden_token >= 0:
+        scores[:, forbidden_token] = -torch.inf
+    best, column = scores.max(dim=-1)
+    return best, column
+
+
+@gumbel_max.register_fake
+def _(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    forwards: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int,
+    temperature: float,
+    forbidden_token: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(seeds, dtype=torch.float64), torch.empty_like(seeds)
+
+
+@gumbel_max.register_check
+def _(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    forwards: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int,
+    temperature: float,
+    forbidden_token: int,
+) -> None:
+    for counters in (seeds, forwards, positions):
+        if logits.dim() != 2 or counters.shape != logits.shape[:1] or counters.dtype != torch.int64:
+            raise ValueError(
+                f"counters {list(counters.shape)} {counters.dtype} are not int64, one for each row of logits "
+                f"{list(logits.shape)}"
+            )
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} is not above 0: without noise take the argmax")
+    if not -1 <= forbidden_token < logits.shape[1]:
+        raise ValueError(f"forbidden_token={forbidden_token} is not a column of logits {list(logits.shape)}, nor -1")

@@ -1,0 +1,38 @@
+"""RMSNorm, and the sum of the residual stream before it."""
+
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from dllm_engine.kernels.vllm_operators import vllm_kernel
+
+
+class Norm(RMSNorm):
+    """vLLM's RMSNorm, by its compiled kernels: on a CPU it uses them only as part of a compiled graph."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Looked up once: a norm is small beside the search for it.
+        device = self.weight.device
+        self.kernel = vllm_kernel("rms_norm", device)
+        # On a CPU and in half precision, this kernel squares the sum before it is rounded, and the results differ.
+        rounds = device.type != "cpu" or self.weight.dtype == torch.float32
+        self.sum_kernel = vllm_kernel("fused_add_rms_norm", device) if rounds else None
+
+    def forward(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+        """RMSNorm of rows ``x`` ``[num_rows, hidden_size]``.
+
+        With ``added``, a branch's output of the same shape, it is that of ``x + added``, which goes into ``x``. The
+        memory of ``added`` is used for the result.
+        """
+        weight, eps = self.weight, self.variance_epsilon
+        fits = x.dtype == weight.dtype and x.is_contiguous()
+        if added is not None:
+            if self.sum_kernel is not None and fits and added.is_contiguous():
+                self.sum_kernel(added, x, weight, eps)
+                return added
+            x += added
+        if self.kernel is not None and fits:
+            out = torch.empty_like(x)
+            self.kernel(out, x, weight, eps)
+            return out
+        return super().forward(x)

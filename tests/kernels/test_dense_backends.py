@@ -1,0 +1,164 @@
+"""Which library computes dense attention, and what it is handed.
+
+FlashAttention and xformers compute on CUDA alone. On a CPU their calls are stood in for by the formula over what they
+are given, so that shapes, types, groups and lengths are checked.
+"""
+
+import itertools
+
+import pytest
+import torch
+from vllm.v1.attention.backends import fa_utils
+
+from dllm_engine.kernels import attention, dense_backends
+from dllm_engine.kernels.dense_backends import attend_with_sdpa, choose_backend
+from tests.kernels import formulas
+from tests.support.engines import start_engine
+from tests.support.kernels import error
+
+CASES = [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+EXACT = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def inputs(lengths, heads, kv_heads, device="cpu", dtype=torch.float32):
+    """Queries, keys and values as views of one projection, as layers hand them out; bounds, twice."""
+    rows = torch.randn(sum(lengths), heads + 2 * kv_heads, 16, generator=torch.Generator().manual_seed(0))
+    parts = rows.to(device, dtype).split((heads, kv_heads, kv_heads), dim=1)
+    bounds = [0, *itertools.accumulate(lengths)]
+    return *parts, bounds, torch.tensor(bounds, dtype=torch.int32, device=device)
+
+
+class FlashStandIn:
+    """``flash_attn_varlen_func`` by the formula. It refuses arguments that the real one would not take."""
+
+    def __init__(self):
+        self.calls = []
+        """Version and number of sequences of each."""
+
+    def __call__(self, q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, causal, fa_version):
+        self.calls.append((fa_version, len(cu_seqlens_q) - 1))
+        assert causal is False
+        assert cu_seqlens_q.dtype == torch.int32
+        assert cu_seqlens_q.is_contiguous()
+        assert cu_seqlens_k is cu_seqlens_q
+        assert type(max_seqlen_q) is int
+        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        return formulas.bidirectional_attention(q, k, v, cu_seqlens_q.tolist()).to(q.dtype)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """What stands in for FlashAttention 3, on a GPU that has it."""
+    stand_in = FlashStandIn()
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", stand_in, raising=False)
+    return stand_in
+
+
+@pytest.fixture
+def log(caplog):
+    """vLLM's loggers do not propagate to where pytest listens."""
+    caplog.set_level("INFO", dense_backends.logger.name)
+    dense_backends.logger.addHandler(caplog.handler)
+    yield caplog
+    dense_backends.logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
+@pytest.mark.parametrize("name", ["auto", "flash"])
+def test_what_flash_attention_is_given_means_the_same(flash, monkeypatch, name, lengths, heads, kv_heads):
+    monkeypatch.setattr(attention, "_attend", attend_with_sdpa)
+    attention.use_dense_backend(choose_backend(name, CUDA, torch.bfloat16, 128))
+    q, k, v, *bounds = inputs(lengths, heads, kv_heads)
+    expected = formulas.bidirectional_attention(q, k, v, bounds[0])
+    torch.testing.assert_close(attention.bidirectional_attention(q, k, v, *bounds).double(), expected, **EXACT)
+    assert flash.calls == [(3, len(lengths))]
+
+
+@pytest.mark.parametrize("method", ["dual", "dkv", "es_dllm"])
+def test_requests_that_need_no_pages_take_one_call_beside_others(flash, monkeypatch, engines, tiny_dream, method):
+    from dllm_engine import DiffusionParams
+    from tests.support.engines import generate
+
+    # The third request starts while the second one reuses what it has in pages.
+    llm = engines(tiny_dream, cache_method=method, page_size=4, max_num_seqs=2)
+    prompts = [list(range(1, 1 + length)) for length in (13, 4, 9)]
+    params = [DiffusionParams(gen_length=length, ignore_eos=True) for length in (3, 8, 8)]
+
+    def answers():
+        return [output.outputs[0].token_ids for output in generate(llm, prompts, params)]
+
+    expected = answers()
+    monkeypatch.setattr(attention, "_attend", choose_backend("flash", CUDA, torch.bfloat16, 16))
+    assert answers() == expected
+    assert {(3, 2), (3, 1)} <= set(flash.calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "head_dim", "version", "chosen", "reason"),
+    [
+        ("auto", CUDA, torch.bfloat16, 128, 3, "flash", ""),
+        ("auto", CUDA, torch.float16, 64, 2, "flash", ""),
+        ("auto", CUDA, torch.float32, 128, 3, "sdpa", "needs a CUDA device and float16 or bfloat16, here cuda"),
+        ("auto", CPU, torch.bfloat16, 128, None, "sdpa", "needs a CUDA device and float16 or bfloat16, here cpu"),
+        ("auto", CUDA, torch.bfloat16, 12, 3, "sdpa", "needs heads of a multiple of 8 and at most 256"),
+        ("auto", CUDA, torch.bfloat16, 264, 3, "sdpa", "here 264"),
+        ("auto", CUDA, torch.bfloat16, 128, None, "sdpa", "needs a GPU that vLLM's FlashAttention is built for"),
+        ("flash", CUDA, torch.bfloat16, 256, 2, "flash", ""),
+        ("flash", CUDA, torch.float32, 128, 3, None, "here cuda and torch.float32"),
+        ("flash", CPU, torch.float32, 128, None, None, "here cpu and torch.float32"),
+        ("flash", CUDA, torch.bfloat16, 12, 3, None, "here 12"),
+        ("flash", CUDA, torch.bfloat16, 128, None, None, "needs a GPU that"),
+        ("sdpa", CUDA, torch.bfloat16, 128, 3, "sdpa", ""),
+        ("sdpa", CPU, torch.float32, 12, None, "sdpa", ""),
+        ("xformers", CPU, torch.bfloat16, 128, None, None, "here cpu and torch.bfloat16"),
+        ("xformers", CUDA, torch.float32, 128, 3, None, "here cuda and torch.float32"),
+    ],
+)  # fmt: skip
+def test_which_backend_is_chosen(flash, monkeypatch, log, name, device, dtype, head_dim, version, chosen, reason):
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: version)
+    if chosen is None:
+        with pytest.raises(ValueError, match=f"dense_attention='{name}' needs") as refused:
+            choose_backend(name, device, dtype, head_dim)
+        assert reason in str(refused.value)
+        assert str(refused.value).endswith("; leave it at 'auto'")
+    else:
+        assert (choose_backend(name, device, dtype, head_dim) is attend_with_sdpa) == (chosen == "sdpa")
+        assert f"Dense attention: {chosen}" in log.text
+        assert reason in log.text
+
+
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
+def test_what_xformers_is_given_means_the_same(monkeypatch, lengths, heads, kv_heads):
+    ops = pytest.importorskip("xformers.ops")
+
+    def formula(q, k, v, attn_bias):
+        scores = torch.einsum("bqghd,bkghd->bghqk", q, k) / q.shape[-1] ** 0.5
+        weights = (scores + attn_bias.materialize(scores.shape[-2:])).softmax(dim=-1)
+        return torch.einsum("bghqk,bkghd->bqghd", weights, v)
+
+    monkeypatch.setattr(ops, "memory_efficient_attention", formula)
+    monkeypatch.setattr(attention, "_attend", choose_backend("xformers", CUDA, torch.float16, 16))
+    q, k, v, *bounds = inputs(lengths, heads, kv_heads)
+    expected = formulas.bidirectional_attention(q, k, v, bounds[0])
+    torch.testing.assert_close(attention.bidirectional_attention(q, k, v, *bounds).double(), expected, **EXACT)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
+@pytest.mark.parametrize("name", ["flash", "sdpa", "xformers"])
+def test_on_a_gpu(name, lengths, heads, kv_heads):
+    if name == "xformers":
+        pytest.importorskip("xformers.ops")
+    q, k, v, *bounds = inputs(lengths, heads, kv_heads, "cuda", torch.float16)
+    attend = choose_backend(name, CUDA, torch.float16, 16)
+    assert error(attend(q, k, v, *bounds), formulas.bidirectional_attention(q, k, v, bounds[0])) < 2e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["flash", "xformers"])
+def test_an_engine_that_cannot_have_its_backend_does_not_start(tiny_llada, name):
+    with pytest.raises(Exception, match=f"dense_attention='{name}' needs a CUDA device"):
+        start_engine(tiny_llada, dense_attention=name)

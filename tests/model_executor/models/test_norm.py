@@ -1,0 +1,60 @@
+"""RMSNorm with the sum before it, by vLLM's kernels and without, and the gate of the feed-forward branch."""
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from dllm_engine.kernels.vllm_operators import silu_and_mul
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def norm_of(hidden_size, dtype):
+    from dllm_engine.model_executor.models.norm import Norm
+
+    with set_current_vllm_config(VllmConfig()), set_default_torch_dtype(dtype), torch.device(DEVICE):
+        norm = Norm(hidden_size, eps=1e-5)
+    norm.weight.data.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+    return norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 16), (7, 200), (65, 512)])
+@torch.inference_mode()
+def test_the_sum_is_bit_for_bit_that_of_two_steps(shape, dtype):
+    norm = norm_of(shape[1], dtype)
+    x, added = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    summed = x + added
+    expected = norm(summed)
+    plain = summed.double() * (summed.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+    result = norm(x, added)
+    assert x.equal(summed), "the residual stream"
+    for computed in (expected, result):
+        torch.testing.assert_close(computed.double(), plain, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    # A GPU's two kernels sum the squares in different orders.
+    assert DEVICE == "cuda" or result.equal(expected)
+
+
+@torch.inference_mode()
+def test_without_compiled_kernels_it_is_the_same_to_rounding(monkeypatch):
+    compiled = norm_of(64, torch.float32)
+    x, added = torch.randn(2, 9, 64, device=DEVICE)
+    copies = x.clone(), added.clone()
+    expected = compiled(x, added)
+    monkeypatch.setattr(torch.ops, "_C", object())
+    torch.testing.assert_close(norm_of(64, torch.float32)(*copies), expected)
+    assert copies[0].equal(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_is_that_of_vllms_kernel(dtype):
+    """A GPU takes vLLM's kernel; on a CPU this is what it would compute."""
+    gate_up = torch.randn(13, 2 * 48, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    of_vllm = gate_up.new_empty(13, 48)
+    torch.ops._C.silu_and_mul(of_vllm, gate_up)
+    for result in (silu_and_mul(gate_up), of_vllm):
+        expected = gate / (1 + (-gate).exp()) * up
+        torch.testing.assert_close(result.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
