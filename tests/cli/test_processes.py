@@ -13,9 +13,10 @@ import time
 
 import pytest
 
+from tests.support.preloaded import preloaded_programs
+
 pytestmark = pytest.mark.slow
 
-DLLM = [sys.executable, "-m", "dllm_engine.cli.main"]
 PROMPT = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
 TIMEOUT = 300
 
@@ -41,8 +42,8 @@ def test_a_killed_run_is_resumed_to_one_record_per_line(run, environment, tmp_pa
     (tmp_path / "in.jsonl").write_text("\n".join([*prompts, "not JSON"]) + "\n")
     output = tmp_path / "out.jsonl"
     # A request at a time, through all of its blocks: enough time to be killed in between.
-    command = [*DLLM, "generate", "--input", "in.jsonl", "--output", "out.jsonl", "--ignore-eos"]
-    command += ["--engine-arg", "max_num_seqs=1"]
+    command = [preloaded_programs() / "dllm", "generate", "--input", "in.jsonl", "--output", "out.jsonl"]
+    command += ["--ignore-eos", "--engine-arg", "max_num_seqs=1"]
 
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
     try:
@@ -72,7 +73,7 @@ def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(environment, tmp
     log = tmp_path / "stderr"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [*DLLM, "generate", PROMPT, "--tensor-parallel-size", "2"],
+            [sys.executable, "-m", "dllm_engine.cli.main", "generate", PROMPT, "--tensor-parallel-size", "2"],
             cwd=tmp_path,
             env=environment | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             stdout=subprocess.PIPE,
@@ -113,7 +114,8 @@ def test_bench_measures_methods_one_by_one_each_with_a_baseline_on_two_models(ru
         sys.exit(main(sys.argv[1:]))
     """
     small = ["--methods", "none,dual", "--batch", "2", "--response", "16", "--repeats", "1", "--count", "2"]
-    result = run(sys.executable, "-c", program, "bench", "--quick", *small)
+    (tmp_path / "watched_dllm.py").write_text(program)
+    result = run(preloaded_programs() / "python", "watched_dllm.py", "bench", "--quick", *small)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     for about in ("demo (checkpoint weights", "llada-8b/16 (random weights"):

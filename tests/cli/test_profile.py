@@ -7,6 +7,7 @@ import torch
 
 from dllm_engine.cli.main import main
 from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.options import EngineOptions
 from tests.support.engines import runner_of
 
@@ -21,7 +22,7 @@ def test_importance_is_one_minus_the_mean_cosine_of_each_layer(engines, referenc
         hidden, phases = model.embed_input_ids(tokens), model.rotary(torch.arange(28))
         for layer in model.layers:
             before = hidden.clone()
-            hidden = DensePass([0, 28])([layer], hidden, phases)
+            hidden = DensePass(RowBounds([28], tokens.device))([layer], hidden, phases)
             expected.append(float(1 - torch.cosine_similarity(before.double(), hidden.double(), dim=-1).mean()))
     assert llm.profile_layers(prompt, 8) == pytest.approx(expected, abs=1e-6)
 

@@ -25,7 +25,7 @@ def test_two_data_parallel_engines_answer_as_one_process(engines, monkeypatch, t
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", "sparse"]
-    with running("dllm", "serve", "demo", *options, log=tmp_path / "log", worker=False) as server:
+    with running("dllm", "serve", "demo", *options, log=tmp_path / "log") as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
         def ask(messages):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.preloaded import preloaded_programs
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
@@ -128,7 +130,9 @@ def environ(folder):
         capture_output=True,
         check=True,
     )
-    return dict(entry.split("=", 1) for entry in printed.stdout.decode().split("\0") if entry)
+    variables = dict(entry.split("=", 1) for entry in printed.stdout.decode().split("\0") if entry)
+    # Blocks that activate the environment themselves put its own programs in front again.
+    return variables | {"PATH": f"{preloaded_programs()}:{variables['PATH']}"}
 
 
 @pytest.mark.slow
@@ -143,8 +147,7 @@ def test_snippets_of_a_page(folder, environ, page):
             command = ["python", file] if snippet.language == "python" else ["bash", "-e", file]
             if snippet.is_server:
                 stop(server)
-                # The model in the engine's process: one process less to start.
-                server = serve(command, folder, environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+                server = serve(command, folder, environ)
                 for url in re.findall(r"http://localhost\S+", snippet.text):
                     assert urllib.request.urlopen(url, timeout=30).status == 200
                 continue

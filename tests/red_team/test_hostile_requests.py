@@ -27,7 +27,7 @@ GOOD = {
 
 @pytest.fixture(scope="module")
 def server(servers):
-    return servers("dllm", *SERVER, worker=False)
+    return servers("dllm", *SERVER)
 
 
 def post(server, path: str, body: bytes, method: str = "POST") -> tuple[int, bytes]:

@@ -2,16 +2,15 @@
 
 import json
 import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import openai
 import pytest
 
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
+from tests.support.preloaded import preloaded_programs
 from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
@@ -23,7 +22,7 @@ BLOCK = {"vllm_xargs": {"block_length": 8}}
 
 @pytest.fixture(scope="module")
 def server(servers):
-    return servers("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN))
+    return servers("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN), preloaded=False)
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +334,7 @@ def test_options_in_vllm_xargs_change_the_decoding(client, model, examples):
 def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
     done = subprocess.run(
         [
-            *(str(Path(sys.executable).parent / "vllm"), "bench", "serve"),
+            *(preloaded_programs() / "vllm", "bench", "serve"),
             *("--base-url", server.url, "--model", model, "--dataset-name", "random"),
             *("--random-input-len", "20", "--random-output-len", "24", "--ignore-eos"),
             *("--num-prompts", "8", "--max-concurrency", "4", "--disable-tqdm"),

@@ -18,7 +18,7 @@ NUM_QUEUED, PER_CALL = 10_000, 1_000
 
 @pytest.fixture(scope="module")
 def server(servers):
-    return servers("dllm", *SERVER, worker=False)
+    return servers("dllm", *SERVER)
 
 
 def test_nothing_goes_wrong_under_load(server):

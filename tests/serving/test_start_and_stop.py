@@ -115,7 +115,7 @@ def wait_until_running(server, number):
 def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name, ranks, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    watched = start("--tensor-parallel-size", ranks, worker=ranks == "2")
+    watched = start("--tensor-parallel-size", ranks)
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:
@@ -134,11 +134,11 @@ def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name
 
 
 def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_the_second_signal(start):
-    watched = start("--shutdown-timeout", "600", worker=False)
+    watched = start("--shutdown-timeout", "600")
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:
-        finished = [clients.submit(ask, server, 600) for _ in range(NUM_CLIENTS)]
+        finished = [clients.submit(ask, server, 240) for _ in range(NUM_CLIENTS)]
         endless = [clients.submit(stream, server, NEVER_ENDING), clients.submit(ask, server, NEVER_ENDING)]
         wait_until_running(server, len(finished) + len(endless))
         watched.look()
@@ -165,7 +165,7 @@ def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_
 
 
 def test_clients_of_a_server_that_stops_at_once_read_why(start):
-    watched = start(worker=False)  # --shutdown-timeout is 0
+    watched = start(preloaded=False)  # --shutdown-timeout is 0
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:
@@ -200,7 +200,7 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
     ids=["SIGTERM", "Ctrl-C"],
 )
 def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, status, said):
-    watched = start(program=program, model=model)
+    watched = start(program=program, model=model, preloaded=False)
     server = watched.server
     deadline = time.monotonic() + 120
     while watched.process_called(name) is None:

@@ -21,4 +21,4 @@ def keyed_server(servers: ServerFactory) -> Server:
         (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     flags = ["--cache-method", "sparse", "--retention-ratio", "0.5", "--page-size", "8", "--trace", "--api-key", KEY]
     flags += ["--served-model-name", "demo", "--max-model-len", "512"]
-    return servers("dllm", "serve", str(model), *flags, logging_level="INFO", worker=False)
+    return servers("dllm", "serve", str(model), *flags, logging_level="INFO", preloaded=False)

@@ -1,5 +1,6 @@
 """A real server in a process of its own."""
 
+import functools
 import os
 import re
 import signal
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.preloaded import Program
+
 START_TIMEOUT_S = 600
 
 
@@ -24,29 +27,23 @@ def free_port() -> int:
 
 
 class Server:
-    """``program`` (``dllm`` or ``vllm``, installed beside this Python) until ``stop``.
+    """``program`` (``dllm`` or ``vllm``, installed beside this Python) until ``stop``, in a session of its own.
 
-    Without ``worker`` the model runs in the engine's process: two processes import vLLM instead of three.
+    ``preloaded``: in a process that has imported vLLM already, with an engine that is forked, as on a GPU. Otherwise as
+    users start it.
     """
 
     def __init__(
-        self, program: str, *arguments: str, log: Path, logging_level: str = "WARNING", worker: bool = True
+        self, program: str, *arguments: str, log: Path, logging_level: str = "WARNING", preloaded: bool = True
     ) -> None:
         self.port = free_port()
         self.log = log
-        environment = os.environ | {
-            "VLLM_LOGGING_LEVEL": logging_level,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if worker else "0",  # of a server: whether there is a worker
-        }
-        executable = str(Path(sys.executable).parent / program)
+        # The tests' own engines run in one process.
+        environment = os.environ | {"VLLM_LOGGING_LEVEL": logging_level, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        command = [Path(sys.executable).parent / program, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+        start = Program if preloaded else functools.partial(subprocess.Popen, start_new_session=True)
         with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                [executable, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            self.process = start(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
 
     @property
     def url(self) -> str:
@@ -61,7 +58,7 @@ class Server:
                 with urllib.request.urlopen(self.url + "/health", timeout=2):
                     return
             except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
+                time.sleep(0.1)
         raise AssertionError(f"the server is not ready after {START_TIMEOUT_S} s:\n{self.tail()}")
 
     def tail(self) -> str:

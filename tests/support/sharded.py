@@ -20,7 +20,7 @@ def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Ite
     vLLM would spawn each worker and let it import everything anew; here they are forked from a process that has.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.forked_worker"])
+    context.set_forkserver_preload(["tests.support.imported"])
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "max_model_len": 512}
     with mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", return_value=context):
         llm = start_engine(model, **(ranks | settings))

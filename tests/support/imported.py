@@ -1,0 +1,21 @@
+"""Imported once by a process that programs and workers of tests are forked from: everything that they would import."""
+
+import multiprocessing
+
+import setproctitle
+import vllm.entrypoints.cli.main
+import vllm.entrypoints.openai.api_server
+import vllm.v1.engine.coordinator
+import vllm.v1.engine.core
+import vllm.v1.engine.utils
+import vllm.v1.executor.multiproc_executor
+
+import dllm_engine.cli.main
+import dllm_engine.model_executor.workers.cpu  # noqa: F401
+from tests.support.engines import freeze_imports
+
+# On a CPU vLLM spawns its processes, and each would import everything anew.
+for module in (vllm.v1.engine.coordinator, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+    module.get_mp_context = lambda: multiprocessing.get_context("fork")
+setproctitle.getproctitle()  # finds the memory for titles, which it cannot once variables are replaced
+freeze_imports()

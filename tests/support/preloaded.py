@@ -1,0 +1,183 @@
+"""Programs that start at once: what a short program does most of its time is to import vLLM.
+
+A server process has imported everything. It forks for each program, and the fork goes on as a new interpreter would: it
+runs the program as ``__main__``, with its own arguments, variables, folder, streams and session.
+
+As a script: ``serve SOCKET`` is the server, and ``run SOCKET ARGUMENT...`` stands for ``python ARGUMENT...``.
+"""
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import runpy
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MAX_MESSAGE = 1 << 17
+
+
+class Program:
+    """``python ARGUMENT...`` in a fork; the part of ``subprocess.Popen`` that tests use."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        address: str | None = None,
+    ) -> None:
+        out = 1 if stdout is None else stdout.fileno()
+        err = {None: 2, subprocess.STDOUT: out}.get(stderr) or stderr.fileno()
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(address or str(preloaded_programs().parent / "socket"))
+        message = [[str(a) for a in arguments], str(cwd or Path.cwd()), dict(os.environ if env is None else env)]
+        socket.send_fds(self._server, [json.dumps(message).encode()], [0, out, err])
+        self.pid = int(self._server.recv(64))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._server], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a preloaded program", timeout or 0)
+            self.returncode = int(self._server.recv(64) or -signal.SIGKILL)
+            self._server.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+_servers: list[subprocess.Popen[bytes]] = []
+"""Their streams stay open."""
+
+
+@functools.cache
+def preloaded_programs() -> Path:
+    """A folder for ``PATH`` with ``python``, ``dllm`` and ``vllm``. Their server ends with this process."""
+    folder = Path(tempfile.mkdtemp())
+    address, programs = folder / "socket", folder / "bin"
+    programs.mkdir()
+    scripts = Path(sysconfig.get_path("scripts"))
+    for name, arguments in {"python": [], "dllm": [scripts / "dllm"], "vllm": [scripts / "vllm"]}.items():
+        client = [sys.executable, "-S", "-E", __file__, "run", address, *arguments]
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(map(str, client))} "$@"\n')
+        (programs / name).chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    server = subprocess.Popen(
+        [sys.executable, __file__, "serve", address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline(), "the server of preloaded programs did not start"
+    _servers.append(server)
+    return programs
+
+
+def serve(address: str) -> list[str]:
+    """Fork for each program until standard input is closed. Returns in each fork, with the program's arguments."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    programs: dict[int, tuple[socket.socket, int]] = {}  # client and pid, by pidfd
+    while True:
+        ready, _, _ = select.select([0, listener, *programs, *(client for client, _ in programs.values())], [], [])
+        if 0 in ready:
+            shutil.rmtree(Path(address).parent)
+            sys.exit()
+        for pidfd, (client, pid) in list(programs.items()):
+            if pidfd in ready:
+                _, status = os.waitpid(pid, 0)
+                with contextlib.suppress(BrokenPipeError):
+                    client.send(str(os.waitstatus_to_exitcode(status)).encode())
+                client.close()
+                os.close(pidfd)
+                del programs[pidfd]
+            elif client in ready:  # it was killed
+                os.killpg(pid, signal.SIGKILL)
+        if listener in ready:
+            client, _ = listener.accept()
+            message, streams, _, _ = socket.recv_fds(client, MAX_MESSAGE, 3)
+            pid = os.fork()
+            if not pid:
+                return _become(message, streams)
+            for stream in streams:
+                os.close(stream)
+            client.send(str(pid).encode())
+            programs[os.pidfd_open(pid)] = client, pid
+
+
+def _become(message: bytes, streams: list[int]) -> list[str]:
+    """Take over what belongs to a program; returns its arguments."""
+    os.setsid()
+    for stream, number in zip(streams, range(3), strict=True):
+        os.dup2(stream, number)
+    # Other clients' sockets as well: their ends would not be seen while copies are open.
+    os.closerange(3, 256)
+    arguments, folder, variables = json.loads(message)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    return arguments
+
+
+def main() -> None:
+    role, address, *arguments = sys.argv[1:]
+    if role == "run":
+        run(address, arguments)
+    sys.path.pop(0)  # this file's folder
+    importlib.import_module("tests.support.imported")
+    first, *rest = serve(address)
+    if first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, os.path.dirname(first))
+        runpy.run_path(first, run_name="__main__")
+
+
+def run(address: str, arguments: Sequence[str]) -> None:
+    """Run a program, pass signals on to it, and end as it ends."""
+    if arguments[0].startswith("-") and arguments[0] != "-m":
+        os.execv(sys.executable, [sys.executable, *arguments])
+    program = Program(arguments, address=address)
+    # A terminal's Ctrl-C reaches the processes below as well.
+    signal.signal(signal.SIGINT, lambda number, _: os.killpg(program.pid, number))
+    signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
+    status = program.wait()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
