@@ -33,7 +33,8 @@ class LLM(vllm.LLM):
         cache_method: which cache to use; ``dllm models`` lists them.
         cache_options: options of the cache method; ``"paper"`` for those of its paper.
         page_size: tokens per page of one layer.
-        dense_attention: library for attention without pages, ``"sdpa"`` (PyTorch) or ``"xformers"`` (CUDA).
+        dense_attention: library for attention without pages, ``"flash"`` (vLLM's), ``"sdpa"`` (PyTorch) or
+            ``"xformers"``; ``"auto"`` takes ``"flash"`` where it can be had.
         refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
             smaller ratio evens the gaps between their blocks, None bounds nothing.
         steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete.
@@ -59,7 +60,7 @@ class LLM(vllm.LLM):
         cache_method: str = "none",
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
         page_size: int = 32,
-        dense_attention: Literal["sdpa", "xformers"] = "sdpa",
+        dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto",
         refresh_ratio: float | None = 1.0,
         steps_per_dispatch: int = 1,
         guide_model: str | None = None,

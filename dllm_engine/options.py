@@ -77,8 +77,9 @@ class EngineOptions(BaseModel):
     """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
-    dense_attention: Literal["sdpa", "xformers"] = "sdpa"
-    """Library for attention that reads no pages: PyTorch's, or xformers where it is installed (CUDA)."""
+    dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto"
+    """Library for attention that reads no pages. ``"flash"`` (vLLM's FlashAttention) and ``"xformers"`` need CUDA and
+    float16 or bfloat16; ``"sdpa"`` is PyTorch's. ``"auto"``: ``"flash"`` where it can be had, else ``"sdpa"``."""
     refresh_ratio: float | None = Field(default=1.0, gt=0)
     """How much a long request may refresh beside short ones: rows of its FULL and UPDATE steps per row that requests of
     at most a quarter of its length compute meanwhile. None: no limit."""

@@ -17,8 +17,10 @@ from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-HEAD_CHUNK_NUMBERS = 1 << 24
-"""Logits computed at once, the bound in ``model_executor/token_prediction.py``."""
+HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 128
+"""Logits that are filtered at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
+FILTER_BYTES = 40
+"""What top-p and top-k hold for each logit, its float32, order and sum among it."""
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
 GIB = 1 << 30
@@ -236,7 +238,7 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     """Estimate of the memory that a forward pass over ``rows`` holds at most.
 
     The larger of a layer's two halves over all rows, counted tensor by tensor (the fused projections, RoPE in
-    float32), and a chunk of logits with its softmax in float32.
+    float32), or a chunk of logits that are filtered, which every rank gathers whole.
     """
     tp, hidden = tensor_parallel_size, config.hidden_size
     q = hidden // tp
@@ -245,8 +247,9 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * 4 * q
     mlp = (3 * config.intermediate_size // tp + hidden) * dtype_bytes
     phases = 2 * 4 * (hidden // config.num_attention_heads)
-    head = min(HEAD_CHUNK_NUMBERS, rows * config.vocab_size) // tp * (dtype_bytes + 2 * 4)
-    return rows * (stream + max(attention, mlp) + phases) + head
+    head_rows = min(max(HEAD_CHUNK_NUMBERS // config.vocab_size, HEAD_CHUNK_ROWS), rows)
+    head = head_rows * config.vocab_size * (dtype_bytes + FILTER_BYTES)
+    return max(rows * (stream + max(attention, mlp) + phases), rows * stream + head)
 
 
 def bytes_of_page(geometry: PoolGeometry, dtype_bytes: int) -> int:

@@ -5,6 +5,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,30 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
 
 
+def driver() -> str | None:
+    """What NVIDIA's driver says of itself; None where there is none, or it does not say."""
+    file = Path("/proc/driver/nvidia/version")
+    return file.read_text().splitlines()[0] if file.is_file() else None
+
+
+def triton_version() -> str | None:
+    """None where Triton is not installed."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
 def provenance() -> dict[str, Any]:
     """Machine, versions, threads and date, for a file of figures."""
     return {
         "processor": processor(),
+        "compute_capability": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+        "driver": driver(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "triton": triton_version(),
         "vllm": vllm.__version__,
         "dllm_engine": __version__,
         "threads": torch.get_num_threads(),

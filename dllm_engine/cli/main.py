@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dllm_engine.cli import (
     bench,
     chat,
-    demo_path,
+    check,
     evaluate,
     generate,
     inspect_cache,
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     running = (generate, chat, serve, evaluate, bench, inspect_cache, lm_eval_command, profile_layers)
-    for command in (*running, plan, models, demo_path):
+    for command in (*running, check, plan, models):
         command.add_parser(commands)
     return parser
 

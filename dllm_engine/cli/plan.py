@@ -109,7 +109,7 @@ def as_text(sizing: "Sizing", args: argparse.Namespace, command: list[str]) -> s
     )
     unused = s.gpu_memory - s.weight_bytes - s.activation_bytes - s.overhead - s.pool_bytes
     pages = f"{s.num_pages:,} pages of {readable(s.page_bytes)} ({s.page_size} tokens of one layer)"
-    activations = f"estimate: one layer over {s.max_num_batched_tokens:,} rows"
+    activations = f"estimate, for {s.max_num_batched_tokens:,} rows"
     memory = [
         ("PER GPU", "SIZE", ""),
         ("weights", readable(s.weight_bytes), "exact" if not s.notes else "upper bound"),

@@ -75,6 +75,9 @@ def end_on_signals() -> None:
     installs its own handlers."""
     for number in SIGNALS:
         signal.signal(number, end_now)
+    # vLLM forks the engine's process, except on a CPU, while an event loop runs. A signal to the engine would wake that
+    # loop, which would take it for one to the server.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def end_on_signals_while_loading() -> None:

@@ -217,6 +217,7 @@ PRIVATE = (
     Private("vllm.v1.worker.cpu_worker", "CPUWorker.init_device CPUWorker.compile_or_warm_up_model", _WORKER),
     Private("vllm.v1.worker.gpu_worker", "Worker._make_model_runner init_worker_distributed_environment", _WORKER),
     Private("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model Worker.execute_dummy_batch", _WORKER),
+    Private("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version", "for dense attention"),
     Private("vllm.platforms.cpu", "CpuPlatform", "for Ray without GPUs"),
     Private("vllm.platforms.interface", "Platform.ray_device_key", "for Ray without GPUs"),
     Private("vllm.v1.executor.ray_executor_v2", "RayWorkerProc.get_node_and_physical_gpu_ids", "for Ray without GPUs"),
@@ -269,6 +270,9 @@ PRIVATE = (
     Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
 )
 """Names that are imported, and their attributes that are overridden, set or read. Checked when vLLM loads plugins."""
+
+CUDA = (Private("vllm.v1.attention.backends.fa_utils", "flash_attn_varlen_func", "for dense attention"),)
+"""The same of what only builds for CUDA have."""
 
 RAY_SERVE = (
     Private("vllm.entrypoints.cli.serve", "make_arg_parser validate_parsed_serve_args", "for Ray Serve"),

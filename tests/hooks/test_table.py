@@ -1,11 +1,12 @@
 """The table names everything of vLLM that this package imports."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
-from dllm_engine.vllm_hooks import table
+from dllm_engine.vllm_hooks import patch, table
 
 CHECKOUT = Path(__file__).parents[2]
 PACKAGE = ("dllm_engine", "kernels", "model_executor", "scheduler")
@@ -38,7 +39,7 @@ def is_public(name: str) -> bool:
 
 @pytest.mark.parametrize(
     ("folder", "uses"),
-    [*((folder, table.PRIVATE) for folder in PACKAGE), ("examples", table.RAY_SERVE)],
+    [*((folder, table.PRIVATE + table.CUDA) for folder in PACKAGE), ("examples", table.RAY_SERVE)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_imported_is_public_or_in_the_table(folder, uses):
@@ -54,6 +55,13 @@ def test_what_is_imported_is_public_or_in_the_table(folder, uses):
 def test_what_is_in_the_table_is_imported_or_an_attribute_of_ours():
     """Entries without a dot are imported; those with one are of classes that vLLM hands us."""
     everywhere = set().union(*(imported(folder) for folder in PACKAGE))
-    plain = {f"{use.module}:{name}" for use in table.PRIVATE for name in use.names.split() if "." not in name}
+    uses = table.PRIVATE + table.CUDA
+    plain = {f"{use.module}:{name}" for use in uses for name in use.names.split() if "." not in name}
     assert plain <= everywhere
     assert named(table.RAY_SERVE) <= imported("examples").keys()
+
+
+def test_what_only_builds_for_cuda_have_is_in_their_source(monkeypatch):
+    for use in table.CUDA:
+        monkeypatch.delitem(sys.modules, use.module, raising=False)
+    patch.check(table.CUDA)

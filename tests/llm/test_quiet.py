@@ -22,9 +22,10 @@ def nothing_asked_for(monkeypatch):
 
 @pytest.fixture
 def vllm_logger():
-    """vLLM's logger, put back as it was."""
+    """vLLM's logger, with ours at no level of its own; both are put back as they were."""
     root, ours = logging.getLogger("vllm"), logging.getLogger("vllm.dllm_engine")
     before = root.level, ours.level, root.handlers[:]
+    ours.setLevel(logging.NOTSET)  # a quiet engine of another test may have set it
     yield root
     root.setLevel(before[0])
     ours.setLevel(before[1])

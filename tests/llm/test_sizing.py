@@ -205,7 +205,7 @@ def test_a_method_that_the_page_size_does_not_suit_says_so(tiny_dream):
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide the model's 4 attention heads"),
         ({"block_length": 91}, "--block-length 91 is out of range: 1 … 90"),
         ({"gpu_memory": 1 << 20}, "leaves nothing for pages"),
-        ({"gpu_memory": 2_600_000, "gpu_memory_utilization": 1.0}, "cannot hold one"),
+        ({"gpu_memory": 4_080_000, "gpu_memory_utilization": 1.0}, "cannot hold one"),
     ],
 )
 def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):

@@ -113,7 +113,13 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dllm_engine"}
     assert names >= CODE
     assert "dllm_engine/py.typed" in names
-    data = ("playground/page.html", "inspection/page.css", "evaluation/paper_tasks.toml")
+    data = (
+        "playground/page.html",
+        "inspection/page.css",
+        "evaluation/paper_tasks.toml",
+        "check/answers.json",
+        "check/methods.json",
+    )
     assert {f"dllm_engine/{file}" for file in data} <= names
     for shipped in ("model", "guide"):
         folder = CHECKOUT / "dllm_engine" / "demo" / shipped
