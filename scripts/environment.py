@@ -90,7 +90,9 @@ class Environment:
 
     def variables(self) -> dict[str, str]:
         """The process environment for programs of this environment, as after activating it."""
-        variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "PYTHONPATH")}
+        # Images set PYTHONDONTWRITEBYTECODE; with it each process would compile all that it imports.
+        others = ("PYTHONHOME", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+        variables = {key: value for key, value in os.environ.items() if key not in others}
         variables["VIRTUAL_ENV"] = str(self.directory)
         variables["PATH"] = os.pathsep.join([str(self.directory / "bin"), os.environ.get("PATH", os.defpath)])
         # vLLM and some of what it imports report usage unless told not to.
@@ -112,7 +114,7 @@ class Environment:
             PipError: pip failed; the message holds the end of its output.
         """
         command: list[str | Path] = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-        # Compiling every file to bytecode takes three quarters of the time; Python compiles what is imported.
+        # Compiling every file to bytecode takes three quarters of the time; Python compiles and keeps what is imported.
         command += ["--progress-bar=off", "--no-compile", "--only-binary=:all:", f"--no-binary={','.join(SOURCE_ONLY)}"]
         command += ["--constraint", CONSTRAINTS, *arguments]
         # A user-wide `pip config set global.user` or `target` would install elsewhere.

@@ -143,7 +143,7 @@ class RayServer:
         return json.loads(self.chat(prompt))["choices"][0]["message"]["content"]
 
     def stop(self):
-        everything = psutil.Process(self.process.pid).children(recursive=True)
+        everything = descendants(self.process, "")
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(180), psutil.wait_procs(everything, timeout=30)[1]

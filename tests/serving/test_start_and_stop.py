@@ -15,12 +15,12 @@ import pytest
 
 from dllm_engine.demo import demo_model_path
 from dllm_engine.vllm_hooks.server_start import shared_memory_of
-from tests.support.server import Server, scrape
+from tests.support.server import START_TIMEOUT_S, Server, scrape
 
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 3
-SECONDS = 20
+SECONDS = 60
 """Far above what it takes, far below a timeout of any client."""
 NEVER_ENDING = 1900
 """Tokens of a request that outlasts its test."""
@@ -202,7 +202,7 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
 def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, status, said):
     watched = start(program=program, model=model, preloaded=False)
     server = watched.server
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_TIMEOUT_S
     while watched.process_called(name) is None:
         assert time.monotonic() < deadline, server.tail()
         assert server.process.poll() is None, server.tail()
