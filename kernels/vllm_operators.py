@@ -1,5 +1,6 @@
 """Operators that vLLM brings compiled."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,14 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) · up``, ``[num_rows, width]``, of ``[num_rows, 2 · width]`` with the gates first."""
     gate, up = gate_up.chunk(2, dim=-1)
     # vLLM's kernel for CPUs takes five times as long as PyTorch's two.
-    if not gate_up.is_cuda:
+    kernel = _silu_and_mul(gate_up.device) if gate_up.is_cuda else None
+    if kernel is None:
         return F.silu(gate).mul_(up)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    torch.ops._C.silu_and_mul.default(out, gate_up)
+    kernel(out, gate_up)
     return out
+
+
+@functools.cache
+def _silu_and_mul(device: torch.device) -> Callable[..., Any] | None:
+    return vllm_kernel("silu_and_mul", device)
