@@ -59,6 +59,10 @@ class Sizes:
         slots = self.slots_per_page // self.num_kv_heads * 2
         return replace(self, num_heads=4, num_kv_heads=2, head_dim=head_dim, slots_per_page=slots)
 
+    def with_other_heads(self) -> "list[Sizes]":
+        """With each of ``HEAD_DIMS`` but its own."""
+        return [self.with_head_dim(head_dim) for head_dim in HEAD_DIMS if head_dim != self.head_dim]
+
     @property
     def heads(self) -> str:
         return f"{self.num_heads} heads of {self.head_dim} share {self.num_kv_heads}"
@@ -211,17 +215,20 @@ _BY_VOCABULARY: dict[str, _Case] = {"token_statistics": _token_statistics, "gumb
 
 
 def operator_checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
-    """Every operator in every type; those that work on heads with ``HEAD_DIMS`` as well."""
-    others = [sizes.with_head_dim(head_dim) for head_dim in HEAD_DIMS if head_dim != sizes.head_dim]
-    for name, case in _BY_HEADS.items():
-        for each in (sizes, *others):
-            yield from _in_each_type(device, name, case, each, each.heads)
+    """Every operator in every type."""
+    yield from head_checks(device, sizes)
     for name, case in _BY_WIDTH.items():
         yield from _in_each_type(device, name, case, sizes, f"rows of {sizes.hidden_size}")
     for name, case in _BY_VOCABULARY.items():
         yield from _in_each_type(device, name, case, sizes, f"{sizes.vocab_size:,} tokens")
     run = partial(_compare, device, _noise, sizes, torch.float64, torch.float64)
     yield Check("noise", f"{sizes.vocab_size:,} tokens", run)
+
+
+def head_checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+    """Every operator that works on heads, in every type."""
+    for name, case in _BY_HEADS.items():
+        yield from _in_each_type(device, name, case, sizes, sizes.heads)
 
 
 def _in_each_type(device: torch.device, name: str, case: _Case, sizes: Sizes, what: str) -> Iterator[Check]:
