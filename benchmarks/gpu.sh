@@ -36,20 +36,19 @@ export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 if [[ -n "$bundle" ]]; then
     site="$(mktemp -d)"
     trap 'rm -rf "$site"' EXIT
+    install=(python3 -m pip install --quiet --no-index --no-deps --no-compile)
     if compgen -G "$bundle/torch-*.whl" >/dev/null; then
         python3 -m venv "$site"
-        PATH="$site/bin:$PATH"
-        install=(python3 -m pip install --quiet --no-index --find-links "$bundle")
-        "${install[@]}" vllm matplotlib setuptools wheel
     else
-        export PATH="$site/bin:$PATH" PYTHONPATH="$site"
-        install=(python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site")
-        "${install[@]}" "$bundle"/*.whl
+        install+=(--upgrade --target "$site")
+        export PYTHONPATH="$site"
     fi
+    export PATH="$site/bin:$PATH"
+    "${install[@]}" "$bundle"/*.whl
     # From a copy, in which nothing of an earlier build lies.
     mkdir "$site/source"
     cp -r pyproject.toml README.md LICENSE dllm_engine kernels model_executor scheduler "$site/source"
-    "${install[@]}" --no-deps --no-build-isolation "$site/source"
+    "${install[@]}" --no-build-isolation "$site/source"
 fi
 
 status=0 summary=()
@@ -67,7 +66,7 @@ run() { # SECONDS COMMAND...: run the command for so long at most, and go on if 
 }
 
 steps() { # NAME OPTIONS...
-    run 150 python3 benchmarks/step_time.py --model "$model" --dtype bfloat16 --canvas 1024 --gen-length 64 --batch 1 \
+    run 140 python3 benchmarks/step_time.py --model "$model" --dtype bfloat16 --canvas 1024 --gen-length 64 --batch 1 \
         "${@:2}" --output "$folder/$1.json"
 }
 
@@ -78,7 +77,7 @@ bench() { # NAME OPTIONS...
 
 stage() {
     case "$1" in
-        1) run 200 dllm check "$model" --only kernels --output "$folder/kernels.json" ;;
+        1) run 180 dllm check "$model" --only kernels --output "$folder/kernels.json" ;;
         2)
             steps launched --methods none dual --no-cuda-graphs
             steps recorded --methods dual --cuda-graphs

@@ -22,11 +22,12 @@ import io
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from environment import CHECKOUT, VLLM, SetupError, last_lines
+from environment import CHECKOUT, PYPROJECT, VLLM, SetupError, last_lines
 
 NEEDS = CHECKOUT / "requirements" / "gpu-bundle.txt"
 PYTHON = "3.12"
@@ -52,7 +53,6 @@ for _name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_bloc
 # Its import fails without compiled attention, and with it that of all models. Without this line it says which there is.
 EDITED = "vllm/vllm_flash_attn/__init__.py"
 BEFORE, AFTER = "if not (FA2_AVAILABLE or FA3_AVAILABLE):", "if False:"
-COMPLETE = ("pip", "setuptools", "wheel", "matplotlib", "numpy>=2.0", "pydantic>=2.12", "anyio>=4.5", "tqdm>=4.66")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         make_folder(options.folder)
         if options.complete:
-            download(options.folder, options.python, [f"vllm=={VLLM}", *COMPLETE])
+            download(options.folder, options.python, [f"vllm=={VLLM}", *project_needs()])
         else:
             make_small(options.folder, options.python)
             check_size(options.folder, LIMIT_MIB)
@@ -116,6 +116,14 @@ def download(folder: Path, python: str, what: Iterable[str]) -> None:
     )
     if done.returncode:
         raise SetupError(f"pip cannot download {' '.join(what)}:\n\n{last_lines(done.stdout)}")
+
+
+def project_needs() -> list[str]:
+    """What this project requires beside vLLM, to be installed and tested."""
+    settings = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
+    project = settings["project"]
+    needs: list[str] = settings["build-system"]["requires"] + project["dependencies"]
+    return needs + project["optional-dependencies"]["test"]
 
 
 def without_compiled(wheel: Path, folder: Path) -> Path:
