@@ -39,7 +39,8 @@ def paged_attention(
     Args:
         q: ``[num_rows, num_heads, head_dim]``.
         k, v: the rows' own keys and values, ``[num_rows, num_kv_heads, head_dim]``.
-        cu_seqlens: first row of each request and, last, ``num_rows``; int32 ``[num_requests + 1]``.
+        cu_seqlens: first row of each request and, last, where rows end; int32 ``[num_requests + 1]``. The results of
+            rows behind these are undefined.
         attend_fresh: attend to the request's own rows as well; otherwise to its pages alone.
         causal: row i sees all tokens in pages and the request's rows up to itself. With ``attend_fresh=False`` the n
             rows are taken to be the last n tokens in pages: row i sees tokens t ≤ head_len − n + i.
@@ -112,9 +113,8 @@ def _paged_attention(
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
+    if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
-    num_requests = len(bounds) - 1
     out, lse = empty_results(q, return_lse)
     for (length, retained), group in _equal_groups(bounds, tokens).items():
         num_fresh = length if attend_fresh else 0
@@ -143,7 +143,7 @@ def _paged_attention(
                 visible = seen if visible is None else visible & seen
             part_q = q[rows].view(len(members), length, *q.shape[1:])
             part_out, part_lse = _softmax_attention(part_q, keys, values, visible, return_lse)
-            if len(members) == num_requests and part_lse is None:
+            if len(part_q) * length == len(q) and part_lse is None:
                 return part_out.flatten(0, 1).contiguous(), lse
             out[rows] = part_out.flatten(0, 1)
             if part_lse is not None:

@@ -20,7 +20,7 @@ class DiffusionWorker:
         return ["LBNHC"]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """There is nothing to compile."""
+        """A CPU has nothing to compile."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def execute_dummy_batch(self) -> None:
