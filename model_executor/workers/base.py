@@ -23,6 +23,10 @@ class DiffusionWorker:
         """A CPU has nothing to compile."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
+    def records_steps(self) -> bool:
+        """Whether steps run from recordings, for ``dllm check``."""
+        return self.model_runner.denoiser.graphs is not None
+
     def execute_dummy_batch(self) -> None:
         """Data-parallel ranks of a dense model do not wait for each other."""
 
