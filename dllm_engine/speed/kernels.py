@@ -24,8 +24,9 @@ MATMUL_SHARE = 794.5 / 989
 Achievable Matmul FLOPS" in Stas Bekman's "Machine Learning Engineering". The same table has 0.87 for an A100."""
 DENSE_SHARE, DENSE_WAVE = 0.637, 3.1e-6
 """FlashAttention-3: the share of the tensor cores' FLOP/s, and seconds that a wave takes beside. Fitted, to within 1 %,
-to the times that PyTorch's benchmark suite published for 512 to 16,384 tokens on an H100, heads of 128
-(github.com/pytorch/benchmark, change 2391). Assumed of the FlashAttention-2 of other GPUs."""
+to the TFLOP/s that PyTorch's benchmark suite published for 512 to 16,384 tokens and heads of 128
+(github.com/pytorch/benchmark, change 2391; its GPU, a Hopper, is taken to be an H100). Assumed of the FlashAttention-2
+of other GPUs."""
 PAGED_SHARE, PAGED_WAVE = 0.490, 4.2e-6
 """The same of Triton's own attention kernel, from the same table. Assumed of ``paged_attention``."""
 SMALL_TILE_SHARE = 0.35
