@@ -194,8 +194,8 @@ def speed_as_text(prediction: "Prediction") -> str:
         "Tokens/s of all requests:",
         format_table([(name, *cells) for name, cells in speeds.items()]),
         "",
-        "FLOOR: what no implementation can leave out, at the GPU's peaks. RECORDED: with --cuda-graphs, – where that",
-        "records no step. Rows and keys are of a request.",
+        "FLOOR: what no implementation can leave out, at the GPU's peaks. RECORDED: as CUDA graphs, – where steps",
+        "are launched. Rows and keys are of a request.",
     ]
     return "\n".join(lines)
 

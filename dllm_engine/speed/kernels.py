@@ -35,7 +35,7 @@ reaches this share on an H100 (arXiv 2407.08608, abstract)."""
 DENSE_TILE = 128
 """Rows of a program of FlashAttention with heads of 128; one program runs on a multiprocessor at a time."""
 _WARPGROUP_ROWS = 64
-_FLOAT32 = 4
+_FLOAT32, _TOKEN = 4, 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Decoder:
         return [norm, qkv, *attention, *pages, out, norm, gate_up, activation, down]
 
     def ends(self, shape: PassShape) -> list[Kernel]:
-        """The embedding, and what makes tokens and confidences of the rows that predict any."""
+        """Tokens of the rows, their embedding, and what makes tokens and confidences of the rows that predict any."""
         config, size = self.config, self.number_bytes
         stream, of_head = (rows * config.hidden_size * size for rows in (shape.num_rows, shape.head_rows))
-        # Embedding, what the last layer adds, and the rows that predict.
-        kernels = [Kernel(2 * stream), Kernel(3 * stream), Kernel(2 * of_head)]
+        # Tokens, their embedding, what the last layer adds, and the rows that predict.
+        kernels = [Kernel(2 * shape.num_rows * _TOKEN), Kernel(2 * stream), Kernel(3 * stream), Kernel(2 * of_head)]
         vocab_size = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING
         for number, chunk in enumerate(head_chunks(shape.head_rows, config.vocab_size, torch.device("cuda"))):
             rows = min(chunk.stop, shape.head_rows) - chunk.start

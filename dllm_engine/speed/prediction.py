@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.families import family_of
-from dllm_engine.model_executor.step_graphs import MAX_ROWS, padded_requests
+from dllm_engine.model_executor.recording.forward import padded_size
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.methods.base import CacheMethod
@@ -38,7 +38,7 @@ class Times:
     launched: float
     """With every kernel launched by the host."""
     recorded: float
-    """With the layers replayed from a CUDA graph (``cuda_graphs``); steps that are not recorded as launched."""
+    """With REUSE steps replayed from CUDA graphs, as they are by default; other steps as launched."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class _Clock:
         of_ends = self._on_device(ends, STREAM_GAP)
         of_layers = num_layers * self._on_device(layer, STREAM_GAP)
         launched = recorded = beside + max(launches * HOST_LAUNCH, of_layers + of_ends)
-        padded = padded_requests(batch)
-        if self.method.recordable and plan.state is RefreshState.REUSE and padded * plan.max_rows <= MAX_ROWS:
-            layer, _ = self._kernels(plan, head_rows, padded)
-            of_layers = num_layers * self._on_device(layer, GRAPH_GAP)
-            recorded = beside + max(len(ends) * HOST_LAUNCH, of_layers + of_ends)
+        size = padded_size([plan.max_rows] * batch) if self.method.recordable else None
+        if size is not None and plan.state is RefreshState.REUSE:
+            num_requests, num_rows = size
+            layer, ends = self._kernels(replace(plan, max_rows=num_rows), head_rows, num_requests)
+            recorded = beside + num_layers * self._on_device(layer, GRAPH_GAP) + self._on_device(ends, GRAPH_GAP)
         return launches, Times(floor, launched, recorded)
 
     def _on_device(self, kernels: list[Kernel], gap: float) -> float:

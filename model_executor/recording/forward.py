@@ -1,5 +1,7 @@
 """The recorded forward pass of a REUSE step."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dllm_engine.model_executor.batch_tables import KVTables
@@ -18,15 +20,20 @@ FREE_ROWS = 256
 """Rows that a GPU computes about as fast as one: reading the weights takes longer."""
 
 
-def forward_size(batch: StepBatch, layer_pass: LayerPass) -> ForwardSize | None:
-    """The size of a graph that does what the pass does; None where there is none, or filling it up would cost more
-    than launching."""
-    if not (isinstance(layer_pass, RetentionPass) and layer_pass.repeats and layer_pass.reads):
+def padded_size(num_rows: Sequence[int]) -> ForwardSize | None:
+    """The size of a graph for requests of ``num_rows`` each; None where filling it up would cost more than launching
+    does."""
+    num_requests, most_rows = padded_requests(len(num_rows)), padded(max(num_rows))
+    if most_rows is None or num_requests * most_rows > min(SIZES[-1], max(FREE_ROWS, 2 * sum(num_rows))):
         return None
-    num_requests, num_rows = padded_requests(len(batch.plans)), padded(max(layer_pass.rows.sizes))
-    if num_rows is None or num_requests * num_rows > min(SIZES[-1], max(FREE_ROWS, 2 * batch.cu_seqlens[-1])):
-        return None
-    return num_requests, num_rows
+    return num_requests, most_rows
+
+
+def forward_size(layer_pass: LayerPass) -> ForwardSize | None:
+    """The size of a graph that does what the pass does; None: it is to be launched."""
+    if isinstance(layer_pass, RetentionPass) and layer_pass.repeats and layer_pass.reads:
+        return padded_size(layer_pass.rows.sizes)
+    return None
 
 
 class ForwardGraph:

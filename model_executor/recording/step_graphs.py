@@ -77,7 +77,7 @@ class StepGraphs:
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor | None:
         """Hidden states ``[num_rows, hidden_size]``, to be read before the next step; None: launch it."""
-        size = forward_size(batch, layer_pass)
+        size = forward_size(layer_pass)
         if size is None:
             return None
         assert isinstance(layer_pass, RetentionPass)

@@ -96,8 +96,8 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
         canvas_length = batch.canvases[0].spec.canvas_length
         shape = PassShape.of_plans([plan], [batch.num_rows(0)], [canvas_length], head_rows=1)
         layer = decoder.layer(shape, GPUS["H200"], CACHE_METHODS[method].launches.get(plan.state, 0), 1)
-        embedding_and_sum = 2
-        assert counts.launched.total() == decoder.num_layers * len(layer) + embedding_and_sum, counts.launched
+        tokens_embedding_and_sum = 3
+        assert counts.launched.total() == decoder.num_layers * len(layer) + tokens_embedding_and_sum, counts.launched
         seen.add(plan.state)
         return out
 
