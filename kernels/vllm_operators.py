@@ -6,9 +6,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.kernels._operator import plain_on_cuda
+
 
 def vllm_kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
-    """The operator ``name``, if it is loaded and has a kernel for the device: vLLM's builds are for one kind each."""
+    """The operator ``name``, if it is loaded and has a kernel for the device: vLLM's builds are for one kind each.
+    None on CUDA if it is in ``plain_on_cuda``."""
+    if name in plain_on_cuda and device.type == "cuda":
+        return None
     operator = getattr(torch.ops._C, name, None)
     if operator is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"_C::{name}", device.type.upper()):
         return None
@@ -20,7 +25,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) · up``, ``[num_rows, width]``, of ``[num_rows, 2 · width]`` with the gates first."""
     gate, up = gate_up.chunk(2, dim=-1)
     # vLLM's kernel for CPUs takes five times as long as PyTorch's two.
-    if not gate_up.is_cuda:
+    if not gate_up.is_cuda or "silu_and_mul" in plain_on_cuda:
         return F.silu(gate).mul_(up)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     torch.ops._C.silu_and_mul.default(out, gate_up)
