@@ -33,7 +33,7 @@ logger = init_logger(f"vllm.{__name__}")
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
-    "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
+    "cuda": "dllm_engine.check.worker.CheckedGPUWorker",
 }
 
 CPU_PAGE_POOL_BYTES = 1 << 30
