@@ -1,6 +1,6 @@
 """What an engine checks when it starts on a CUDA device: each kernel against its plain version, at the model's sizes.
 
-Checks run once per device, versions, sizes and type, and their results are kept in vLLM's cache folder. A kernel that
+Checks run once per GPU, versions, sizes and type, and their results are kept in vLLM's cache folder. A kernel that
 differs or raises is replaced: an operator by its plain kernel, which CUDA tensors then get too; vLLM's normalization
 and gate by PyTorch's; dense attention by PyTorch's. After an illegal memory access nothing runs on the device any more,
 so that start ends with an error, and the next one leaves the kernel out.
@@ -67,8 +67,8 @@ def take_right_kernels(vllm_config: VllmConfig, device: torch.device) -> None:
             plain_on_cuda.add(operator)
         if ranks.rank_in_group == 0:
             logger.warning(
-                "The kernel of %s fails its check on %s (%s). Its plain version takes its place: answers stay right "
-                "and take longer. Run `dllm check` and report what it says",
+                "The kernel of %s fails its check on %s (%s). Its plain version takes its place, and steps take "
+                "longer. Run `dllm check` and report what it says",
                 *(operator, torch.cuda.get_device_name(device), reason),
             )
 
@@ -89,36 +89,44 @@ def check_kernels_once(
     Raises:
         RuntimeError: a check has left the device unusable; the next start knows which.
     """
-    key = _key(dtype, models, dense)
+    key = _key(device, dtype, models, dense)
     file = cache_root / "dllm" / f"kernels-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
     results = _read(file, key)
     checks = [check for check in _checks(device, dtype, models, dense) if _label(check) not in results]
     if checks:
         logger.info("Checking kernels on %s, once for these versions and sizes", key["processor"])
         replaced = set(plain_on_cuda)
-        plain_on_cuda.clear()  # by an engine before this one: what is checked is the kernel
+        plain_on_cuda.clear()  # an engine before this one may have replaced what is to be checked
         try:
-            for check, outcome in zip(checks, run_checks(checks), strict=True):
-                if "OutOfMemoryError" in outcome.reason:
-                    logger.warning("%s could not be checked (%s)", _label(check), outcome.reason)
-                    continue
-                results[_label(check)] = _reason(outcome)
-                if outcome.result == FAILED and not _is_usable(device):
-                    _write(file, key, results)
-                    raise RuntimeError(
-                        f"the kernel of {_label(check)} leaves the GPU unusable for this process ({_reason(outcome)}). "
-                        f"Start again: its plain version takes its place from now on. Run `dllm check` and report it"
-                    )
-                if outcome.result == FAILED and check.name != f"{DENSE}, {dense}":
-                    plain_on_cuda.add(_operator(_label(check)))
-                    again = next(run_checks([check]))
-                    if again.result == FAILED:
-                        results[_label(check)] += f"; its plain version on the device: {_reason(again)}"
+            _run(checks, results, device)
             torch.cuda.empty_cache()
         finally:
             plain_on_cuda.update(replaced)
-        _write(file, key, results)
+            _write(file, key, results)
     return {_operator(label): f"{label}: {reason}" for label, reason in results.items() if reason}
+
+
+def _run(checks: Sequence[Check], results: dict[str, str], device: torch.device) -> None:
+    """Run checks, each when those before have their reason in ``results``."""
+    plain_on_cuda.update(_operator(label) for label, reason in results.items() if reason)
+    for check, outcome in zip(checks, run_checks(checks), strict=True):
+        label, operator = _label(check), _operator(_label(check))
+        if "OutOfMemoryError" in outcome.reason:
+            logger.warning("%s could not be checked (%s)", label, outcome.reason)
+            continue
+        results[label] = _reason(outcome)
+        if outcome.result != FAILED:
+            continue
+        if not _is_usable(device):
+            raise RuntimeError(
+                f"the kernel of {label} leaves the GPU unusable for this process ({results[label]}). Start again: its "
+                "plain version takes its place from now on. Run `dllm check` and report what it says"
+            )
+        if operator != DENSE:
+            plain_on_cuda.add(operator)
+            again = next(run_checks([check]))
+            if again.result == FAILED:
+                results[label] += f"; its plain version on the device: {_reason(again)}"
 
 
 def _checks(device: torch.device, dtype: torch.dtype, models: Sequence[Sizes], dense: str | None) -> Iterator[Check]:
@@ -155,14 +163,15 @@ def _is_usable(device: torch.device) -> bool:
     return True
 
 
-def _key(dtype: torch.dtype, models: Sequence[Sizes], dense: str | None) -> dict[str, Any]:
+def _key(device: torch.device, dtype: torch.dtype, models: Sequence[Sizes], dense: str | None) -> dict[str, Any]:
     """What results depend on, as JSON gives it back."""
     machine = provenance()
     sources = sorted(Path(dllm_engine.kernels.__path__[0]).rglob("*.py"))
     kernels = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     versions = {name: machine[name] for name in _VERSIONS} | {"cuda": torch.version.cuda, "kernels": kernels}
     asked = {"dtype": str(dtype), "models": [asdict(sizes) for sizes in models], "dense": dense}
-    key: dict[str, Any] = json.loads(json.dumps(versions | asked))
+    gpu = {"uuid": str(torch.cuda.get_device_properties(device).uuid)}
+    key: dict[str, Any] = json.loads(json.dumps(gpu | versions | asked))
     return key
 
 
@@ -176,7 +185,7 @@ def _read(file: Path, key: dict[str, Any]) -> dict[str, str]:
 
 
 def _write(file: Path, key: dict[str, Any], results: dict[str, str]) -> None:
-    """All at once: ranks start together."""
+    """In one piece: engines may start together."""
     part = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

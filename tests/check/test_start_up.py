@@ -69,7 +69,7 @@ class Device:
 
 @pytest.fixture
 def machine():
-    return dict.fromkeys(start_up._VERSIONS, "1") | {"processor": "GPU 1"}
+    return dict.fromkeys(start_up._VERSIONS, "1") | {"processor": "GPU 1", "uuid": "1"}
 
 
 @pytest.fixture
@@ -79,6 +79,7 @@ def device(monkeypatch, tmp_path, machine):
     monkeypatch.setattr(start_up, "provenance", lambda: machine)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU 1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=machine["uuid"]))
     monkeypatch.setattr(attention, "_attend", None)
     yield Device(monkeypatch, tmp_path)
     plain_on_cuda.clear()
@@ -135,7 +136,7 @@ def test_an_engine_that_was_there_before_does_not_hide_a_wrong_kernel(device):
     assert plain_on_cuda == {"voting_scores"}
 
 
-@pytest.mark.parametrize("changed", [{"torch": "2"}, {"processor": "GPU 2"}, {"driver": "2"}])
+@pytest.mark.parametrize("changed", [{"torch": "2"}, {"uuid": "2"}, {"driver": "2"}])
 def test_another_device_or_version_is_checked_again(device, machine, changed):
     device.launch("voting_scores", wrong_scores)
     device.run()
@@ -205,23 +206,26 @@ def test_what_had_no_memory_is_checked_at_the_next_start(device, warnings):
     assert device.launches == ["read_features"]
 
 
-def test_a_kernel_that_ends_the_device_is_left_out_at_the_next_start(device, monkeypatch):
+def test_a_kernel_that_ends_the_device_is_left_out_at_the_next_start(with_pages, monkeypatch):
+    device = with_pages
+
     def ended(device=None):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def illegal_access(values, pages, slots):
+    def illegal_access(*arguments):
         monkeypatch.setattr(torch.cuda, "synchronize", ended)
         ended()
 
-    device.launch("write_slots", illegal_access)
-    with pytest.raises(RuntimeError, match=r"the kernel of write_slots, .* leaves the GPU unusable.* Start again"):
+    device.launch("paged_attention", illegal_access)
+    with pytest.raises(RuntimeError, match=r"the kernel of paged_attention, .* leaves the GPU unusable.* Start again"):
         device.run()
-    assert device.launches[-1] == "write_slots"
+    assert device.launches == ["paged_attention"]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    plain_on_cuda.clear()  # another process
     (reason,) = device.run().values()
     assert "an illegal memory access" in reason
-    assert device.launches  # those that the first start did not come to
-    assert "write_slots" not in device.launches
+    assert "write_slots" in device.launches  # one of those that the first start did not come to
+    assert "paged_attention" not in device.launches
 
 
 def test_a_plain_version_that_fails_too_is_named(device, monkeypatch):
