@@ -111,7 +111,7 @@ def _run(checks: Sequence[Check], results: dict[str, str], device: torch.device)
     plain_on_cuda.update(_operator(label) for label, reason in results.items() if reason)
     for check, outcome in zip(checks, run_checks(checks), strict=True):
         label, operator = _label(check), _operator(_label(check))
-        if "OutOfMemoryError" in outcome.reason:
+        if "out of memory" in outcome.reason:
             logger.warning("%s could not be checked (%s)", label, outcome.reason)
             continue
         results[label] = _reason(outcome)

@@ -175,7 +175,7 @@ def test_only_a_guide_attends_causally(with_pages):
     assert ", guide: error " in found["paged_attention"]
 
 
-@pytest.mark.parametrize("content", ["[]", '{"key": {}, "results": {}}', "\0"])
+@pytest.mark.parametrize("content", ["[]", '{"key": {}}', "\0"])
 def test_a_damaged_file_counts_for_nothing(device, content):
     device.launch("voting_scores", wrong_scores)
     found = device.run()
@@ -183,6 +183,16 @@ def test_a_damaged_file_counts_for_nothing(device, content):
     assert device.run() == found
     assert device.launches
     assert json.loads(device.file.read_text())["key"]["processor"] == "GPU 1"
+
+
+def test_results_of_something_else_count_for_nothing(device):
+    device.launch("voting_scores", wrong_scores)
+    found = device.run()
+    stored = json.loads(device.file.read_text())
+    device.file.write_text(json.dumps({"key": {}, "results": dict.fromkeys(stored["results"], "")}))
+    assert device.run() == found
+    device.file.write_text(json.dumps({**stored, "results": dict.fromkeys(stored["results"], "")}))
+    assert device.run() == {}  # its own are believed
 
 
 def test_a_folder_that_cannot_be_written_is_survived(device, warnings):
@@ -196,7 +206,7 @@ def test_a_folder_that_cannot_be_written_is_survived(device, warnings):
 
 def test_what_had_no_memory_is_checked_at_the_next_start(device, warnings):
     def no_memory(rows, slots):
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     device.launch("read_features", no_memory)
     assert device.run() == {}
