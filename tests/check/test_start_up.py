@@ -136,6 +136,12 @@ def test_an_engine_that_was_there_before_does_not_hide_a_wrong_kernel(device):
     assert plain_on_cuda == {"voting_scores"}
 
 
+def test_what_an_engine_before_replaced_stays_replaced(device):
+    plain_on_cuda.add("rotate_")
+    assert device.run() == {}
+    assert plain_on_cuda == {"rotate_"}
+
+
 @pytest.mark.parametrize("changed", [{"torch": "2"}, {"uuid": "2"}, {"driver": "2"}])
 def test_another_device_or_version_is_checked_again(device, machine, changed):
     device.launch("voting_scores", wrong_scores)
@@ -251,7 +257,7 @@ class TestOfAnEngine:
         config = runner_of(engines("demo")).vllm_config
 
         def taken(on=CUDA):
-            device.monkeypatch.setenv("VLLM_CACHE_ROOT", str(device.folder))
+            device.monkeypatch.setattr(start_up, "envs", SimpleNamespace(VLLM_CACHE_ROOT=str(device.folder)))
             with pretended_cuda(device.monkeypatch):
                 take_right_kernels(config, on)
 
