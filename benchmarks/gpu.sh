@@ -84,9 +84,9 @@ stage() {
             ;;
         3) run 100 dllm check --only answers --output "$folder/answers.json" ;;
         4)
-            bench recorded --methods dual --no-baseline --engine-arg cuda_graphs=true --engine-arg steps_per_dispatch=8
-            bench launched --methods dual --no-baseline --engine-arg cuda_graphs=false
-            bench sparse --methods sparse --no-baseline --engine-arg cuda_graphs=true --engine-arg steps_per_dispatch=8
+            bench dual --methods dual --no-baseline
+            bench dual-launched --methods dual --no-baseline --engine-arg cuda_graphs=false
+            bench sparse --methods sparse --no-baseline
             bench none --methods none
             ;;
         5)

@@ -37,12 +37,14 @@ class LLM(vllm.LLM):
             ``"xformers"``; ``"auto"`` takes ``"flash"`` where it can be had.
         refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
             smaller ratio evens the gaps between their blocks, None bounds nothing.
-        steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete.
+        steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete;
+            None for 8 on a GPU and 1 on a CPU.
         guide_model: a small autoregressive model that checks drafts (Guided Diffusion), or ``"demo"`` for the demo
             model's. With another tokenizer than the model's it reads them as text.
         guide_tokens_per_token: tokens of such a guide that pages are reserved for per token of the model.
         cuda_graphs: record REUSE steps as CUDA graphs, so that a GPU does not wait for kernels to be launched; for the
-            cache methods ``prefix``, ``dual``, ``sparse`` and ``freecache``.
+            cache methods ``prefix``, ``dual``, ``sparse`` and ``freecache``. None: where that is possible, unless
+            ``enforce_eager`` is set.
         batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
             slower with several requests.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
@@ -62,10 +64,10 @@ class LLM(vllm.LLM):
         page_size: int = 32,
         dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto",
         refresh_ratio: float | None = 1.0,
-        steps_per_dispatch: int = 1,
+        steps_per_dispatch: int | None = None,
         guide_model: str | None = None,
         guide_tokens_per_token: float = 2.0,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
         batch_invariant: bool = False,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,

@@ -62,6 +62,9 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
+STEPS_ON_GPU = 8
+"""Steps per dispatch, unless asked for otherwise: the scheduler's part of each is then small beside a step of some
+milliseconds, and a new request waits for a fraction of a block."""
 PAPER = "paper"
 """As ``cache_options``: the settings of the method's paper, which are the defaults."""
 
@@ -83,8 +86,9 @@ class EngineOptions(BaseModel):
     refresh_ratio: float | None = Field(default=1.0, gt=0)
     """How much a long request may refresh beside short ones: rows of its FULL and UPDATE steps per row that requests of
     at most a quarter of its length compute meanwhile. None: no limit."""
-    steps_per_dispatch: int = Field(default=1, ge=1)
-    """Denoising steps that workers run on their own while no request waits and no block is complete."""
+    steps_per_dispatch: int | None = Field(default=None, ge=1)
+    """Denoising steps that workers run on their own while no request waits and no block is complete. None: 8 on a GPU,
+    1 on a CPU."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
     ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
@@ -92,9 +96,10 @@ class EngineOptions(BaseModel):
     """Guide tokens that pages are reserved for per token of the model, where the guide has another tokenizer."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
-    cuda_graphs: bool = False
-    """Record REUSE steps as CUDA graphs and replay them. For CUDA, and for cache methods whose REUSE steps always do
-    the same work."""
+    cuda_graphs: bool | None = None
+    """Record REUSE steps, and what fills a step's tokens in, as CUDA graphs and replay them. For CUDA, and for cache
+    methods whose REUSE steps always do the same work. None: where that is so, unless vLLM is told to
+    ``enforce_eager``."""
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
     requests."""
@@ -113,6 +118,15 @@ class EngineOptions(BaseModel):
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         settings = self.method.paper_settings(model, family)
         return self.parse(self.model_dump() | {"cache_options": settings | chosen})
+
+    def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
+        """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``."""
+        on_gpu = device_type == "cuda"
+        records = self.cuda_graphs
+        if records is None:
+            records = on_gpu and self.method.recordable and not enforce_eager
+        steps = self.steps_per_dispatch or (STEPS_ON_GPU if on_gpu else 1)
+        return self.model_copy(update={"cuda_graphs": records, "steps_per_dispatch": steps})
 
     @field_validator("guide_model")
     @classmethod

@@ -4,6 +4,7 @@ The bytes of weights and pages are exact for unquantized checkpoints. The activa
 measures when an engine starts, and the overhead is whatever the caller says.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.step_plan import StepPlan
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 128
@@ -106,10 +109,8 @@ def plan(deployment: Deployment) -> Sizing:
         ValueError: the model or an option is unknown.
     """
     d = deployment
-    config = load_config(d.model)
-    max_model_len = _max_model_len(d, config)
-    _check_tensor_parallel(d, config)
-    dtype = _dtype(d.dtype, config)
+    config, max_model_len = checked_config(d)
+    dtype = dtype_of(d.dtype, config)
     rows = max(d.max_num_batched_tokens, max_model_len)
     weights = weight_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype])
     activations = activation_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
@@ -177,6 +178,14 @@ def plan(deployment: Deployment) -> Sizing:
     )
 
 
+def checked_config(deployment: Deployment) -> tuple[Any, int]:
+    """The model's config, and the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
+    config = load_config(deployment.model)
+    max_model_len = _max_model_len(deployment, config)
+    _check_tensor_parallel(deployment, config)
+    return config, max_model_len
+
+
 def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
     """The request that the plan is for."""
     family = family_of(config)
@@ -202,33 +211,53 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
 def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> tuple[int, float]:
     """The most tokens that a layer retains at any time and the mean rows of a step, by the method's plans.
 
-    One token is unmasked per step. If layers or heads have different budgets, the tokens are the mean over layers of
-    what their pages hold.
+    There is a step per token. If layers or heads have different budgets, the tokens are the mean over layers of what
+    their pages hold.
     """
-    method = CACHE_METHODS[options.cache_method]
-    retained = rows = 0
-    for number in range(spec.gen_length):
-        block, step = divmod(number, spec.block_length)
-        num_masked = spec.block_span(block).size - step
-        step_plan = method.plan(spec, Progress(block, step, num_masked, num_forwards=number, num_unmasked=number))
-        rows += step_plan.max_rows
+    retained = rows = num_steps = 0
+    for step_plan, progress in steps_of(spec, options.method):
+        num_steps, rows = num_steps + 1, rows + step_plan.max_rows
         if step_plan.retained > retained:
-            pages = method.pages(spec, block, geometry)[PageKind.KV]
+            pages = options.method.pages(spec, progress.block, geometry)[PageKind.KV]
             retained = max(retained, min(step_plan.retained, sum(pages) * geometry.page_size // len(pages)))
-    return retained, rows / spec.gen_length
+    return retained, rows / num_steps
+
+
+def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan, Progress]]:
+    """The plan of each step and how far the request is then, where every step unmasks the schedule's count. The
+    progress is one object, which goes on."""
+    progress, finished = Progress(num_masked=spec.block_span(0).size), False
+    while not finished:
+        plan = method.plan(spec, progress)
+        yield plan, progress
+        count = min(plan.quota.count, progress.num_masked)
+        block_done = count == progress.num_masked
+        finished = block_done and progress.block + 1 == spec.num_blocks
+        progress.advance(spec, count, block_done)
+
+
+def layer_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's matrix products on one rank, in order: q, k and v; the attention's output; gate
+    and up; down."""
+    tp, hidden = tensor_parallel_size, config.hidden_size
+    head_dim = hidden // config.num_attention_heads
+    heads, kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
+    width = config.intermediate_size // tp
+    return [
+        (hidden, (heads + 2 * kv_heads) * head_dim),
+        (heads * head_dim, hidden),
+        (hidden, 2 * width),
+        (width, hidden),
+    ]
 
 
 def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> int:
     """Bytes of the weights on one tensor-parallel rank."""
-    tp = tensor_parallel_size
-    hidden = config.hidden_size
-    head_dim = hidden // config.num_attention_heads
-    heads = config.num_attention_heads // tp
-    kv_heads = max(1, config.num_key_value_heads // tp)
-    projections = (heads + 2 * kv_heads) * head_dim
-    layer = 2 * hidden + hidden * projections + heads * head_dim * hidden + 3 * hidden * config.intermediate_size // tp
+    tp, hidden = tensor_parallel_size, config.hidden_size
+    matrices = layer_matrices(config, tp)
+    layer = 2 * hidden + sum(inputs * outputs for inputs, outputs in matrices)
     if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
-        layer += projections
+        layer += matrices[0][1]
     table = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp * hidden
     tables = 1 if config.tie_word_embeddings else 2
     return dtype_bytes * (config.num_hidden_layers * layer + tables * table + hidden)
@@ -307,7 +336,7 @@ def _check_tensor_parallel(d: Deployment, config: Any) -> None:
         raise SizingError(f"--block-length {d.block_length} is out of range: 1 … {d.response} (--response)")
 
 
-def _dtype(wanted: str, config: Any) -> str:
+def dtype_of(wanted: str, config: Any) -> str:
     """As vLLM chooses: the checkpoint's, and bfloat16 where that is float32."""
     if wanted != "auto":
         return {"float": "float32", "half": "float16"}.get(wanted, wanted)

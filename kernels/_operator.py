@@ -19,6 +19,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _library = torch.library.Library("dllm", "FRAGMENT")
 
+plain_on_cuda: set[str] = set()
+"""Names of operators, ours and vLLM's, whose plain kernel CUDA tensors get too, because their own failed its check.
+Ours wait for the device there, so no CUDA graph can record them."""
+
 
 class Operator(Generic[_P, _R]):
     """``torch.ops.dllm.NAME``, called like the function that it was made from."""
@@ -52,8 +56,8 @@ class Operator(Generic[_P, _R]):
         return launch
 
     def run(self, *args: Any, **kwargs: Any) -> _R:
-        """Run the kernel of the first argument's device."""
-        if self._triton and args[0].is_cuda:
+        """Run the kernel of the first argument's device, or the plain one for ``plain_on_cuda``."""
+        if self._triton and args[0].is_cuda and self.name not in plain_on_cuda:
             assert self.triton_kernel is not None
             return self.triton_kernel(*args, **kwargs)
         return self.kernel(*args, **kwargs)

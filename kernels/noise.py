@@ -19,6 +19,8 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 NO_TOKEN = -1
 """Token id of draws that belong to a position rather than to a token."""
+_NUMBERS_AT_ONCE = 1 << 24
+"""Drawn at once by the plain kernel: 128 MiB for each step of the hash."""
 
 
 def signed_seed(seed: int) -> int:
@@ -84,11 +86,15 @@ def gumbel_max(
         ValueError: shapes or types that do not belong together, or a temperature that is not above 0.
     """
     token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
-    noise = gumbel(seeds[:, None], forwards[:, None], positions[:, None], token_ids[None, :])
-    scores = noise.add_(logits.float() / temperature)
-    if forbidden_token >= 0:
-        scores[:, forbidden_token] = -torch.inf
-    best, column = scores.max(dim=-1)
+    best, column = torch.empty_like(seeds, dtype=torch.float64), torch.empty_like(seeds)
+    num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
+    for start in range(0, logits.shape[0], num_rows):
+        rows = slice(start, start + num_rows)
+        noise = gumbel(seeds[rows, None], forwards[rows, None], positions[rows, None], token_ids)
+        scores = noise.add_(logits[rows].float() / temperature)
+        if forbidden_token >= 0:
+            scores[:, forbidden_token] = -torch.inf
+        best[rows], column[rows] = scores.max(dim=-1)
     return best, column
 
 

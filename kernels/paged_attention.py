@@ -39,7 +39,8 @@ def paged_attention(
     Args:
         q: ``[num_rows, num_heads, head_dim]``.
         k, v: the rows' own keys and values, ``[num_rows, num_kv_heads, head_dim]``.
-        cu_seqlens: first row of each request and, last, ``num_rows``; int32 ``[num_requests + 1]``.
+        cu_seqlens: first row of each request and, last, where rows end; int32 ``[num_requests + 1]``. The results of
+            rows behind these are undefined.
         attend_fresh: attend to the request's own rows as well; otherwise to its pages alone.
         causal: row i sees all tokens in pages and the request's rows up to itself. With ``attend_fresh=False`` the n
             rows are taken to be the last n tokens in pages: row i sees tokens t ≤ head_len − n + i.
@@ -112,9 +113,8 @@ def _paged_attention(
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
+    if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
-    num_requests = len(bounds) - 1
     out, lse = empty_results(q, return_lse)
     for (length, retained), group in _equal_groups(bounds, tokens).items():
         num_fresh = length if attend_fresh else 0
@@ -127,11 +127,11 @@ def _paged_attention(
             copies = k.new_empty(2, min(per_part, len(group)), copied, *k.shape[1:])
         for start in range(0, len(group), per_part):
             members = group[start : start + per_part]
-            rows = _rows(bounds, members, length)
+            rows = _rows(bounds, members, length, q.device)
             fresh_k = k[rows].view(len(members), length, *k.shape[1:])[:, :num_fresh]
             fresh_v = v[rows].view(len(members), length, *v.shape[1:])[:, :num_fresh]
             if retained is None:
-                keys, values, visible = _gather_ragged(fresh_k, fresh_v, tokens, torch.tensor(members))
+                keys, values, visible = _gather_ragged(fresh_k, fresh_v, tokens, members)
             else:
                 keys, values, visible = fresh_k, fresh_v, None
                 if copies is not None:
@@ -143,7 +143,7 @@ def _paged_attention(
                 visible = seen if visible is None else visible & seen
             part_q = q[rows].view(len(members), length, *q.shape[1:])
             part_out, part_lse = _softmax_attention(part_q, keys, values, visible, return_lse)
-            if len(members) == num_requests and part_lse is None:
+            if len(part_q) * length == len(q) and part_lse is None:
                 return part_out.flatten(0, 1).contiguous(), lse
             out[rows] = part_out.flatten(0, 1)
             if part_lse is not None:
@@ -230,21 +230,21 @@ def _equal_groups(bounds: list[int], tokens: PagedTokens) -> dict[tuple[int, int
     return groups
 
 
-def _rows(bounds: list[int], members: list[int], length: int) -> slice | torch.Tensor:
+def _rows(bounds: list[int], members: list[int], length: int, device: torch.device) -> slice | torch.Tensor:
     """The rows of requests of equal length; a slice where they follow each other."""
     starts = [bounds[request] for request in members]
     if starts == list(range(starts[0], starts[0] + len(starts) * length, length)):
         return slice(starts[0], starts[0] + len(starts) * length)
-    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
+    return (torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)).flatten()
 
 
 def _requests_per_part(num_tokens: int, k: torch.Tensor) -> int:
     """How many requests of ``num_tokens`` keys and values each to attend to at once.
 
     Few enough for the copies of their keys and values to stay in the cores' caches until attention has read them, and
-    enough for every thread to have a head to work on.
+    enough for every thread to have a head to work on. A GPU counts as 64 threads.
     """
-    num_threads, (_, num_kv_heads, head_dim) = torch.get_num_threads(), k.shape
+    num_threads, (_, num_kv_heads, head_dim) = 64 if k.is_cuda else torch.get_num_threads(), k.shape
     bytes_per_request = 2 * num_tokens * num_kv_heads * head_dim * k.element_size()
     return max(1, num_threads * _COPIED_BYTES // bytes_per_request, -(-num_threads // num_kv_heads))
 
@@ -271,7 +271,7 @@ def _gather_whole_pages(
 
 
 def _gather_ragged(
-    fresh_k: torch.Tensor, fresh_v: torch.Tensor, tokens: PagedTokens, members: torch.Tensor
+    fresh_k: torch.Tensor, fresh_v: torch.Tensor, tokens: PagedTokens, members: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values of requests whose heads have tokens of their own, fresh ones first, and which of them exist.
 
@@ -279,7 +279,7 @@ def _gather_ragged(
     ``[group, num_kv_heads, 1, fresh rows and longest head]``.
     """
     slots_per_page, head_len = tokens.k_pages.shape[1], tokens.head_len[members]
-    numbers = torch.arange(int(head_len.max()))[None, :, None]
+    numbers = torch.arange(int(head_len.max()), device=head_len.device)[None, :, None]
     exists = numbers < head_len[:, None]
     virtual = tokens.head_start[members, None] + numbers * tokens.token_stride[members, None, None]
     virtual = torch.where(exists, virtual, 0)
@@ -298,10 +298,10 @@ def _causal(length: int, num_keys: int, head_len: torch.Tensor, attend_fresh: bo
 
     ``head_len``: of the group, ``[group, num_kv_heads]``.
     """
-    row, key = torch.arange(length)[:, None], torch.arange(num_keys)
+    row, key = (torch.arange(count, device=head_len.device) for count in (length, num_keys))
     if attend_fresh:
-        return ((key <= row) | (key >= length))[None, None]
-    return key <= head_len[:, :, None, None] - length + row
+        return ((key <= row[:, None]) | (key >= length))[None, None]
+    return key <= head_len[:, :, None, None] - length + row[:, None]
 
 
 def _softmax_attention(
@@ -329,18 +329,21 @@ def _softmax_attention(
     def per_query_head(x: torch.Tensor) -> torch.Tensor:
         return x.view(group, num_kv_heads, sharing, num_rows, x.shape[3]).flatten(1, 2).transpose(1, 2)
 
-    if return_lse and visible is None and k.shape[1]:
+    if return_lse and visible is None and k.shape[1] and not q.is_cuda:
         # What scaled_dot_product_attention calls on a CPU; only by this name does it tell the denominators. Scores of
         # all rows and keys are never held at once.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values)
         return per_query_head(out), per_query_head(lse[..., None].float())[..., 0]
     if return_lse:
-        scores = queries.float() @ keys.float().transpose(2, 3) * head_dim**-0.5
-        if visible is not None:
-            scores = scores.masked_fill(~visible, -torch.inf)
-        lse = scores.logsumexp(dim=-1, keepdim=True)
-        weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
-        return per_query_head((weights @ values.float()).to(q.dtype)), per_query_head(lse)[..., 0]
+        out, lse = queries.new_empty(queries.shape), queries.new_empty(*queries.shape[:3], 1, dtype=torch.float32)
+        for head in range(num_kv_heads):  # scores of all heads would take gigabytes
+            scores = queries[:, head].float() @ keys[:, head].float().transpose(1, 2) * head_dim**-0.5
+            if visible is not None:
+                scores.masked_fill_(~visible[:, head % visible.shape[1]], -torch.inf)
+            lse[:, head] = of_head = scores.logsumexp(dim=-1, keepdim=True)
+            weights = (scores - of_head.clamp(min=torch.finfo(of_head.dtype).min)).exp_()
+            out[:, head] = weights @ values[:, head].float()
+        return per_query_head(out), per_query_head(lse)[..., 0]
     if not k.shape[1]:
         return torch.zeros_like(q), None
     # Gives zeros where nothing is visible.

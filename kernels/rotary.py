@@ -38,7 +38,8 @@ def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> 
     # vLLM's compiled rotation takes one pass, but computes in the rows' own type. vLLM may not have loaded it.
     num_rows, num_heads, head_dim = x.shape
     together = x.stride(1) == head_dim or num_heads == 1
-    if x.dtype == torch.float32 and together and (rotary_embedding := vllm_kernel("rotary_embedding", x.device)):
+    fits = x.dtype == torch.float32 and together and not x.is_cuda
+    if fits and (rotary_embedding := vllm_kernel("rotary_embedding", x.device)):
         heads = x.view(num_rows, num_heads * head_dim)
         rotary_embedding(positions, heads, None, head_dim, cos_sin, True)
         return

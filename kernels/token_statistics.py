@@ -22,8 +22,8 @@ import torch
 from dllm_engine.kernels._operator import operator
 
 _ENTROPY_EPS = 1e-10
-_LOGITS_PER_CHUNK = 1 << 17
-"""Logits that the CPU handles at once: with their exponentials 1 MiB, which stays in a core's cache between passes."""
+_LOGITS_PER_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Logits handled at once. On a CPU, with their exponentials, 1 MiB, which stays in a core's cache between passes."""
 
 
 @operator("token_statistics", triton="token_statistics")
@@ -50,7 +50,7 @@ def token_statistics(
     results = token, token_logit, log_total, negative_entropy, top2 = empty_results(
         logits, forbidden_token, with_entropy, with_margin
     )
-    rows_per_chunk = max(1, _LOGITS_PER_CHUNK // vocab_size)
+    rows_per_chunk = max(1, _LOGITS_PER_CHUNK[logits.device.type] // vocab_size)
     buffer = logits.new_empty(min(rows_per_chunk, num_rows), vocab_size, dtype=torch.float32)
     # Several passes over a chunk that is in the cache, one over the logits in memory.
     for start in range(0, num_rows, rows_per_chunk):
@@ -110,4 +110,6 @@ def _(logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margi
 
 def _argmax(x: torch.Tensor) -> torch.Tensor:
     """The lowest index of each row's maximum. NumPy's search is vectorized, PyTorch's on a CPU is not."""
+    if x.is_cuda:
+        return x.argmax(dim=-1)
     return torch.from_numpy(np.argmax(x.numpy(), axis=-1))

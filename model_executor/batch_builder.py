@@ -28,9 +28,9 @@ def build_batch(plans: dict[str, StepPlan], store: CanvasStore) -> StepBatch:
         plans=[plans[request_id] for request_id in ordered],
         canvases=canvases,
         cu_seqlens=list(itertools.accumulate(sizes, initial=0)),
-        input_ids=store.tokens[of_rows[1]],
         positions=of_rows[0],
         host_positions=positions,
+        places=of_rows[1],
     )
 
 

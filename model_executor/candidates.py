@@ -15,7 +15,7 @@ from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, dra
 from dllm_engine.model_executor.unmasking.selection import select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota, may_fill
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, Measure
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,20 @@ class Candidates:
     """``[num_candidates]``, in the canvas."""
 
 
+class Choice(NamedTuple):
+    """How requests choose what a step fills."""
+
+    measure: Measure
+    rule: Rule
+
+
 CHOSEN, NOT_FINITE = 1, 2
+
+
+def outcomes(statistics: TokenStatistics, chosen: torch.Tensor) -> torch.Tensor:
+    """``Filled.outcome`` of ``chosen`` candidates, bool ``[num_candidates]``."""
+    # A NaN or an infinity among a row's logits makes every probability of the row NaN.
+    return torch.where(statistics.probability < torch.inf, chosen, NOT_FINITE)
 
 
 class Filled(NamedTuple):
@@ -67,10 +80,12 @@ class BatchCandidates:
     """Index into the ``CanvasStore``."""
     rows: torch.Tensor = field(init=False)
     """Batch row that predicts the candidate."""
+    table: torch.Tensor = field(init=False)
+    """All of them, as ``columns``."""
 
     def __post_init__(self) -> None:
-        table = on_device(self.columns, self.batch.positions.device)
-        self.requests, self.offsets, self.positions, self.places, self.rows = table.unbind()
+        self.table = on_device(self.columns, self.batch.positions.device)
+        self.requests, self.offsets, self.positions, self.places, self.rows = self.table.unbind()
 
     @classmethod
     def of(cls, batch: StepBatch) -> "BatchCandidates":
@@ -112,28 +127,38 @@ class BatchCandidates:
             return self
         return BatchCandidates(self.batch, members, self.columns[:, np.isin(self.columns[0], members)])
 
-    def choose(self, statistics: TokenStatistics, masked: torch.Tensor) -> torch.Tensor:
-        """Which candidates the plans' quotas unmask; bool ``[num_candidates]``.
+    @property
+    def width(self) -> int:
+        """More than any of ``offsets``."""
+        return max(self.batch.plans[i].quota.candidates.size for i in self.members)
 
-        None of guided requests, where the guide decides, and none that is no longer ``masked`` ``[num_candidates]``.
-        """
-        barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
-        plans, canvases = self.batch.plans, self.batch.canvases
-        values: dict[tuple[str, Rule], dict[int, float]] = defaultdict(dict)
+    def choices(self, plans: Sequence[StepPlan]) -> dict[Choice, dict[int, float]]:
+        """How the plans of a step choose, with the rule's value for each request. Guided requests are not among them:
+        the guide decides."""
+        found: dict[Choice, dict[int, float]] = defaultdict(dict)
         for i in self.members:
-            if canvases[i].spec.guidance is None:
-                rule, value = _rule(plans[i].quota, canvases[i].spec.unmasking)
-                values[canvases[i].spec.unmasking, rule][i] = value
-        width = max(plans[i].quota.candidates.size for i in self.members)
+            spec = self.batch.canvases[i].spec
+            if spec.guidance is None:
+                rule, value = _rule(plans[i].quota, spec.unmasking)
+                found[Choice(UNMASKING_POLICIES[spec.unmasking].measures, rule)][i] = value
+        return found
+
+    def choose(
+        self, statistics: TokenStatistics, masked: torch.Tensor, choices: dict[Choice, dict[int, float]]
+    ) -> torch.Tensor:
+        """Which candidates ``choices`` unmask; bool ``[num_candidates]``. None that is no longer ``masked``
+        ``[num_candidates]``."""
+        barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
+        requests = range(len(self.batch.plans))
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
-        for (policy, rule), of_requests in values.items():
-            confidence = statistics.confidence(UNMASKING_POLICIES[policy].measures).masked_fill(barred, -torch.inf)
+        for (measure, rule), of_requests in choices.items():
+            confidence = statistics.confidence(measure).masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
-                others = [i not in of_requests for i in range(len(plans))]
+                others = [i not in of_requests for i in requests]
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
                 confidence = confidence.masked_fill(of_others, -torch.inf)
-            of_all = [of_requests.get(i, 0.0) for i in range(len(plans))]
-            chosen |= select(rule, confidence, self.requests, self.offsets, of_all, width)
+            values = on_device([of_requests.get(i, 0.0) for i in requests], confidence.device, confidence.dtype)
+            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width)
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:

@@ -10,6 +10,11 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.messages import NewRequest
 
+ROOM = 1 << 20
+"""Positions that there is room for from the start (9 MiB)."""
+SPARE = 0
+"""A place of no canvas, which is never masked: what fills up a recorded step is there."""
+
 
 class CanvasStore:
     """All canvases end to end, so that a step reads and writes the tokens of its whole batch in one call."""
@@ -18,17 +23,17 @@ class CanvasStore:
         self.mask_token_id = mask_token_id
         self.canvases: dict[str, Canvas] = {}
         """Of the running requests, by request id."""
-        self.tokens = torch.empty(0, dtype=torch.int64, device=device)
-        """Position p of a canvas is at ``canvas.start + p``."""
-        self.masked = torch.empty(0, dtype=torch.bool, device=device)
-        self._end = 0
+        self.tokens = torch.empty(ROOM, dtype=torch.int64, device=device)
+        """Position p of a canvas is at ``canvas.start + p``. Another tensor once more room is needed."""
+        self.masked = torch.empty(ROOM, dtype=torch.bool, device=device)
+        self._begin()
 
     def open(self, request_id: str, request: NewRequest) -> None:
         """Make the canvas of a new request: its prompt, and masks."""
         spec, device = request.spec, self.tokens.device
         canvas = Canvas(spec, signed_seed(request.seed), SamplingSettings.of(spec))
         if self._end + spec.canvas_length > self.tokens.numel():
-            self._grow(spec.canvas_length)
+            self._make_room(spec.canvas_length)
         self._place(canvas)
         canvas.known = np.full(spec.canvas_length, -1)
         canvas.known[: spec.prompt_length] = request.prompt_token_ids
@@ -46,17 +51,30 @@ class CanvasStore:
         """Forget a request; nothing happens for one that is not there."""
         self.canvases.pop(request_id, None)
 
-    def _grow(self, canvas_length: int) -> None:
+    def fill(self, places: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Unmask the ``chosen`` ones of ``places`` with ``tokens``; ``[n]`` each."""
+        self.tokens[places] = torch.where(chosen, tokens, self.tokens[places])
+        self.masked[places] = self.masked[places] & ~chosen
+
+    def _make_room(self, canvas_length: int) -> None:
         """Make room for one more; those still running close ranks."""
         canvases = self.canvases.values()
         # Twice what is needed, so that a canvas moves a bounded number of times as others come and go.
         size = 2 * (canvas_length + sum(canvas.spec.canvas_length for canvas in canvases))
-        self.tokens, self.masked, self._end = self.tokens.new_empty(size), self.masked.new_empty(size), 0
-        for canvas in canvases:
-            tokens, masked = canvas.tokens, canvas.masked
+        if size > self.tokens.numel():
+            self.tokens, self.masked = self.tokens.new_empty(size), self.masked.new_empty(size)
+            kept = [(canvas.tokens, canvas.masked) for canvas in canvases]
+        else:
+            kept = [(canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases]
+        self._begin()
+        for canvas, (tokens, masked) in zip(canvases, kept, strict=True):
             self._place(canvas)
             canvas.tokens.copy_(tokens)
             canvas.masked.copy_(masked)
+
+    def _begin(self) -> None:
+        self.tokens[SPARE], self.masked[SPARE] = self.mask_token_id, False
+        self._end = SPARE + 1
 
     def _place(self, canvas: Canvas) -> None:
         canvas.start, self._end = self._end, self._end + canvas.spec.canvas_length

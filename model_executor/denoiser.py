@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,11 +9,11 @@ import torch
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.model_executor.candidates import (
     CHOSEN,
-    NOT_FINITE,
     BatchCandidates,
     Candidates,
     Filled,
     StepOutcome,
+    outcomes,
     outcomes_of,
 )
 from dllm_engine.model_executor.canvas_store import CanvasStore
@@ -22,8 +21,8 @@ from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
-from dllm_engine.model_executor.step_graphs import StepGraphs
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
@@ -60,22 +59,18 @@ class Denoiser:
         """
         self.failures = {}
         batch, groups = candidates.batch, self._by_settings(candidates)
-        filled = [self._step(batch, groups, layer_pass)]
-        if len(steps) > 1:
-            starts = on_device([canvas.start for canvas in batch.canvases], self.device)
-            places = starts[batch.request_of_row()] + batch.positions
-            for plans in steps[1:]:
-                in_order = [plans[request_id] for request_id in batch.request_ids]
-                batch = replace(batch, plans=in_order, input_ids=self.store.tokens[places])
-                groups = [replace(group, batch=batch) for group in groups]
-                filled.append(self._step(batch, groups, layer_pass))
+        filled = []
+        for of_step in steps:
+            plans = [of_step[request_id] for request_id in batch.request_ids]
+            filled.append(self._step(batch, plans, groups, layer_pass))
         return outcomes_of(filled, len(batch.plans))
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read before the next pass."""
-        if self.graphs is not None:
-            return self.graphs(batch, layer_pass)
-        return self.model(batch.input_ids, batch.positions, layer_pass)
+        recorded = None if self.graphs is None else self.graphs.forward(batch, layer_pass)
+        if recorded is not None:
+            return recorded
+        return self.model(self.store.tokens[batch.places], batch.positions, layer_pass)
 
     def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
         """Those that go through the head together."""
@@ -84,8 +79,10 @@ class Denoiser:
             members[candidates.batch.canvases[index].settings].append(index)
         return [candidates.of_requests(indices) for indices in members.values()]
 
-    def _step(self, batch: StepBatch, groups: list[BatchCandidates], layer_pass: LayerPass) -> list[Filled]:
-        """One forward pass, and what it fills of the candidates."""
+    def _step(
+        self, batch: StepBatch, plans: list[StepPlan], groups: list[BatchCandidates], layer_pass: LayerPass
+    ) -> list[Filled]:
+        """One forward pass, and what it fills of the candidates by ``plans``, in the order of the batch."""
         hidden = self.forward(batch, layer_pass)
         if layer_pass.finished is not None:
             # How many there are is data: the one look at the device in the middle of a step.
@@ -96,8 +93,13 @@ class Denoiser:
         for group in groups:
             if not group.positions.numel():
                 continue
+            if self.graphs is not None and not layer_pass.observes:
+                recorded = self.graphs.fill(hidden, group, plans)
+                if recorded is not None:
+                    filled.append(recorded)
+                    continue
             specs = [batch.canvases[index].spec for index in group.members]
-            statistics = self._predict(hidden, group)
+            statistics = self._predict(hidden, group, plans)
             if any(spec.delay_eos for spec in specs):
                 statistics.held_back = self._held_back(group, statistics.token)
             if layer_pass.observes or any(spec.needs_per_step_output for spec in specs):
@@ -106,10 +108,10 @@ class Denoiser:
                     _record(candidates, its_statistics)
                     if candidates.canvas.spec.guidance is not None:
                         drafted.append((candidates, its_statistics))
-            filled.append(self._fill(group, statistics))
+            filled.append(self._fill(group, statistics, plans))
         return filled + self._fill_guided(drafted)
 
-    def _predict(self, hidden: torch.Tensor, group: BatchCandidates) -> TokenStatistics:
+    def _predict(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> TokenStatistics:
         """Statistics of candidates of equal settings, in one pass through the head."""
         specs = [group.batch.canvases[index].spec for index in group.members]
         settings = group.batch.canvases[group.members[0]].settings
@@ -122,7 +124,7 @@ class Denoiser:
 
             counters = Counters(
                 per_candidate([canvas.seed for canvas in group.batch.canvases]),
-                per_candidate([plan.forward for plan in group.batch.plans]),
+                per_candidate([plan.forward for plan in plans]),
                 group.positions,
             )
         num_logprobs = [spec.num_logprobs for spec in specs if spec.num_logprobs is not None]
@@ -154,15 +156,11 @@ class Denoiser:
         after_mask = self.store.masked[group.places - 1]
         return torch.isin(tokens, self.end_tokens) & after_mask & delayed[group.requests]
 
-    def _fill(self, group: BatchCandidates, statistics: TokenStatistics) -> Filled:
+    def _fill(self, group: BatchCandidates, statistics: TokenStatistics, plans: list[StepPlan]) -> Filled:
         """Unmask the plans' quotas of the candidates."""
-        masked, tokens = self.store.masked[group.places], self.store.tokens[group.places]
-        chosen = group.choose(statistics, masked)
-        self.store.tokens[group.places] = torch.where(chosen, statistics.token, tokens)
-        self.store.masked[group.places] = masked & ~chosen
-        # A NaN or an infinity among a row's logits makes every probability of the row NaN.
-        outcome = torch.where(statistics.probability < torch.inf, chosen, NOT_FINITE)
-        return Filled(group.requests, group.positions, statistics.token, outcome)
+        chosen = group.choose(statistics, self.store.masked[group.places], group.choices(plans))
+        self.store.fill(group.places, statistics.token, chosen)
+        return Filled(group.requests, group.positions, statistics.token, outcomes(statistics, chosen))
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""

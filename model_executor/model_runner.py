@@ -29,8 +29,9 @@ from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.passes import PASSES
+from dllm_engine.model_executor.recording.recorder import Recorder
+from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import Canvas
-from dllm_engine.model_executor.step_graphs import CudaRecorder, StepGraphs
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
@@ -167,9 +168,16 @@ class DiffusionModelRunner:
             )
         if self.guide is not None:
             self.guide.attach(self.pages)
-        if self.options.cuda_graphs:
-            longest_table = -(-self.model_config.max_model_len // self.options.page_size)
-            self.denoiser.graphs = StepGraphs(self.model, self.pages, longest_table, CudaRecorder(self.device))
+
+    def record_with(self, recorder: Recorder) -> StepGraphs:
+        """Run from now on what can be recorded from recordings that ``recorder`` makes."""
+        assert self.pages is not None
+        longest_table = -(-self.model_config.max_model_len // self.options.page_size)
+        max_requests = self.vllm_config.scheduler_config.max_num_seqs
+        self.denoiser.graphs = StepGraphs(
+            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, recorder
+        )
+        return self.denoiser.graphs
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM only lowers it. Canvases are as long as their requests, and a table of RoPE may have spare positions."""

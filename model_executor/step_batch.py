@@ -93,12 +93,12 @@ class StepBatch:
     plans: list[StepPlan]
     canvases: list[Canvas]
     cu_seqlens: list[int]
-    input_ids: torch.Tensor
-    """``[num_rows]``"""
     positions: torch.Tensor
     """``[num_rows]``, positions in each request's canvas; ascending within a request."""
     host_positions: np.ndarray
     """``positions`` on the host."""
+    places: torch.Tensor
+    """``[num_rows]``: index of each row's token in the ``CanvasStore``; empty for rows of another text (a guide's)."""
 
     def rows(self, index: int) -> slice:
         """Rows of a request."""

@@ -43,12 +43,15 @@ class SamplingSettings:
         tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
         if spec.temperature == 0 and not tempered:
             # The most likely token survives every filter.
-            return cls(0.0, 1.0, 0, False)
+            return GREEDY
         return cls(spec.temperature, spec.top_p, spec.top_k, tempered)
 
     @property
     def filters(self) -> bool:
         return self.top_p < 1.0 or self.top_k > 0
+
+
+GREEDY = SamplingSettings(0.0, 1.0, 0, False)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     # Tests of one file share engines. More processes would need more memory than their tests are worth.
     pytest = ["python", "-m", "pytest", "--numprocesses", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
     fast = [*pytest, "-m", "not slow"]
-    # In the order of their names: by number of tests, the few that start most would come last.
+    # In the order of tests/conftest.py: by number of tests, the few that start most would come last.
     slow = [*pytest, "-m", "slow", "--no-loadscope-reorder", "--durations", "15"]
     stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:

@@ -42,6 +42,14 @@ IN_ONE_PROCESS = {
 """Files whose tests share a server, or a Ray cluster, with those of another file."""
 
 
+TAKES_LONGEST = ("tests/distributed/", "tests/serving/test_start_and_stop.py")
+"""Files that start most processes. They run first, so that no worker is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(TAKES_LONGEST))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile``, files that share a server run in one process as well. (``--dist loadgroup`` of

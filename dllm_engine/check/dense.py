@@ -17,8 +17,13 @@ def dense_checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
     """Every backend in every type."""
     for name in BACKENDS:
         for dtype in TYPES:
-            case = f"{str(dtype).removeprefix('torch.')}, {sizes.heads}"
-            yield Check(f"dense attention, {name}", case, partial(_compare, device, name, sizes, dtype))
+            yield dense_check(device, name, sizes, dtype)
+
+
+def dense_check(device: torch.device, name: str, sizes: Sizes, dtype: torch.dtype) -> Check:
+    """The backend ``name`` in one type."""
+    case = f"{str(dtype).removeprefix('torch.')}, {sizes.heads}"
+    return Check(f"dense attention, {name}", case, partial(_compare, device, name, sizes, dtype))
 
 
 def _compare(device: torch.device, name: str, sizes: Sizes, dtype: torch.dtype) -> tuple[float, float]:

@@ -1,17 +1,19 @@
-"""Each operator on the device against its plain version on the CPU, at a model's sizes.
+"""Each operator on the device, ours and vLLM's, against its plain version on the CPU, at a model's sizes.
 
 The plain version computes in float64 where it can, else in float32, from the same numbers.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from vllm.platforms import current_platform
 
-from dllm_engine.check.checks import Check, compare
+from dllm_engine.check.checks import CannotRunError, Check, compare
 from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.eviction import mean_query_scores
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
@@ -21,6 +23,7 @@ from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.kernels.similarity import similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.kernels.token_statistics import token_statistics
+from dllm_engine.kernels.vllm_operators import vllm_kernel
 from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.options import EngineOptions
 
@@ -30,6 +33,7 @@ HEAD_DIMS = (16, 64, 96, 128, 256)
 ROWS, LOGIT_ROWS = 300, 8
 VOTERS = 32
 POSITIONS = 2048
+RMS_NORM_EPS = 1e-5
 SPANS = [[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]]
 """Two requests of ``mean_query_scores``, in ``ROWS`` rows."""
 PAGED = (([1, 3], [40, 700]), ([32, 9], [513, 77]), ([160, 40], [200, 41]))
@@ -48,11 +52,11 @@ class Sizes:
     slots_per_page: int
 
     @classmethod
-    def of_model(cls, config: Any) -> "Sizes":
-        """With pages of the default size. ``config``: as ``load_config`` gives it."""
-        heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        slots = EngineOptions().page_size * kv_heads
-        return cls(heads, kv_heads, hidden // heads, hidden, config.vocab_size, slots)
+    def of_model(cls, config: Any, page_size: int = EngineOptions().page_size, num_ranks: int = 1) -> "Sizes":
+        """Those of one of ``num_ranks`` tensor-parallel ranks. ``config``: as ``load_config`` gives it."""
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        kv_heads, vocab_size = max(1, config.num_key_value_heads // num_ranks), -(-config.vocab_size // num_ranks)
+        return cls(heads // num_ranks, kv_heads, hidden // heads, hidden, vocab_size, page_size * kv_heads)
 
     def with_head_dim(self, head_dim: int) -> "Sizes":
         """Other heads, few of them: four that share two KV heads."""
@@ -142,6 +146,8 @@ def _voting_scores(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
 def _features(draw: Draw, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values, rows of features in pages, and slots."""
     per_page = 2 * sizes.slots_per_page * sizes.head_dim // sizes.hidden_size
+    if not per_page:
+        raise CannotRunError("a page is smaller than a row of features, so no method keeps any")
     rows = feature_rows(draw.pool(sizes, -(-ROWS // per_page) * sizes.slots_per_page), sizes.hidden_size)
     values = draw.normal(ROWS, 2 * sizes.hidden_size)[:, sizes.hidden_size :]
     return values, rows, draw.slots(rows.shape[0] * rows.shape[1], ROWS)
@@ -168,7 +174,7 @@ def _token_statistics(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     logits = draw.normal(LOGIT_ROWS, sizes.vocab_size) * 4
     logits[0] = logits[0].round()  # many ties
     logits[1, 3] = 50.0  # the forbidden token is the likeliest
-    return list(token_statistics(logits, 3, True, True))
+    return [*token_statistics(logits, 3, True, True), *token_statistics(logits, 3, False, False)[:3]]
 
 
 def _gumbel_max(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
@@ -182,7 +188,7 @@ def _noise(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     return [uniform(*counters), gumbel(*counters)]
 
 
-def _paged_attention(draw: Draw, sizes: Sizes, packed: bool) -> list[torch.Tensor]:
+def _paged_attention(draw: Draw, sizes: Sizes, packed: bool, causal: Sequence[bool]) -> list[torch.Tensor]:
     """``packed``: heads have tokens of their own, and a range of slots each."""
     results: list[torch.Tensor] = []
     for seed, (rows, retained) in enumerate(PAGED):
@@ -191,15 +197,50 @@ def _paged_attention(draw: Draw, sizes: Sizes, packed: bool) -> list[torch.Tenso
             rows, lengths, sizes.num_heads, sizes.head_dim, sizes.slots_per_page // sizes.num_kv_heads, packed,
             draw.dtype, seed, draw.device, draw.held,
         )  # fmt: skip
-        for attend_fresh, causal in itertools.product((True, False), repeat=2):
-            results += paged_attention_with_lse(*case, attend_fresh=attend_fresh, causal=causal)
-            results.append(paged_attention(*case, attend_fresh=attend_fresh, causal=causal))
+        for attend_fresh, masked in itertools.product((True, False), causal):
+            results += paged_attention_with_lse(*case, attend_fresh=attend_fresh, causal=masked)
+            results.append(paged_attention(*case, attend_fresh=attend_fresh, causal=masked))
     return results
 
 
-_BY_HEADS: dict[str, _Case] = {
+# The same of vLLM's operators; without one, the plain version.
+_Kernel = Callable[..., None] | None
+
+
+def _silu_and_mul(kernel: _Kernel, draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    gate_up = draw.normal(ROWS, 2 * sizes.hidden_size)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if kernel is None:
+        return [F.silu(gate) * up]
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    kernel(out, gate_up)
+    return [out]
+
+
+def _rms_norm(kernel: _Kernel, draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    x, weight = draw.normal(ROWS, sizes.hidden_size), draw.normal(sizes.hidden_size)
+    if kernel is None:
+        return [F.rms_norm(x, weight.shape, weight, RMS_NORM_EPS)]
+    out = torch.empty_like(x)
+    kernel(out, x, weight, RMS_NORM_EPS)
+    return [out]
+
+
+def _fused_add_rms_norm(kernel: _Kernel, draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    x, added = draw.normal(2, ROWS, sizes.hidden_size)
+    weight = draw.normal(sizes.hidden_size)
+    if kernel is None:
+        x = (x + added).to(draw.dtype).to(draw.held)
+        return [x, F.rms_norm(x, weight.shape, weight, RMS_NORM_EPS)]
+    kernel(added, x, weight, RMS_NORM_EPS)
+    return [x, added]
+
+
+_PAGED_CASES = {
     "paged_attention, token-major": partial(_paged_attention, packed=False),
     "paged_attention, ranges per head": partial(_paged_attention, packed=True),
+}
+_BY_HEADS: dict[str, _Case] = {
     "write_slots": _write_slots,
     "rotate_": _rotate,
     "mean_query_scores": _mean_query_scores,
@@ -212,30 +253,63 @@ _BY_WIDTH: dict[str, _Case] = {
     "add_features": _add_features,
 }
 _BY_VOCABULARY: dict[str, _Case] = {"token_statistics": _token_statistics, "gumbel_max": _gumbel_max}
+_OF_VLLM = {"silu_and_mul": _silu_and_mul, "rms_norm": _rms_norm, "fused_add_rms_norm": _fused_add_rms_norm}
 
 
-def operator_checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
-    """Every operator in every type."""
-    yield from head_checks(device, sizes)
+def operator_checks(
+    device: torch.device,
+    sizes: Sizes,
+    types: Sequence[torch.dtype] = TYPES,
+    causal: Sequence[bool] = (True, False),
+) -> Iterator[Check]:
+    """Every operator in each of the ``types``. ``causal``: with which masks to attend to pages."""
+    yield from head_checks(device, sizes, types, causal)
     for name, case in _BY_WIDTH.items():
-        yield from _in_each_type(device, name, case, sizes, f"rows of {sizes.hidden_size}")
+        yield from _in_each_type(types, device, name, case, sizes, f"rows of {sizes.hidden_size}")
+    for name, of_vllm in _OF_VLLM.items():
+        for dtype in types:
+            run = partial(_compare_vllm, device, name, of_vllm, sizes, dtype)
+            yield Check(name, f"{_name(dtype)}, rows of {sizes.hidden_size}", run)
     for name, case in _BY_VOCABULARY.items():
-        yield from _in_each_type(device, name, case, sizes, f"{sizes.vocab_size:,} tokens")
+        yield from _in_each_type(types, device, name, case, sizes, f"{sizes.vocab_size:,} tokens")
     run = partial(_compare, device, _noise, sizes, torch.float64, torch.float64)
     yield Check("noise", f"{sizes.vocab_size:,} tokens", run)
 
 
-def head_checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
-    """Every operator that works on heads, in every type."""
-    for name, case in _BY_HEADS.items():
-        yield from _in_each_type(device, name, case, sizes, sizes.heads)
+def head_checks(
+    device: torch.device,
+    sizes: Sizes,
+    types: Sequence[torch.dtype] = TYPES,
+    causal: Sequence[bool] = (True, False),
+) -> Iterator[Check]:
+    """Those that work on heads."""
+    paged = {name: partial(case, causal=causal) for name, case in _PAGED_CASES.items()}
+    for name, case in (paged | _BY_HEADS).items():
+        yield from _in_each_type(types, device, name, case, sizes, sizes.heads)
 
 
-def _in_each_type(device: torch.device, name: str, case: _Case, sizes: Sizes, what: str) -> Iterator[Check]:
+def _in_each_type(
+    types: Sequence[torch.dtype], device: torch.device, name: str, case: _Case, sizes: Sizes, what: str
+) -> Iterator[Check]:
     wide = torch.float64 if name.startswith("paged_attention") else torch.float32
-    for dtype in TYPES:
+    for dtype in types:
         run = partial(_compare, device, case, sizes, dtype, wide)
-        yield Check(name, f"{str(dtype).removeprefix('torch.')}, {what}", run)
+        yield Check(name, f"{_name(dtype)}, {what}", run)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compare_vllm(
+    device: torch.device, name: str, case: Callable[..., list[torch.Tensor]], sizes: Sizes, dtype: torch.dtype
+) -> tuple[float, float]:
+    current_platform.import_kernels()
+    kernel = vllm_kernel(name, device)
+    if kernel is None:
+        raise CannotRunError(f"this build of vLLM has none for {device.type}")
+    plain = case(None, Draw(dtype, torch.float32, torch.device("cpu")), sizes)
+    return compare(case(kernel, Draw(dtype, dtype, device), sizes), plain)
 
 
 def _compare(

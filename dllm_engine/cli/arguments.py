@@ -52,6 +52,11 @@ def positive_int(text: str) -> int:
     return number
 
 
+def positive_ints(text: str) -> list[int]:
+    """Such numbers, with commas between."""
+    return [positive_int(part) for part in text.split(",")]
+
+
 def json_value(text: str) -> Any:
     """``text`` as JSON if it is JSON, as a number if it is one like ``8k``, else as it is."""
     try:

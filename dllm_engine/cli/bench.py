@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
-from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int
+from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int, positive_ints
 from dllm_engine.cli.engine import DTYPES
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
@@ -73,10 +73,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         f"{', '.join(RULES)} (default: {ONE})",
     )
     what.add_argument(
-        "--batch", "--batch-size", type=_positive_ints, metavar="N,…", help="requests at once (default: 1,8)"
+        "--batch", "--batch-size", type=positive_ints, metavar="N,…", help="requests at once (default: 1,8)"
     )
     what.add_argument(
-        "--prompt", "--input-len", type=_positive_ints, metavar="N,…", help="prompt tokens (default: 128,512)"
+        "--prompt", "--input-len", type=positive_ints, metavar="N,…", help="prompt tokens (default: 128,512)"
     )
     what.add_argument(
         "--response", "--output-len", type=positive_int, metavar="N", help="response tokens (default: 64)"
@@ -236,10 +236,6 @@ def _examples(name: str, args: argparse.Namespace) -> list[Example]:
     if not examples:
         raise ValueError(f"{name} holds no tasks; give it a line per task")
     return examples
-
-
-def _positive_ints(text: str) -> list[int]:
-    return [positive_int(part) for part in text.split(",")]
 
 
 def _read(path: Path) -> Report:

@@ -83,7 +83,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
             "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
         )
     add_model_arguments(group)
-    group.add_argument("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
+    group.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help=CUDA_GRAPHS_HELP)
     group.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
     group.add_argument(
         "--engine-arg",

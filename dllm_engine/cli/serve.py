@@ -70,13 +70,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=positive_int,
         metavar="N",
         help="denoising steps that workers run on their own while nobody waits and no block is complete; new requests "
-        "and disconnects wait for them (default: 1)",
+        "and disconnects wait for them (default: 8 on a GPU, 1 on a CPU)",
     )
+    other.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help=CUDA_GRAPHS_HELP)
     other.add_argument(
         "--no-playground", action="store_const", const=False, dest="playground", help="leave out the page /playground"
     )
     for name, help in (
-        ("--cuda-graphs", CUDA_GRAPHS_HELP),
         ("--batch-invariant", BATCH_INVARIANT_HELP),
         ("--trace", "report per forward pass what was unmasked and computed"),
     ):

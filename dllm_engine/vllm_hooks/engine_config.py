@@ -33,7 +33,7 @@ logger = init_logger(f"vllm.{__name__}")
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
-    "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
+    "cuda": "dllm_engine.check.worker.CheckedGPUWorker",
 }
 
 CPU_PAGE_POOL_BYTES = 1 << 30
@@ -121,6 +121,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
 
     They are written back, so that every process reads the same.
     """
+    from vllm.platforms import current_platform
+
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
     check_request_defaults(options)
@@ -132,6 +134,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
+    options = options.on_device(current_platform.device_type, model_config.enforce_eager)
     # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}

@@ -205,7 +205,9 @@ PRIVATE = (
     # Workers and what they run
     Private("vllm.v1.outputs", "DraftTokenIds EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput", _RUNNER),
     Private("vllm.tasks", "SupportedTask", _RUNNER),
-    Private("vllm.distributed.parallel_state", "GroupCoordinator graph_capture", _RUNNER),
+    Private("vllm.distributed.parallel_state", "GraphCaptureContext GroupCoordinator.graph_capture", _RUNNER),
+    Private("vllm.distributed.parallel_state", "GroupCoordinator is_global_first_rank", _RUNNER),
+    Private("vllm.utils.gc_utils", "freeze_gc_heap", _WORKER),
     Private("vllm.model_executor.model_loader", "get_model", _RUNNER),
     Private("vllm.model_executor.model_loader.reload.inplace", "reload_weights", _RUNNER),
     Private("vllm.model_executor.model_loader", "get_model_loader", "for the guide model"),

@@ -37,7 +37,7 @@ def _mean_query_kernel(
     tl.store(mean + at + dim, total / num_queries, mask=dim < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest"])
 def _score_kernel(
     mean, k, scores, spans, longest, k_row, k_head,
     NUM_KV_HEADS: tl.constexpr,

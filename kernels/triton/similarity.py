@@ -9,7 +9,7 @@ import triton.language as tl
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _similarity_kernel(
     fresh, pages, slots, sums, num_rows, fresh_row, fresh_head, page_stride,
     NUM_KV_HEADS: tl.constexpr,

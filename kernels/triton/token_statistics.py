@@ -67,7 +67,7 @@ def _moved(moment, total, highest, new_highest):
     return tl.where(decay > 0, (moment + total * shift) * decay, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_statistics_kernel(
     floats, tokens, token, token_logit, log_total, negative_entropy, top2, num_splits,
     WITH_ENTROPY: tl.constexpr,
@@ -140,6 +140,7 @@ def token_statistics(
         floats, tokens, *results, num_splits,
         WITH_ENTROPY=with_entropy,
         WITH_MARGIN=with_margin,
-        BLOCK_S=triton.next_power_of_2(num_splits),
+        # For any number of splits, so that there is one variant.
+        BLOCK_S=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
     )  # fmt: skip
     return results

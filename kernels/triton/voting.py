@@ -11,7 +11,7 @@ import triton.language as tl
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_keys"])
 def _voting_kernel(
     q, k, lse, scores, num_pairs, num_keys, q_row, q_head, k_row, k_head, lse_row, lse_head,
     scale: tl.constexpr,

@@ -186,12 +186,12 @@ class Guide:
             plans=[],
             canvases=[question.canvas for question in questions],
             cu_seqlens=bounds,
-            input_ids=on_device(fed, device),
             positions=on_device(positions, device),
             host_positions=positions,
+            places=on_device([], device),
         )
         layer_pass = CausalPass(batch, self.pages, [span.stop for span in spans])
-        hidden = self.model(batch.input_ids, batch.positions, layer_pass)
+        hidden = self.model(on_device(fed, device), batch.positions, layer_pass)
         rows = [t - 1 - span.start + b for q, span, b in zip(questions, spans, bounds, strict=False) for t in q.judged]
         tokens = [q.reading.tokens[t] for q in questions for t in q.judged]
         hidden, drafted = hidden[on_device(rows, device)], on_device(tokens, device)

@@ -57,7 +57,7 @@ class RetentionPass(PagedPass):
     def __init__(self, batch: StepBatch, pages: PageMemory, rule: RetentionRule) -> None:
         self.batch = batch
         self.pages = pages
-        self.device = batch.input_ids.device
+        self.device = batch.positions.device
         read = [plan.read for plan in batch.plans]
         self.reads = any(read)
         """Whether any request attends to pages."""

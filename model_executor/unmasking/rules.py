@@ -26,14 +26,14 @@ def drawn_below(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Ten
 def reaching(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
     """Fast-dLLM (arXiv 2505.22618): all at least as confident as ``value``, and always the most confident one."""
     passes = ordered >= value
-    passes[..., 0] = True
+    passes[..., 0].fill_(True)
     return passes
 
 
 def exceeding(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
     """ES-dLLM (arXiv 2603.10088): all more confident than ``value``, and always the most confident one."""
     passes = ordered > value
-    passes[..., 0] = True
+    passes[..., 0].fill_(True)
     return passes
 
 
@@ -42,7 +42,7 @@ def within_factor(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.T
     numbers = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
     # Both factors grow with n, so those that pass come first.
     passes = (numbers + 1) * (1 - ordered) < value
-    passes[..., 0] = True
+    passes[..., 0].fill_(True)
     return passes
 
 

@@ -20,8 +20,12 @@ class DiffusionWorker:
         return ["LBNHC"]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """There is nothing to compile."""
+        """A CPU has nothing to compile."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def records_steps(self) -> bool:
+        """Whether steps run from recordings, for ``dllm check``."""
+        return self.model_runner.denoiser.graphs is not None
 
     def execute_dummy_batch(self) -> None:
         """Data-parallel ranks of a dense model do not wait for each other."""

@@ -1,13 +1,19 @@
 """vLLM's GPU worker around our model runner."""
 
+import time
+
+from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.model_executor.warm_up import warm_up
 from dllm_engine.model_executor.workers.base import DiffusionWorker, end_with_parent
 
 
 class DiffusionGPUWorker(DiffusionWorker, Worker):
-    """Differs from vLLM's in the runner it makes, and compiles nothing."""
+    """Differs from vLLM's in the runner it makes and in how that is warmed up."""
 
     def init_device(self) -> None:
         end_with_parent()
@@ -16,3 +22,9 @@ class DiffusionGPUWorker(DiffusionWorker, Worker):
     def _make_model_runner(self) -> DiffusionModelRunner:
         assert self.device is not None
         return DiffusionModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        start = time.perf_counter()
+        warm_up(self.model_runner, self.load_config.use_tqdm_on_load and is_global_first_rank())
+        freeze_gc_heap()  # what lives now lives as long as the process
+        return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)

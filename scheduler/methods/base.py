@@ -1,6 +1,6 @@
 """What a cache method is to the scheduler: options, a plan for each step, and the pages that it holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -44,6 +44,9 @@ class CacheMethod:
     """What ``cache_options`` are validated with."""
     recordable: bool = False
     """Whether its REUSE steps do the same work on different numbers, so that ``cuda_graphs`` can record them."""
+    launches: Mapping[RefreshState, int] | None = None
+    """Kernels that a layer launches for the method beside its own parts and attention, by refresh state, in a batch of
+    like requests. None: its layers choose rows by what they compute, and nobody has counted them."""
     uniform_sampler: Literal["never", "with_delay_eos", "always"] = "never"
     """When requests decode by ES-dLLM's sampler: equally many tokens per step in every model family, by the plain
     probability where a request is greedy."""
@@ -104,6 +107,9 @@ def _total(counts: PageCounts) -> int:
 
 
 # What several methods plan and hold
+
+LAUNCHES_TO_RETAIN = {RefreshState.UPDATE: 6}
+"""Gather keys and values, compute slots from places (2), and write both: ``RetentionPass.attend``."""
 
 
 def evict_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int, retained: int) -> StepPlan:

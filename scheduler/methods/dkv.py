@@ -18,6 +18,10 @@ class DKVOptions(CacheOptions):
     """Steps of a block from one computation of the whole canvas to the next."""
 
 
+LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 9)
+"""Compute slots from positions (7), and write keys and values: ``OverwritePass.attend``."""
+
+
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows and those just decoded.
 
@@ -45,4 +49,4 @@ def paper_settings(model: str, family: ModelFamily) -> dict[str, Any]:
     return {"refresh_interval": 4 if family.name == "Dream" else 8}
 
 
-DKV = CacheMethod(plan, hold_canvas, DKVOptions, paper_settings=paper_settings)
+DKV = CacheMethod(plan, hold_canvas, DKVOptions, paper_settings=paper_settings, launches=LAUNCHES)

@@ -1,6 +1,7 @@
 """Fast-dLLM (arXiv 2505.22618): ``prefix`` keeps what lies before the block, ``dual`` everything outside it."""
 
 from dllm_engine.scheduler.methods.base import (
+    LAUNCHES_TO_RETAIN,
     CacheMethod,
     evict_then_reuse,
     hold_tokens,
@@ -25,5 +26,5 @@ def plan_dual(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return evict_then_reuse(spec, progress, update_step=0, retained=tokens_outside(spec, progress.block))
 
 
-PREFIX = CacheMethod(plan_prefix, hold_tokens(tokens_before), recordable=True)
-DUAL = CacheMethod(plan_dual, hold_tokens(tokens_outside), recordable=True)
+PREFIX = CacheMethod(plan_prefix, hold_tokens(tokens_before), recordable=True, launches=LAUNCHES_TO_RETAIN)
+DUAL = CacheMethod(plan_dual, hold_tokens(tokens_outside), recordable=True, launches=LAUNCHES_TO_RETAIN)

@@ -1,6 +1,6 @@
 """FreeCache (arXiv 2505.21467, section 3.2.1): the prompt and finished blocks are computed once."""
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, tokens_before
+from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, tokens_before
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
 
@@ -31,4 +31,6 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, span, read=clean_before, retained=clean)
 
 
-FREECACHE = CacheMethod(plan, hold_tokens(tokens_before), FreeCacheOptions, recordable=True)
+FREECACHE = CacheMethod(
+    plan, hold_tokens(tokens_before), FreeCacheOptions, recordable=True, launches=LAUNCHES_TO_RETAIN
+)

@@ -11,4 +11,4 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 # ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos` asks for that.
-NONE = CacheMethod(plan, uniform_sampler="with_delay_eos")
+NONE = CacheMethod(plan, launches={}, uniform_sampler="with_delay_eos")

@@ -4,9 +4,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth, evict_then_reuse, hold_tokens
+from dllm_engine.scheduler.methods.base import (
+    LAUNCHES_TO_RETAIN,
+    CacheMethod,
+    ScorerName,
+    WindowWidth,
+    evict_then_reuse,
+    hold_tokens,
+)
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 
 class SparseOptions(CacheOptions):
@@ -27,6 +34,10 @@ class SparseOptions(CacheOptions):
     block, and everything behind it is retained (Algorithm 5)."""
 
 
+LAUNCHES = {RefreshState.UPDATE: LAUNCHES_TO_RETAIN[RefreshState.UPDATE] + 8}
+"""Score (2), pool, choose, sort, gather and join (2): ``SparsePass``, with its own scorer."""
+
+
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the block alone."""
     assert isinstance(spec.cache, SparseOptions)
@@ -44,4 +55,4 @@ def retained(spec: DecodingSpec, block: int) -> int:
     return int((start + suffix) * options.retention_ratio)
 
 
-SPARSE = CacheMethod(plan, hold_tokens(retained), SparseOptions, recordable=True)
+SPARSE = CacheMethod(plan, hold_tokens(retained), SparseOptions, recordable=True, launches=LAUNCHES)

@@ -11,6 +11,7 @@ from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.plan import byte_size, share
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.speed.gpus import GPUS
 
 LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
 
@@ -50,6 +51,33 @@ def test_the_command_serves_with_the_plans_settings(capsys):
     assert read.additional_config["dllm"]["cache_options"] == {"scope": "prefix"}
     assert (read.tensor_parallel_size, read.dtype, read.max_num_seqs) == (2, "half", 9)
     assert (read.max_model_len, read.max_num_batched_tokens) == (1280, 8192)
+
+
+def test_speed_is_predicted_and_says_so(capsys):
+    command = [*LLADA[:2], "--speed", "--gpu", "h200", "--batch", "1,2", "--response", "64", "--steps", "8"]
+    text = planned(capsys, *command)
+    assert "PREDICTED, NOT MEASURED" in text
+    assert text.count("LAUNCHED ×2") == 2
+    prediction = json.loads(planned(capsys, *command, "--json"))
+    assert {step["batch"] for step in prediction["steps"]} == {1, 2}
+    rates = prediction["speeds"][0]["tokens_per_second"]
+    assert rates["floor"] > rates["recorded"] >= rates["launched"] > 0
+
+
+def test_a_gpu_that_is_not_known_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        main([*LLADA[:2], "--speed", "--gpu", "H9"])
+    assert "invalid choice: 'H9' (choose from " in (error := capsys.readouterr().err)
+    assert all(name in error for name in GPUS)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [(["--speed"], "--speed needs --gpu, one of H200, H100"), ([], "--gpu-memory is missing")],
+)
+def test_what_a_plan_lacks_is_named(capsys, options, problem):
+    assert main([*LLADA[:2], *options]) == 2
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

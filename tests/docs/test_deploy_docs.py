@@ -65,9 +65,11 @@ def flags_of(example):
     return re.findall(r'"(--[a-z-]+)"', (CHECKOUT / "examples" / example).read_text())
 
 
-def test_numbers_of_the_page_are_those_of_the_command(capsys):
+@pytest.mark.parametrize("page", ["deploy.md", "performance.md"])
+def test_numbers_of_the_page_are_those_of_the_command(page, capsys):
     """Methods added since have lines of their own; the page's must still hold."""
-    block = re.search(r"```\n\$ (dllm plan .*)\n((?:.*\n)*?)```", PAGE)
+    text = (DOCS / page).read_text(encoding="utf-8")
+    block = re.search(r"```\n\$ (dllm plan .*)\n((?:.*\n)*?)```", text)
     assert main(shlex.split(block[1])[1:]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in block[2].splitlines() if line not in printed] == []

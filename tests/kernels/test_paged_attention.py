@@ -155,6 +155,15 @@ def test_rows_may_be_views_of_one_projection_and_bounds_a_list():
     torch.testing.assert_close(out, expected)
 
 
+def test_rows_behind_the_last_request_change_nothing():
+    case = paged_case([5, 7], [[6, 6], [9, 9]], heads=4, dim=16)
+    expected = paged_attention(*case, attend_fresh=True)
+    longer = [torch.cat((x, x.new_full((9, *x.shape[1:]), torch.nan))) for x in case[:3]]
+    for tokens in (case.tokens, case.tokens._replace(max_head_len=64)):
+        out = paged_attention(*longer, case.cu_seqlens, tokens, attend_fresh=True, max_seqlen=8)
+        torch.testing.assert_close(out[:12], expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -179,7 +188,7 @@ def test_shapes_that_do_not_belong_together_are_named(change, message):
 
 def test_other_errors_say_what_is_wrong():
     case = paged_case([4], [[2, 2]], heads=2, dim=8)
-    for bounds in ([0, 3], [1, 4]):
+    for bounds in ([0, 5], [1, 4]):
         with pytest.raises(ValueError, match="does not divide 4 rows"):
             paged_attention(*case[:3], bounds, case.tokens, attend_fresh=True)
     k_pages, long = case.tokens.k_pages, torch.full((1, 2), 100, dtype=torch.int32)

@@ -54,7 +54,7 @@ def test_filtered_tokens_weigh_nothing(lowest):
 def test_chunks_of_rows_equal_the_whole(monkeypatch):
     logits = torch.randn(10, 40)
     whole = token_statistics(logits, 3, True, True)
-    monkeypatch.setattr("dllm_engine.kernels.token_statistics._LOGITS_PER_CHUNK", 100)
+    monkeypatch.setattr("dllm_engine.kernels.token_statistics._LOGITS_PER_CHUNK", {"cpu": 100})
     torch.testing.assert_close(token_statistics(logits, 3, True, True), whole)
 
 

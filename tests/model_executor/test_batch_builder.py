@@ -45,7 +45,7 @@ def test_requests_lie_end_to_end_with_positions_of_their_own(store):
     batch = build_batch(plans, store)
     assert batch.request_ids == ["short", "long"], "by length, so that equal ones share an attention call"
     assert batch.cu_seqlens == [0, 5, 12]
-    assert batch.input_ids.tolist() == [4] + [MASK] * 4 + [1, 2, 3] + [MASK] * 4
+    assert store.tokens[batch.places].tolist() == [4] + [MASK] * 4 + [1, 2, 3] + [MASK] * 4
     assert batch.positions.tolist() == [*range(5), *range(7)]
 
 
@@ -89,7 +89,7 @@ def test_rows_that_masks_decide_are_what_was_masked_before_the_last_step(store, 
     predicting = [p - shifts_logits for p in (3, 5, 6, 7, 8, 9, 10, 11)]
     expected = sorted({*predicting, 11} if and_last else {*predicting})
     assert batch.positions[batch.rows(1)].tolist() == expected
-    assert batch.input_ids[batch.rows(1)].tolist() == canvas.tokens[expected].tolist()
+    assert store.tokens[batch.places[batch.rows(1)]].tolist() == canvas.tokens[expected].tolist()
     assert [batch.num_rows(0), batch.num_rows(2)] == [6, 24]
     # What was filled already is predicted by none of them, or by a row that is no longer asked.
     candidates = BatchCandidates.of(batch)

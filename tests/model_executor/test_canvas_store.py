@@ -1,13 +1,18 @@
 """Canvases side by side on the device."""
 
+import pytest
 import torch
 
+from dllm_engine.model_executor import canvas_store
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.request import DecodingSpec
 
 
-def make_store() -> CanvasStore:
+@pytest.fixture
+def store(monkeypatch) -> CanvasStore:
+    """With room for 15 positions."""
+    monkeypatch.setattr(canvas_store, "ROOM", 15)
     return CanvasStore(torch.device("cpu"), mask_token_id=99)
 
 
@@ -19,8 +24,7 @@ def add(store: CanvasStore, number: int, length: int) -> None:
     canvas.tokens[:], canvas.masked[:] = number, number % 2 == 0
 
 
-def test_a_canvas_is_the_prompt_and_then_masks():
-    store = make_store()
+def test_a_canvas_is_the_prompt_and_then_masks(store):
     spec = DecodingSpec(3, 9, 4, 9, "uniform", "low_confidence", 0.0, 1.0, 0)
     store.open("a", NewRequest([5, 6, 7], spec, seed=7))
     canvas = store.canvases["a"]
@@ -29,8 +33,7 @@ def test_a_canvas_is_the_prompt_and_then_masks():
     assert canvas.seed == 7
 
 
-def test_canvases_stay_what_they_are_while_others_come_and_go():
-    store = make_store()
+def test_canvases_stay_what_they_are_while_others_come_and_go(store):
     for number in range(60):
         add(store, number, 5 + number % 7)
         if number % 3 == 2:
@@ -41,9 +44,22 @@ def test_canvases_stay_what_they_are_while_others_come_and_go():
             assert canvas.masked.tolist() == store.masked[part].tolist() == [other % 2 == 0] * (5 + other % 7)
 
 
-def test_what_finished_requests_held_is_used_again():
-    store = make_store()
+def test_what_finished_requests_held_is_used_again(store):
+    tokens = store.tokens
     for number in range(50):
-        add(store, number, 10)
-        store.close(str(number))
-    assert store.tokens.numel() == 20
+        add(store, number, 6)
+        store.close(str(number - 1))
+    assert store.tokens is not tokens, "two of six positions do not fit"
+    assert store.tokens.numel() == 24
+
+
+def test_canvases_close_ranks_in_the_same_tensors(store):
+    tokens, masked = store.tokens, store.masked
+    for number in range(50):
+        add(store, number, 3)
+        store.close(str(number - 1))
+        assert store.canvases[str(number)].tokens.tolist() == [number] * 3
+    assert store.tokens is tokens
+    assert store.masked is masked
+    assert store.tokens[canvas_store.SPARE] == 99
+    assert not store.masked[canvas_store.SPARE]

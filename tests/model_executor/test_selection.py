@@ -20,7 +20,7 @@ def pick(rule: str, confidences: list[list[float]], values: list[float], offsets
         torch.tensor([c for of_request in confidences for c in of_request]),
         torch.tensor(requests, dtype=torch.int64),
         torch.tensor(flat, dtype=torch.int64),
-        values,
+        torch.tensor(values, dtype=torch.float32),
         width,
     )
     picked: list[list[int]] = [[] for _ in confidences]

@@ -59,11 +59,20 @@ def test_recorded_steps_give_the_same_tokens(engines, recording, tiny_llada, tin
         assert_nothing_left(llm)
 
 
+def forward_sizes(llm) -> list[tuple[int, int]]:
+    return list(runner_of(llm).denoiser.graphs.forwards.graphs)
+
+
+def filling_sizes(llm) -> list[tuple[int, int]]:
+    return [size[:2] for size in runner_of(llm).denoiser.graphs.fillings.graphs]
+
+
 def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
     llm, recorder = recording(tiny_llada, cache_method="dual")
     answers(llm)
-    assert set(runner_of(llm).denoiser.graphs.graphs) == {(1, 8), (4, 8), (8, 8)}
-    assert recorder.num_recorded == 3
+    assert set(forward_sizes(llm)) == {(1, 8), (4, 8), (8, 8)}
+    assert set(filling_sizes(llm)) == {(8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
+    assert recorder.num_recorded == 8
 
 
 def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada, monkeypatch):
@@ -75,38 +84,87 @@ def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada, m
     assert recorder.num_replayed
 
 
-def test_requests_of_different_blocks_run_as_they_come(engines, recording, tiny_llada):
+@pytest.mark.parametrize("method", recordable())
+def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, tiny_dream, method):
+    """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
     from dllm_engine import DiffusionParams
 
-    params = [DiffusionParams(gen_length=12, block_length=block, ignore_eos=True) for block in (4, 6)]
-    prompts = [[3, 4, 5, 6], [7, 8, 9]]
-    expected = generate(engines(tiny_llada, page_size=4, cache_method="dual"), prompts, params)
-    llm, _ = recording(tiny_llada, cache_method="dual")
+    asked = [{}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}, {"unmasking": "entropy"}]
+    params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
+    prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
+    expected = generate(engines(tiny_dream, page_size=4, cache_method=method), prompts, params)
+    llm, _ = recording(tiny_dream, cache_method=method)
     for output, other in zip(generate(llm, prompts, params), expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
-    assert not {size for size in runner_of(llm).denoiser.graphs.graphs if size[0] > 1}
+    assert [size for size in forward_sizes(llm) if size[0] > 2]
+    assert filling_sizes(llm)
 
 
-def test_long_steps_run_as_they_come(recording, tiny_llada, monkeypatch):
-    monkeypatch.setattr("dllm_engine.model_executor.step_graphs.MAX_ROWS", 8 * 3)
+@pytest.mark.parametrize("asked", [{"threshold": 0.2}, {"unmasking": "entropy"}, {"unmasking": "topk_margin"}])
+def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_llada, asked):
+    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"), **asked)
+    llm, _ = recording(tiny_llada, cache_method="dual")
+    assert answers(llm, **asked) == expected
+    assert len({size.choice for size in runner_of(llm).denoiser.graphs.fillings.graphs}) == 1
+
+
+def test_what_asks_for_more_than_tokens_is_launched(recording, tiny_llada):
+    llm, _ = recording(tiny_llada, cache_method="dual")
+    for asked in ({"temperature": 0.5}, {"logprobs": 1}, {"delay_eos": True}, {"unmasking": "random"}):
+        answers(llm, **asked)
+    assert forward_sizes(llm)
+    assert not filling_sizes(llm)
+
+
+def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada):
+    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
+    llm, recorder = recording(tiny_llada, cache_method="dual")
+    answers(llm)
+    store, recorded = runner_of(llm).store, recorder.num_recorded
+    store._make_room(store.tokens.numel())
+    assert answers(llm) == expected
+    assert recorder.num_recorded == 2 * recorded
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Graphs have at most 16 rows, and padding is for free up to 8."""
+    monkeypatch.setattr("dllm_engine.model_executor.recording.recorder.SIZES", (8, 16))
+    monkeypatch.setattr("dllm_engine.model_executor.recording.forward.SIZES", (8, 16))
+    monkeypatch.setattr("dllm_engine.model_executor.recording.forward.FREE_ROWS", 8)
+
+
+def test_long_steps_are_launched(recording, tiny_llada, few_rows):
     llm, _ = recording(tiny_llada, cache_method="dual")
     answers(llm)
-    assert set(runner_of(llm).denoiser.graphs.graphs) == {(1, 8)}
+    assert set(forward_sizes(llm)) == {(1, 8)}
+    assert set(filling_sizes(llm)) == {(8, 8), (16, 8)}
+
+
+def test_few_rows_are_not_padded_to_many(recording, tiny_llada, few_rows):
+    from dllm_engine import DiffusionParams
+
+    llm, _ = recording(tiny_llada, cache_method="dual")
+    generate(llm, [[3, 4], [5, 6]], DiffusionParams(gen_length=8, block_length=2, ignore_eos=True))
+    assert not forward_sizes(llm), "2 rows each would be computed as 8"
+    generate(llm, [[3, 4], [5, 6]], DiffusionParams(gen_length=8, block_length=4, ignore_eos=True))
+    assert forward_sizes(llm) == [(2, 8)]
 
 
 def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_llada, monkeypatch):
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
-    monkeypatch.setattr("dllm_engine.model_executor.step_graphs.MAX_GRAPHS", 2)
-    llm, recorder = recording(tiny_llada, cache_method="dual")
+    monkeypatch.setattr("dllm_engine.model_executor.recording.recorder.MAX_GRAPHS", 2)
+    llm, _ = recording(tiny_llada, cache_method="dual")
     assert answers(llm) == expected
-    assert list(runner_of(llm).denoiser.graphs.graphs) == [(8, 8), (1, 8)]
-    assert recorder.num_recorded == 4
+    assert forward_sizes(llm) == [(8, 8), (1, 8)]
+    assert filling_sizes(llm) == [(16, 8), (8, 8)]
 
 
-def test_requests_are_padded_to_few_sizes():
-    from dllm_engine.model_executor.step_graphs import padded_requests
+def test_requests_and_rows_are_padded_to_few_sizes():
+    from dllm_engine.model_executor.recording.recorder import padded, padded_requests
 
     assert [padded_requests(n) for n in (1, 2, 3, 4, 5, 8, 9, 64)] == [1, 2, 4, 4, 8, 8, 16, 64]
+    assert [padded(n) for n in (1, 8, 9, 32, 33, 1000, 1024, 1025)] == [8, 8, 16, 32, 48, 1024, 1024, None]
 
 
 def test_the_recorder_would_notice_the_host():
@@ -166,7 +224,8 @@ def test_methods_that_cannot_be_recorded_are_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_refused(tiny_llada):
+def test_without_a_gpu_it_is_refused_and_off_by_default(engines, tiny_llada):
+    assert not runner_of(engines(tiny_llada, page_size=4, cache_method="dual")).options.cuda_graphs
     with pytest.raises(ValueError, match="cuda_graphs=True needs a CUDA device, and the engine runs on cpu"):
         start_engine(tiny_llada, cache_method="sparse", cuda_graphs=True)
 
@@ -177,13 +236,29 @@ def test_cuda_graphs_give_the_same_tokens(engines, tiny_llada, method):
     expected = answers(engines(tiny_llada, page_size=4, cache_method=method))
     llm = engines(tiny_llada, page_size=4, cache_method=method, cuda_graphs=True)
     assert answers(llm) == expected
-    assert runner_of(llm).denoiser.graphs.graphs
+    assert forward_sizes(llm)
+
+
+def test_what_is_left_open_follows_the_device():
+    from dllm_engine.options import EngineOptions
+
+    def settled(device_type, enforce_eager=False, **options):
+        found = EngineOptions.parse(options).on_device(device_type, enforce_eager)
+        return found.cuda_graphs, found.steps_per_dispatch
+
+    assert settled("cuda", cache_method="sparse") == (True, 8)
+    assert settled("cuda", enforce_eager=True, cache_method="sparse") == (False, 8)
+    assert settled("cuda", enforce_eager=True, cache_method="sparse", cuda_graphs=True) == (True, 8)
+    assert settled("cuda", cache_method="maskkv", steps_per_dispatch=3) == (False, 3)
+    assert settled("cuda", cache_method="dual", cuda_graphs=False) == (False, 8)
+    assert settled("cpu", cache_method="dual") == (False, 1)
 
 
 def test_it_is_an_option_of_the_command_line():
     from dllm_engine.cli.main import build_parser
     from dllm_engine.cli.serve import merged_config
 
-    args, _ = build_parser().parse_known_args(["serve", "demo", "--cache-method", "sparse", "--cuda-graphs"])
-    assert merged_config(args, {})["dllm"]["cuda_graphs"] is True
-    assert build_parser().parse_args(["generate", "Hello!", "--cuda-graphs"]).cuda_graphs
+    for flag, wanted in {"--cuda-graphs": True, "--no-cuda-graphs": False}.items():
+        args, _ = build_parser().parse_known_args(["serve", "demo", "--cache-method", "sparse", flag])
+        assert merged_config(args, {})["dllm"]["cuda_graphs"] is wanted
+        assert build_parser().parse_args(["generate", "Hello!", flag]).cuda_graphs is wanted

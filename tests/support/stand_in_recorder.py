@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.step_graphs import StepGraphs
 
 ASKS = {
     "aten::_local_scalar_dense": "a number",
@@ -65,7 +64,5 @@ class StandInRecorder:
 def record_steps(runner: DiffusionModelRunner) -> StandInRecorder:
     """Let an engine's runner record its steps as it would on a GPU."""
     recorder = StandInRecorder()
-    assert runner.pages is not None
-    longest_table = -(-runner.model_config.max_model_len // runner.options.page_size)
-    runner.denoiser.graphs = StepGraphs(runner.model, runner.pages, longest_table, recorder)
+    runner.record_with(recorder)
     return recorder

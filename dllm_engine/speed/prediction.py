@@ -1,0 +1,201 @@
+"""How long the steps of requests take on a GPU, and the tokens per second that follow."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+from dllm_engine.bench.floor import PassShape
+from dllm_engine.families import family_of
+from dllm_engine.model_executor.recording.forward import padded_size
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.sizing import DTYPE_BYTES, Deployment, SizingError, checked_config, dtype_of, request_spec, steps_of
+from dllm_engine.speed.gpus import GPU, GPUS, TILE_HEAD_DIM
+from dllm_engine.speed.kernels import Decoder, Kernel
+
+STREAM_GAP, GRAPH_GAP = 2.1e-6, 1.3e-6
+"""Seconds that a kernel which does nothing takes on an H100, launched and replayed from a CUDA graph: Hazy Research,
+"Look Ma, No Bubbles! Designing a Low-Latency Megakernel for Llama-1B" (2025). Assumed beside each kernel's work."""
+HOST_LAUNCH = 17e-6
+"""Seconds of the host per launch, Python included: in transformers, a step of Qwen2.5-7B at batch 1 runs 1,025
+operators of PyTorch and took 17 ms on an H100 (57.3 tokens/s: hao-ai-lab.github.io/blogs/text-diffusion; 27 % of its
+floor: arXiv 2605.30571)."""
+DISPATCH, DISPATCH_OF_REQUEST = 0.845e-3, 0.053e-3
+"""Seconds of the host beside the model per pass, and more per request, for which the GPU waits: scheduling, laying out
+the batch, unmasking, reports. From ``benchmarks/results/engine_overhead_cpu.json``: REUSE steps of 1 and 32 requests,
+without the token statistics."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Three ways to run the same: seconds, or tokens per second."""
+
+    floor: float
+    """The weights, keys, values and FLOPs that no implementation can leave out, at the GPU's peaks."""
+    launched: float
+    """With every kernel launched by the host."""
+    recorded: float
+    """With REUSE steps replayed from CUDA graphs, as they are by default; other steps as launched."""
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A step in which every request of a batch is in the same refresh state; a mean over such steps."""
+
+    cache_method: str
+    batch: int
+    state: str
+    steps: int
+    """How many there are in a response."""
+    rows: float
+    """Computed for each request."""
+    keys: float
+    """Attended to by each row."""
+    launches: float
+    """Of kernels."""
+    seconds: Times
+
+
+@dataclass(frozen=True)
+class SpeedPrediction:
+    """Whole responses of a batch; its requests begin together and take every step together."""
+
+    cache_method: str
+    batch: int
+    tokens_per_second: Times
+    """Of all requests."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of equal requests, under the cache method asked for and then those others that can be predicted."""
+
+    model: str
+    dtype: str
+    gpu: str
+    prompt: int
+    response: int
+    block_length: int
+    denoising_steps: int
+    steps: list[StepPrediction]
+    speeds: list[SpeedPrediction]
+
+
+def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_steps: int | None = None) -> Prediction:
+    """Predict the steps of batches of requests.
+
+    Args:
+        deployment: its ``gpu_memory`` is not looked at: ``sizing.plan`` says whether so many requests fit.
+        gpu: a name in ``GPUS``.
+        denoising_steps: of a response; None: one per token.
+
+    Raises:
+        SizingError: what was asked for cannot be predicted.
+        ValueError: the model or an option is unknown.
+    """
+    d = deployment
+    config, _ = checked_config(d)
+    dtype = dtype_of(d.dtype, config)
+    decoder = Decoder(config, DTYPE_BYTES[dtype])
+    _check(d, decoder)
+    steps, speeds = [], []
+    others = [EngineOptions(cache_method=name) for name in CACHE_METHODS if name != d.options.cache_method]
+    for options in (d.options, *others):
+        if options.method.launches is None:
+            continue
+        spec = request_spec(d, config, options.with_paper_settings(d.model, family_of(config)))
+        spec = replace(spec, steps=_checked_steps(spec, denoising_steps))
+        clock = _Clock(decoder, GPUS[gpu], options.method, spec, d.max_num_batched_tokens)
+        for batch in batches:
+            by_state: dict[str, list[StepPrediction]] = defaultdict(list)
+            for plan, progress in steps_of(spec, options.method):
+                head_rows = min(progress.num_masked, plan.quota.candidates.size)
+                step = StepPrediction(options.cache_method, batch, *clock.step(plan, head_rows, batch))
+                by_state[step.state].append(step)
+            steps += [_mean(of_state) for of_state in by_state.values()]
+            total = _sum([step.seconds for of_state in by_state.values() for step in of_state])
+            rates = Times(*(batch * spec.gen_length / seconds for seconds in astuple(total)))
+            speeds.append(SpeedPrediction(options.cache_method, batch, rates))
+    return Prediction(d.model, dtype, gpu, d.prompt, d.response, spec.block_length, spec.steps, steps, speeds)
+
+
+class _Clock:
+    """Times the steps of requests without running them."""
+
+    def __init__(self, decoder: Decoder, gpu: GPU, method: CacheMethod, spec: DecodingSpec, max_rows: int) -> None:
+        """``max_rows``: of a forward pass."""
+        self.decoder, self.gpu, self.method, self.spec, self.max_rows = decoder, gpu, method, spec, max_rows
+
+    def step(self, plan: StepPlan, head_rows: int, batch: int) -> tuple[str, int, float, float, float, Times]:
+        """The later fields of a ``StepPrediction``. The step takes as many passes as its rows need."""
+        most = max(1, self.max_rows // plan.max_rows)
+        passes = [self._pass(plan, head_rows, min(most, batch - first)) for first in range(0, batch, most)]
+        launches, seconds = zip(*passes, strict=True)
+        (_, keys), *_ = self._shape(plan, head_rows, 1).requests
+        return plan.state.value, 1, plan.max_rows, keys, sum(launches), _sum(seconds)
+
+    def _pass(self, plan: StepPlan, head_rows: int, batch: int) -> tuple[int, Times]:
+        """Launches and seconds of one forward pass and the dispatch around it."""
+        layer, ends = self._kernels(plan, head_rows, batch)
+        num_layers, launches = self.decoder.num_layers, self.decoder.num_layers * len(layer) + len(ends)
+        floor = num_layers * sum(kernel.floor(self.gpu) for kernel in layer) + sum(k.floor(self.gpu) for k in ends)
+        beside = DISPATCH + batch * DISPATCH_OF_REQUEST
+        of_ends = self._on_device(ends, STREAM_GAP)
+        of_layers = num_layers * self._on_device(layer, STREAM_GAP)
+        launched = recorded = beside + max(launches * HOST_LAUNCH, of_layers + of_ends)
+        size = padded_size([plan.max_rows] * batch) if self.method.recordable else None
+        if size is not None and plan.state is RefreshState.REUSE:
+            num_requests, num_rows = size
+            layer, ends = self._kernels(replace(plan, max_rows=num_rows), head_rows, num_requests)
+            recorded = beside + num_layers * self._on_device(layer, GRAPH_GAP) + self._on_device(ends, GRAPH_GAP)
+        return launches, Times(floor, launched, recorded)
+
+    def _on_device(self, kernels: list[Kernel], gap: float) -> float:
+        return sum(kernel.seconds(self.gpu) + gap for kernel in kernels)
+
+    def _kernels(self, plan: StepPlan, head_rows: int, batch: int) -> tuple[list[Kernel], list[Kernel]]:
+        """Of a layer, and of what comes before and behind all of them."""
+        assert self.method.launches is not None
+        shape, of_method = self._shape(plan, head_rows, batch), self.method.launches.get(plan.state, 0)
+        # What is not there yet, or in place of what is.
+        written = batch * (plan.retained - plan.read or plan.max_rows)
+        return self.decoder.layer(shape, self.gpu, of_method, written), self.decoder.ends(shape)
+
+    def _shape(self, plan: StepPlan, head_rows: int, batch: int) -> PassShape:
+        canvases = [self.spec.canvas_length] * batch
+        return PassShape.of_plans([plan] * batch, [plan.max_rows] * batch, canvases, batch * head_rows)
+
+
+def _sum(times: Sequence[Times]) -> Times:
+    return Times(*map(sum, zip(*map(astuple, times), strict=True)))
+
+
+def _mean(steps: list[StepPrediction]) -> StepPrediction:
+    count = len(steps)
+    rows, keys, launches = (sum(getattr(step, name) for step in steps) / count for name in ("rows", "keys", "launches"))
+    seconds = Times(*(total / count for total in astuple(_sum([step.seconds for step in steps]))))
+    return replace(steps[0], steps=count, rows=rows, keys=keys, launches=launches, seconds=seconds)
+
+
+def _check(d: Deployment, decoder: Decoder) -> None:
+    known = [name for name, method in CACHE_METHODS.items() if method.launches is not None]
+    for refused, what in (
+        (d.tensor_parallel_size != 1, "more than one GPU; leave --tensor-parallel-size at 1"),
+        (d.options.guide_model is not None, "a guide; leave --guide-model unset"),
+        (decoder.number_bytes != 2, "float32; choose --dtype bfloat16"),
+        (getattr(decoder.config, "quantization_config", None), "quantized checkpoints"),
+        (decoder.head_dim != TILE_HEAD_DIM, f"heads of {decoder.head_dim} numbers, only of {TILE_HEAD_DIM}"),
+        (d.options.cache_method not in known, f"cache_method={d.options.cache_method!r}; choose {', '.join(known)}"),
+    ):
+        if refused:
+            raise SizingError(f"--speed does not predict {what}")
+
+
+def _checked_steps(spec: DecodingSpec, steps: int | None) -> int:
+    if steps is not None and not spec.num_blocks <= steps <= spec.gen_length:
+        allowed = f"{spec.num_blocks} (one per block) … {spec.gen_length} (one per token)"
+        raise SizingError(f"--steps {steps} is out of range: {allowed}")
+    return steps or spec.gen_length

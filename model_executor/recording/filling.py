@@ -1,0 +1,100 @@
+"""What fills a step's tokens in, recorded: the head, statistics of its logits, the choice, and the canvas."""
+
+from typing import NamedTuple
+
+import torch
+
+from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, outcomes
+from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
+from dllm_engine.model_executor.recording.recorder import Recorder, padded
+from dllm_engine.model_executor.token_prediction import GREEDY, TokenPredictor
+from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.unmasking.selection import select
+
+
+class FillingSize(NamedTuple):
+    """What graphs differ in."""
+
+    num_candidates: int
+    width: int
+    """Candidates and positions of one request."""
+    choice: Choice
+
+
+def filling_size(group: BatchCandidates, choices: dict[Choice, dict[int, float]]) -> FillingSize | None:
+    """The size of a graph that fills ``group``; None where there is none. Graphs are for greedy requests that choose
+    alike and ask for tokens alone."""
+    canvases = [group.batch.canvases[index] for index in group.members]
+    if len(choices) != 1 or canvases[0].settings != GREEDY:
+        return None
+    if any(canvas.spec.delay_eos or canvas.spec.needs_per_step_output for canvas in canvases):
+        return None
+    (choice,) = choices
+    num_candidates, width = padded(group.positions.numel()), padded(group.width)
+    if choice.measure == "noise" or num_candidates is None or width is None:
+        return None
+    return FillingSize(num_candidates, width, choice)
+
+
+class FillingGraph:
+    """Fills up to so many candidates. Those behind a batch's own, which fill the graph up, are no request's."""
+
+    def __init__(
+        self,
+        predictor: TokenPredictor,
+        store: CanvasStore,
+        hidden: torch.Tensor,
+        num_requests: int,
+        record: Recorder,
+        size: FillingSize,
+    ) -> None:
+        """
+        Args:
+            hidden: hidden states of any row, ``[1, hidden_size]``.
+            num_requests: the most requests of a batch.
+        """
+        device, measure = hidden.device, size.choice.measure
+        self.hidden = hidden.new_zeros(size.num_candidates, hidden.shape[1])
+        # What fills the graph up belongs to one more request.
+        self.filler = torch.tensor([num_requests, 0, 0, SPARE, 0], device=device)[:, None]
+        self.table = self.filler.repeat(1, size.num_candidates)
+        self.values = torch.zeros(num_requests + 1, device=device)
+        self.holds: BatchCandidates | None = None
+        self.held_values: list[float] = []
+        self.store, self.width = store, size.width
+        requests, offsets, _, places, self.rows = self.table.unbind()
+
+        def fill() -> torch.Tensor:
+            statistics = predictor.predict(self.hidden, GREEDY, None, measure == "entropy", measure == "margin")
+            confidence = statistics.confidence(measure).masked_fill(~store.masked[places], -torch.inf)
+            chosen = select(size.choice.rule, confidence, requests, offsets, self.values, size.width)
+            store.fill(places, statistics.token, chosen)
+            return torch.stack((statistics.token, outcomes(statistics, chosen)))
+
+        self.launch = fill
+        self.replay = record(fill)
+
+    def fill_up(self) -> None:
+        """Take in the numbers of a made-up batch. The store must be empty."""
+        numbers = torch.arange(self.table.shape[1], device=self.table.device)
+        requests = (numbers // self.width).clamp(max=self.values.shape[0] - 1)
+        places = SPARE + 1 + numbers
+        self.table.copy_(torch.stack((requests, numbers % self.width, numbers, places, numbers)))
+        self.hidden.copy_(torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(self.hidden))
+        self.values.fill_(0.5)
+        self.store.masked[places] = True
+        self.holds, self.held_values = None, []
+
+    def __call__(self, hidden: torch.Tensor, group: BatchCandidates, values: list[float]) -> Filled:
+        """``values``: of the rule, for each request of the batch."""
+        num_candidates = group.positions.numel()
+        if self.holds is not group:
+            self.table[:, :num_candidates] = group.table
+            self.table[:, num_candidates:] = self.filler
+            self.holds = group
+        if self.held_values != values:
+            self.values[: len(values)] = on_device(values, hidden.device, self.values.dtype)
+            self.held_values = values
+        torch.index_select(hidden, 0, self.rows, out=self.hidden)
+        tokens, outcome = self.replay()[:, :num_candidates].clone().unbind()
+        return Filled(group.requests, group.positions, tokens, outcome)

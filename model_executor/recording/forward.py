@@ -1,0 +1,101 @@
+"""The recorded forward pass of a REUSE step."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dllm_engine.model_executor.batch_tables import KVTables
+from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.page_memory import PageView
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.paged import PagedPass, RetentionPass
+from dllm_engine.model_executor.recording.recorder import SIZES, Recorder, padded, padded_requests
+from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
+from dllm_engine.model_executor.transfer import on_device
+
+ForwardSize = tuple[int, int]
+"""Number of requests, and the most rows of one."""
+FREE_ROWS = 256
+"""Rows that a GPU computes about as fast as one: reading the weights takes longer."""
+
+
+def padded_size(num_rows: Sequence[int]) -> ForwardSize | None:
+    """The size of a graph for requests of ``num_rows`` each; None where filling it up would cost more than launching
+    does."""
+    num_requests, most_rows = padded_requests(len(num_rows)), padded(max(num_rows))
+    if most_rows is None or num_requests * most_rows > min(SIZES[-1], max(FREE_ROWS, 2 * sum(num_rows))):
+        return None
+    return num_requests, most_rows
+
+
+def forward_size(layer_pass: LayerPass) -> ForwardSize | None:
+    """The size of a graph that does what the pass does; None: it is to be launched."""
+    if isinstance(layer_pass, RetentionPass) and layer_pass.repeats and layer_pass.reads:
+        return padded_size(layer_pass.rows.sizes)
+    return None
+
+
+class ForwardGraph:
+    """One recorded pass of up to so many requests, which attend to their pages and to their own rows.
+
+    Rows lie at the front. Those behind them, which fill the graph up, are no request's: no attention reaches them.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionDecoder,
+        store: CanvasStore,
+        pages: PageView,
+        max_pages: int,
+        record: Recorder,
+        size: ForwardSize,
+    ) -> None:
+        """``max_pages``: the most pages of a request in a layer."""
+        (num_requests, num_rows), device = size, pages.keys.device
+        self.places = torch.full((num_requests * num_rows,), SPARE, device=device)
+        self.positions = torch.zeros_like(self.places)
+        self.max_head_len = max_pages * pages.page_size
+        shape = (model.shape.num_layers, num_requests, max_pages)
+        self.tokens = KVTables(
+            pages,
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(num_requests, dtype=torch.int32, device=device),
+            self.max_head_len,
+        )
+        rows = SplitRows([num_rows] * num_requests, [False] * num_requests, device)
+        self.cu_seqlens = rows.paged.cu_seqlens
+        self.holds: LayerPass | None = None
+        layer_pass, places, positions = PagedPass(self.tokens, rows), self.places, self.positions
+        self.launch = lambda: model(store.tokens[places], positions, layer_pass)
+        self.replay = record(self.launch)
+
+    def __call__(self, batch: StepBatch, layer_pass: RetentionPass) -> torch.Tensor:
+        """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
+        num_rows = batch.cu_seqlens[-1]
+        if self.holds is not layer_pass:  # else it runs one more step on what the last one left
+            self._take(batch, layer_pass.tokens, num_rows)
+            self.holds = layer_pass
+        return self.replay()[:num_rows]
+
+    def fill_up(self, page: int) -> None:
+        """Take in the numbers of a made-up full batch, whose tokens are all in one page of the pool."""
+        num_requests = self.tokens.head_len.shape[0]
+        rows = torch.arange(self.places.shape[0], device=self.places.device)
+        self.places.fill_(SPARE)
+        self.positions.copy_(rows % 2)  # which every canvas has
+        self.cu_seqlens.copy_(torch.arange(num_requests + 1) * (len(rows) // num_requests))
+        self.tokens.tables.fill_(page)
+        self.tokens.head_len.fill_(self.max_head_len)
+        self.holds = None
+
+    def _take(self, batch: StepBatch, tokens: KVTables, num_rows: int) -> None:
+        num_requests = len(batch.plans)
+        self.places[:num_rows] = batch.places
+        self.positions[:num_rows] = batch.positions
+        bounds = batch.cu_seqlens + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.cu_seqlens))
+        self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
+        self.tokens.tables[:, :num_requests, : tokens.tables.shape[2]] = tokens.tables
+        self.tokens.head_len[:num_requests] = tokens.head_len
+        # What is left of an earlier batch: pages that it had may be another's by now.
+        self.tokens.head_len[num_requests:] = 0

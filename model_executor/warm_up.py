@@ -1,0 +1,173 @@
+"""What a GPU's worker does before the first request: compile kernels, record graphs, and check what was recorded."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+from vllm import SamplingParams
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+
+from dllm_engine.families import family_of
+from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.model_executor.recording.recorder import SIZES, CudaRecorder, Recorder, padded, padded_requests
+from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.page_layout import PageCounts
+from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH
+from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+
+logger = init_logger(f"vllm.{__name__}")
+
+CANVAS_LENGTHS, BLOCK_LENGTHS = (16, 64, 256), (4, 8, 16, 32, 64, 128)
+"""Of made-up requests, for tiles of every size. The longest canvas that a request may have comes on top."""
+TOKENS_PER_STEP = 4
+MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference between hidden states of a recorded and a launched pass over the largest of them, by their type.
+They do the same work on the same shapes."""
+
+
+class WarmUp:
+    """Made-up requests on an idle engine."""
+
+    def __init__(self, runner: DiffusionModelRunner) -> None:
+        config = runner.vllm_config
+        self.runner = runner
+        self.family = family_of(runner.model_config.hf_config)
+        self.geometry = runner.options.geometry(
+            runner.model_config.hf_config, config.parallel_config.tensor_parallel_size
+        )
+        self.longest = runner.model_config.max_model_len
+        self.max_requests = config.scheduler_config.max_num_seqs
+        self.max_rows = config.scheduler_config.max_num_batched_tokens
+        self.num_pages = 0 if runner.pages is None else runner.pages.memory.shape[0] - 1
+
+    def spec(self, canvas_length: int, temperature: float = 0.0) -> DecodingSpec:
+        """A request of the engine's defaults, but for the steps; half of its canvas is the response, or less."""
+        gen_length = min(DEFAULT_GEN_LENGTH, canvas_length // 2)
+        params = SamplingParams(max_tokens=gen_length, temperature=temperature)
+        spec = resolve_decoding(params, canvas_length - gen_length, self.family, self.runner.options)
+        return replace(spec, steps=max(spec.num_blocks, spec.steps // TOKENS_PER_STEP))
+
+    def compile(self) -> None:
+        """Answer requests until every kernel was launched with each of its tiles: short and long requests, alone and
+        together, at every step of a response; and blocks of all sizes."""
+        for length in sorted({min(length, self.longest) for length in (*CANVAS_LENGTHS, self.longest)}):
+            spec = self.spec(length)
+            pages = max(1, sum(map(sum, self._pages(spec).values())))
+            together = min(self.max_requests, self.max_rows // spec.canvas_length, self.num_pages // pages or 1)
+            for num_requests in sorted({1, together}):
+                self._answer(spec, num_requests)
+            self._answer(self.spec(length, temperature=1.0), 1)
+            for block_length in BLOCK_LENGTHS:
+                if block_length <= spec.gen_length:
+                    self._answer(replace(spec, block_length=block_length, gen_length=block_length, steps=4), 1)
+
+    @torch.inference_mode()
+    def record(self, recorder: Recorder, show_progress: bool) -> None:
+        """Record the graphs that requests of the engine's defaults need, and hold them against launched steps.
+
+        A recorder that fails, or a recording that does something else, leaves the engine without recordings.
+        """
+        runner = self.runner
+        graphs = runner.record_with(recorder)
+        spec = self.spec(self.longest)
+        try:
+            problem = None
+            self._answer(spec, 1)  # what is recorded is checked on numbers of a request
+            sizes = self._forward_sizes(spec)
+            for size in tqdm(sizes, desc="Recording steps", disable=not show_progress):
+                _ = graphs.forwards[size]
+            for filling in list(graphs.fillings.graphs):
+                most = padded(min(self.max_requests * filling.width, SIZES[-1]))
+                for number in SIZES[: SIZES.index(most) + 1] if most else ():
+                    _ = graphs.fillings[filling._replace(num_candidates=number)]
+            problem = graphs.problem(MAX_ERROR[runner.model_config.dtype])
+        except Exception as error:
+            logger.debug("recording failed", exc_info=error)
+            problem = f"recording failed with {type(error).__name__}: {error}"
+        if self._on_any_rank(problem is not None):
+            runner.denoiser.graphs = None
+            logger.warning(
+                "Steps are launched, not replayed from CUDA graphs, which is slower: %s. `dllm check` shows more; "
+                "cuda_graphs=False leaves recording out.",
+                problem or "another rank could not record them",
+            )
+
+    def _forward_sizes(self, spec: DecodingSpec) -> list[tuple[int, int]]:
+        """Of the graphs of a request's REUSE steps, alone and in batches."""
+        rows = {padded(plan.max_rows) for plan in _plans(spec, self.runner) if plan.state is RefreshState.REUSE}
+        numbers = sorted({padded_requests(n) for n in range(1, min(self.max_requests, SIZES[-1]) + 1)})
+        return [(n, r) for r in SIZES if r in rows for n in numbers if n * r <= SIZES[-1]]
+
+    def _pages(self, spec: DecodingSpec) -> PageCounts:
+        """The most pages of each table, over the blocks of a request."""
+        method, counts = self.runner.options.method, PageCounts()
+        for block in range(spec.num_blocks):
+            for kind, per_layer in method.held(spec, block, self.geometry).items():
+                counts[kind] = [max(pair) for pair in zip(per_layer, counts.get(kind, per_layer), strict=True)]
+        return counts
+
+    def _answer(self, spec: DecodingSpec, num_requests: int) -> None:
+        """Run requests to their end, through the first page of the pool and those after it."""
+        runner = self.runner
+        output = DiffusionSchedulerOutput.make_empty()
+        assert isinstance(output, DiffusionSchedulerOutput)
+        draw = torch.Generator().manual_seed(spec.canvas_length)
+        free_pages = iter(range(1, self.num_pages + 1))
+        progress = {}
+        for number in range(num_requests):
+            request_id = f"warm-up-{number}"
+            prompt = torch.randint(runner.mask_token_id, (spec.prompt_length,), generator=draw).tolist()
+            output.new_requests[request_id] = NewRequest(prompt, spec, seed=number)
+            output.page_tables[request_id] = {
+                kind: [list(itertools.islice(free_pages, pages)) for pages in per_layer]
+                for kind, per_layer in self._pages(spec).items()
+            }
+            progress[request_id] = Progress(num_masked=spec.block_span(0).size)
+        try:
+            while progress:
+                output.plans = {request_id: runner.plan(spec, progress[request_id]) for request_id in progress}
+                (reports,) = runner.execute_model(output).reports
+                output = DiffusionSchedulerOutput.make_empty()
+                for request_id, report in reports.items():
+                    # Weights that are made up as well may compute a NaN, which ends a request.
+                    done = not isinstance(report, StepReport)
+                    if isinstance(report, StepReport):
+                        block_done = report.block_tokens is not None
+                        done = block_done and progress[request_id].block + 1 == spec.num_blocks
+                        progress[request_id].advance(spec, report.num_unmasked, block_done)
+                    if done:
+                        del progress[request_id]
+                        runner.store.close(request_id)
+        finally:
+            for request_id in progress:
+                runner.store.close(request_id)
+
+    def _on_any_rank(self, here: bool) -> bool:
+        group = get_tp_group()
+        anywhere = torch.tensor(int(here))
+        if group.world_size > 1:
+            torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        return bool(anywhere)
+
+
+def _plans(spec: DecodingSpec, runner: DiffusionModelRunner) -> Iterator[StepPlan]:
+    """Those of a request whose steps unmask what their plans say."""
+    progress = Progress(num_masked=spec.block_span(0).size)
+    while progress.num_unmasked < spec.gen_length:
+        plan = runner.plan(spec, replace(progress))
+        yield plan
+        count = min(max(plan.quota.count, 1), progress.num_masked)
+        progress.advance(spec, count, block_done=count == progress.num_masked)
+
+
+def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:
+    """Everything before the first request, on a GPU."""
+    requests = WarmUp(runner)
+    requests.compile()
+    if runner.options.cuda_graphs:
+        requests.record(CudaRecorder(runner.device), show_progress)

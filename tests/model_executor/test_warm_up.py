@@ -1,0 +1,186 @@
+"""What a GPU's worker does before the first request, here on a CPU: with stand-ins for graphs and for compiling."""
+
+import importlib
+import pkgutil
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dllm_engine.kernels
+from dllm_engine.kernels._operator import Operator
+from dllm_engine.model_executor import warm_up
+from dllm_engine.model_executor.warm_up import WarmUp
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.support.engines import assert_nothing_left, generate, runner_of
+from tests.support.stand_in_recorder import StandInRecorder
+
+OPTIONS = {
+    "dkv": {"refresh_interval": 3},
+    "dllm_cache": {"prompt_refresh_interval": 7, "response_refresh_interval": 2},
+    "maskkv": {"prompt_refresh_interval": 7, "response_refresh_interval": 2, "kv_budget": 24},
+    "es_dllm": {"retention_ratio": 0.5},
+}
+
+
+@pytest.fixture
+def engine(engines, tiny_llada):
+    """``engine(method)``: canvases of up to 128 positions, three requests at once."""
+
+    def start(method):
+        return engines(
+            tiny_llada,
+            page_size=4,
+            max_model_len=128,
+            max_num_seqs=3,
+            cache_method=method,
+            cache_options=OPTIONS.get(method, {}),
+        )
+
+    return start
+
+
+@pytest.fixture
+def warmed(engine):
+    """``warmed(method, recorder)``: an engine that has recorded, until the test ends."""
+    runners = []
+
+    def start(method, recorder):
+        llm = engine(method)
+        runners.append(runner_of(llm))
+        WarmUp(runners[-1]).record(recorder, show_progress=False)
+        return llm
+
+    yield start
+    for runner in runners:
+        runner.denoiser.graphs = None
+
+
+def asked(**settings):
+    from dllm_engine import DiffusionParams
+
+    return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
+
+
+class Compilations:
+    """Stands in for a Triton kernel: notes what each launch would compile, and computes nothing."""
+
+    def __init__(self, kernel, found: set) -> None:
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **constants):
+        key = [self.kernel.__name__, *constants.items()]
+        for parameter, value in zip(self.kernel.params, arguments, strict=False):
+            if isinstance(value, torch.Tensor):
+                aligned = parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
+                key.append((parameter.name, value.dtype, aligned))
+            elif isinstance(value, int) and not parameter.do_not_specialize:
+                key.append((parameter.name, value == 1, value % 16 == 0))
+        self.found.add(tuple(key))
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """A set that grows by what a GPU's launches would compile. The kernels for CPUs compute what they would."""
+    pytest.importorskip("triton")
+    found: set = set()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+
+    def launching(operator, kernel):
+        def run(*arguments):
+            operator.triton_kernel(*arguments)
+            return kernel(*arguments)
+
+        return run
+
+    for module in pkgutil.iter_modules(dllm_engine.kernels.__path__):
+        for operator in vars(importlib.import_module(f"dllm_engine.kernels.{module.name}")).values():
+            if isinstance(operator, Operator) and operator.triton_kernel:
+                launches = importlib.import_module(operator.triton_kernel.__module__)
+                for name, kernel in list(vars(launches).items()):
+                    if name.endswith("_kernel") and not isinstance(kernel, Compilations):
+                        monkeypatch.setattr(launches, name, Compilations(kernel, found))
+                monkeypatch.setattr(operator, "kernel", launching(operator, operator.kernel))
+    return found
+
+
+@pytest.mark.parametrize("method", CACHE_METHODS)
+def test_no_kernel_is_compiled_after_it(engine, compilations, method):
+    llm = engine(method)
+    WarmUp(runner_of(llm)).compile()
+    assert_nothing_left(llm)
+    before, steps, draw = set(compilations), 0, random.Random(5)
+    while steps < 400:
+        prompts = [[draw.randrange(140) for _ in range(draw.randrange(1, 90))] for _ in range(9)]
+        params = [
+            asked(
+                gen_length=draw.choice([8, 24, 32]),
+                block_length=draw.choice([4, 8]),
+                temperature=draw.choice([0.0, 0.0, 0.7]),
+                seed=draw.randrange(9),
+                threshold=draw.choice([None, 0.1]),
+            )
+            for _ in prompts
+        ]
+        steps += sum(o.outputs[0].diffusion.denoising_steps for o in generate(llm, prompts, params)) // 3
+    assert before
+    assert compilations == before, "compiled later:\n" + "\n".join(map(str, compilations - before))
+
+
+@pytest.mark.parametrize("method", [name for name, method in CACHE_METHODS.items() if method.recordable])
+def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
+    from dllm_engine import DiffusionParams
+
+    prompts, params = [[5] * 40, [6] * 3, [7] * 64], DiffusionParams(gen_length=64, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in generate(engine(method), prompts, params)]
+    recorder = StandInRecorder()
+    llm = warmed(method, recorder)
+    assert_nothing_left(llm)
+    recorded, replayed = recorder.num_recorded, recorder.num_replayed
+    assert recorded
+    assert [output.outputs[0].token_ids for output in generate(llm, prompts, params)] == expected
+    assert recorder.num_recorded == recorded
+    assert recorder.num_replayed > replayed + 64
+
+
+class Forgetful(StandInRecorder):
+    """Replays give what was recorded, whatever the tensors hold by then."""
+
+    def __init__(self, graphs_of: str) -> None:
+        super().__init__()
+        self.graphs_of = graphs_of
+
+    def __call__(self, run):
+        replay, result = super().__call__(run), run().clone()
+        return (lambda: result) if (result.dtype == torch.int64) == (self.graphs_of == "filling") else replay
+
+
+def failing(run):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("recorder", "said"),
+    [
+        (failing, "recording failed with RuntimeError: operation not permitted when stream is capturing"),
+        (Forgetful("forward"), r"1 requests of \d+ rows are off by .* when they are replayed"),
+        (Forgetful("filling"), r"\d+ candidates are filled otherwise when that is replayed"),
+    ],
+    ids=["fails", "forward", "filling"],
+)
+def test_recordings_that_fail_or_differ_are_not_used(engine, warmed, monkeypatch, recorder, said):
+    prompts = [[5] * 40, [6] * 3]
+    expected = [output.outputs[0].token_ids for output in generate(engine("sparse"), prompts, asked())]
+    warnings = []
+    monkeypatch.setattr(warm_up.logger, "warning", lambda text, *args: warnings.append(text % args))
+    llm = warmed("sparse", recorder)
+    (warning,) = warnings
+    assert re.search(said, warning), warning
+    assert runner_of(llm).denoiser.graphs is None
+    assert [output.outputs[0].token_ids for output in generate(llm, prompts, asked())] == expected
+    assert_nothing_left(llm)
