@@ -11,6 +11,7 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from dllm_engine.families import family_of
+from dllm_engine.kernels._operator import plain_on_cuda
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.recording.recorder import SIZES, CudaRecorder, Recorder, padded, padded_requests
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
@@ -169,5 +170,6 @@ def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:
     """Everything before the first request, on a GPU."""
     requests = WarmUp(runner)
     requests.compile()
-    if runner.options.cuda_graphs:
+    # Plain kernels wait for the device; what took their place in a start-up check was said there.
+    if runner.options.cuda_graphs and not plain_on_cuda:
         requests.record(CudaRecorder(runner.device), show_progress)
