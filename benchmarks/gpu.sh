@@ -1,27 +1,109 @@
 #!/usr/bin/env bash
-# Checks and measures everything there is to check and measure on a GPU, into one folder:
+# Checks and measures on a GPU, in stages, into one folder:
 #
-#     benchmarks/gpu.sh [FOLDER [MODEL]]        (default: gpu-results, random weights of LLaDA-8B's shape)
+#     benchmarks/gpu.sh [--output FOLDER] [--stages 1,2,3] [--model llada-8b] [--bundle FOLDER]
 #
-# The tests, of which those of kernels and engines run on the GPU; attention over pages against its floor; then cache
-# methods at batch 1, 8 and 64 over the plain model and over their floors, launched step by step and as CUDA graphs with
-# eight steps a dispatch; ratios of the two last. Goes on where a test fails, and then exits with 1.
+#  1  each kernel against its plain version on the CPU, at the sizes of the model     kernels.json
+#  2  one FULL and one REUSE step over their floors: launched, and recorded           launched.json, recorded.json
+#  3  answers of every cache method against those of a CPU                            answers.json
+#  4  cache methods at batch 1, 8 and 64 over the plain model and their floors        bench-*.json
+#  5  paged attention over its floor, and the fastest tiles for this GPU              attention.json, tiles*.json
+#  6  kernels for heads of other sizes, and the tests                                 heads.json, tests.txt
+#
+# The first three end within ten minutes. A command that fails or takes too long ends alone; the last lines say which, and
+# the exit status is 1. `--model` names random weights of a shape.
+#
+# `--bundle` names a folder of scripts/gpu_bundle.py, installed for this run alone: beside what the machine's python3
+# has, or, a complete one, into an environment of its own. Without it, dllm-engine is installed.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-folder="${1:-gpu-results}"
-model="${2:-llada-8b}"
+folder=gpu-results stages=1,2,3,4,5,6 model=llada-8b bundle=
+while (($#)); do
+    case "$1" in
+        --output) folder="$2" ;;
+        --stages) stages="$2" ;;
+        --model) model="$2" ;;
+        --bundle) bundle="$(realpath "$2")" ;;
+        *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    esac
+    shift 2
+done
 mkdir -p "$folder"
+folder="$(realpath "$folder")"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
 
-bench() {
-    dllm bench --model "$model" --dtype bfloat16 --batch 1,8,64 --prompt 512 --response 64 --block-length 32 "$@"
+if [[ -n "$bundle" ]]; then
+    site="$(mktemp -d)"
+    trap 'rm -rf "$site"' EXIT
+    install=(python3 -m pip install --quiet --no-index --no-deps --no-compile)
+    if compgen -G "$bundle/torch-*.whl" >/dev/null; then
+        python3 -m venv "$site"
+    else
+        install+=(--upgrade --target "$site")
+        export PYTHONPATH="$site"
+    fi
+    export PATH="$site/bin:$PATH"
+    "${install[@]}" "$bundle"/*.whl
+    # From a copy, in which nothing of an earlier build lies.
+    mkdir "$site/source"
+    cp -r pyproject.toml README.md LICENSE dllm_engine kernels model_executor scheduler "$site/source"
+    "${install[@]}" --no-build-isolation "$site/source"
+fi
+
+status=0 summary=()
+run() { # SECONDS COMMAND...: run the command for so long at most, and go on if it fails
+    local limit="$1" begin="$SECONDS" code=0
+    shift
+    printf '\n$ %s\n' "$*"
+    timeout --kill-after=10 "$limit" "$@" || code=$?
+    ((code == 0)) || status=1
+    case "$code" in
+        0) summary+=("$((SECONDS - begin)) s  ok  $*") ;;
+        124 | 137) summary+=("$((SECONDS - begin)) s  FAILED: not ready in time  $*") ;;
+        *) summary+=("$((SECONDS - begin)) s  FAILED with exit status $code  $*") ;;
+    esac
 }
 
-status=0
-python -m pytest -q | tee "$folder/tests.txt" || status=1
-python benchmarks/kernel_time.py --device cuda --dtype bfloat16 --output "$folder/kernel_time.json"
-bench --methods none,dual,sparse --output "$folder/launched.json" --plots "$folder"
-bench --methods dual,sparse --no-baseline --engine-arg cuda_graphs=true --engine-arg steps_per_dispatch=8 \
-    --output "$folder/graphs.json"
-dllm bench --compare "$folder/launched.json" "$folder/graphs.json" | tee "$folder/comparison.txt"
+steps() { # NAME SECONDS OPTIONS...
+    run "$2" python3 benchmarks/step_time.py --model "$model" --dtype bfloat16 --canvas 1024 --gen-length 64 --batch 1 \
+        "${@:3}" --output "$folder/$1.json"
+}
+
+bench() { # NAME OPTIONS...
+    run 280 dllm bench --model "$model" --dtype bfloat16 --batch 1,8,64 --prompt 512 --response 64 --block-length 32 \
+        --repeats 2 "${@:2}" --output "$folder/bench-$1.json"
+}
+
+stage() {
+    case "$1" in
+        1) run 170 dllm check "$model" --only kernels --output "$folder/kernels.json" ;;
+        2)
+            steps launched 150 --methods none dual --no-cuda-graphs
+            steps recorded 120 --methods dual --cuda-graphs
+            ;;
+        3) run 130 dllm check --only answers --output "$folder/answers.json" ;;
+        4)
+            bench dual --methods dual --no-baseline
+            bench dual-launched --methods dual --no-baseline --engine-arg cuda_graphs=false
+            bench sparse --methods sparse --no-baseline
+            bench none --methods none
+            ;;
+        5)
+            run 120 python3 benchmarks/kernel_time.py --output "$folder/attention.json"
+            run 450 python3 benchmarks/kernel_time.py --tiles "$folder/tiles.json" --output "$folder/tiles-times.json"
+            ;;
+        6)
+            run 600 dllm check "$model" --only heads --output "$folder/heads.json"
+            run 3600 bash -c 'set -o pipefail; python3 -m pytest -q --continue-on-collection-errors 2>&1 | tee "$1"' pytest "$folder/tests.txt"
+            ;;
+        *) echo "there is no stage $1" >&2; exit 2 ;;
+    esac
+}
+
+for number in ${stages//,/ }; do
+    stage "$number"
+done
+printf '\n'
+printf '%s\n' "${summary[@]}" | tee "$folder/summary.txt"
 exit "$status"

@@ -11,7 +11,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from dllm_engine import LLM
 from dllm_engine.bench.machine import CLOCKS, provenance, use_clock
-from dllm_engine.bench.random_model import random_engine
+from dllm_engine.bench.random_model import named_shape, random_engine
 from dllm_engine.bench.report import machine_line
 from dllm_engine.text import format_table, json_rows
 
@@ -34,6 +34,7 @@ def add_model_arguments(
     parser: argparse.ArgumentParser, *, hidden_size: int, layers: int, heads: int, vocab_size: int
 ) -> None:
     """Options of ``start_engine``, with these defaults."""
+    parser.add_argument("--model", help="random weights of a named shape, such as llada-8b, in place of these sizes")
     parser.add_argument("--hidden-size", type=int, default=hidden_size)
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--heads", type=int, default=heads)
@@ -66,16 +67,21 @@ def llada_config(options: argparse.Namespace, max_model_len: int) -> dict[str, A
 
 
 def start_engine(options: argparse.Namespace, max_model_len: int, max_num_seqs: int, **settings: Any) -> LLM:
-    """A LLaDA in this process with random weights of the asked shape and without tokenizer.
+    """A model in this process with random weights of the asked shape and without tokenizer, a LLaDA unless it is named.
 
     Keep every engine until the program ends: one that is dropped takes vLLM's process groups from the others.
     """
+    defaults = {
+        "max_num_batched_tokens": max_num_seqs * max_model_len,
+        "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.05,  # the pool's size is given; this only says how much must be free
+    }
     return random_engine(
-        llada_config(options, max_model_len),
+        named_shape(options.model) if options.model else llada_config(options, max_model_len),
         dtype=options.dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        **{"max_num_batched_tokens": max_num_seqs * max_model_len, "kv_cache_memory_bytes": 1 << 30} | settings,
+        **defaults | settings,
     )
 
 
@@ -88,8 +94,7 @@ def finish_requests(llm: LLM, request_ids: list[str]) -> None:
 
 def report(options: argparse.Namespace, **sections: Any) -> None:
     """Print the machine and the sections, of which lists of rows are tables; write all of it to ``--output``."""
-    facts = {"machine": provenance()}
-    print(machine_line(facts))
+    print(machine_line({"machine": provenance()}))
     for name, section in sections.items():
         if isinstance(section, list) and section and isinstance(section[0], dict):
             columns = list(dict.fromkeys(column for row in section for column in row))
@@ -97,9 +102,18 @@ def report(options: argparse.Namespace, **sections: Any) -> None:
             print(f"\n{name}\n{format_table([columns, *cells])}")
         else:
             print(f"{name}: {_text(section)}")
+    write(options, **sections)
+
+
+def write(options: argparse.Namespace, **sections: Any) -> None:
+    """Write machine, settings and sections to ``--output``, if it was given."""
     if options.output:
-        settings = {name: value for name, value in vars(options).items() if name != "output"}
-        content = rounded(facts | {"settings": settings} | sections)
+        settings = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(options).items()
+            if name != "output"
+        }
+        content = rounded({"machine": provenance(), "settings": settings} | sections)
         options.output.write_text(json_rows(content, depth=2) + "\n", encoding="utf-8")
 
 

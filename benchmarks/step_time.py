@@ -6,7 +6,8 @@ layers and the head on the masked rows of the block, on the same weights, in the
 
     python benchmarks/step_time.py [--hidden-size 1024 --layers 8 --canvas 512 --pairs 9] [--output FILE.json]
 
-``none`` shows whole-canvas (FULL) steps, ``dual`` and ``sparse`` show REUSE steps too.
+``none`` shows whole-canvas (FULL) steps, ``dual`` and ``sparse`` show REUSE steps too. ``--cuda-graphs`` records REUSE
+steps, ``--no-cuda-graphs`` launches each kernel.
 
 With ``--overhead`` it measures what a dispatch costs beside the model instead: the time of ``LLMEngine.step`` less that
 of embedding, layers, final norm and head. What is left is scheduling, building the batch, token statistics (which grow
@@ -109,15 +110,17 @@ def main() -> None:
     parser.add_argument("--gen-length", type=int, help="default: half the canvas")
     parser.add_argument("--methods", nargs="+", default=["none", "dual", "sparse"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help="default: the engine's")
     parser.add_argument("--steps-per-dispatch", type=int, nargs="+", default=[1])
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
     parser.add_argument("--overhead", action="store_true", help="time beside the model instead of time over the floor")
     parser.add_argument("--rounds", type=int, default=3, help="responses that --overhead is measured over")
     options = parse(parser)
     options.gen_length = options.gen_length or options.canvas // 2
+    graphs = {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
     engines = {
         (method, steps): start_engine(
-            options, options.canvas, max(options.batch), cache_method=method, steps_per_dispatch=steps
+            options, options.canvas, max(options.batch), cache_method=method, steps_per_dispatch=steps, **graphs
         )
         for method in options.methods
         for steps in options.steps_per_dispatch

@@ -25,7 +25,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) · up``, ``[num_rows, width]``, of ``[num_rows, 2 · width]`` with the gates first."""
     gate, up = gate_up.chunk(2, dim=-1)
     # vLLM's kernel for CPUs takes five times as long as PyTorch's two.
-    if not gate_up.is_cuda or "silu_and_mul" in plain_on_cuda:
+    if not gate_up.is_cuda or "silu_and_mul" in plain_on_cuda or not hasattr(torch.ops._C, "silu_and_mul"):
         return F.silu(gate).mul_(up)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     torch.ops._C.silu_and_mul.default(out, gate_up)

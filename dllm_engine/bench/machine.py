@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.platforms import current_platform
 
 from dllm_engine.version import __version__
 
@@ -41,6 +42,12 @@ def triton_version() -> str | None:
         return None
 
 
+def has_vllm_operators() -> bool:
+    """Whether vLLM's compiled operators can be had. Without them norms and gates are PyTorch's."""
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "rms_norm")
+
+
 def provenance() -> dict[str, Any]:
     """Machine, versions, threads and date, for a file of figures."""
     return {
@@ -52,6 +59,7 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton_version(),
         "vllm": vllm.__version__,
+        "vllm_operators": has_vllm_operators(),
         "dllm_engine": __version__,
         "threads": torch.get_num_threads(),
         "clock": _clock_name,

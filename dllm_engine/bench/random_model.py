@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.checkpoints import RELEASED_CONFIGS
+from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.families import FAMILIES
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
+    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
 
 NAMED_SHAPES: dict[str, str] = {
     "llada-8b": "GSAI-ML/LLaDA-8B-Base",
@@ -55,6 +56,17 @@ def named_shape(name: str) -> dict[str, Any]:
         config[key] = max(1, config[key] // int(divisor or 1))
     config["mask_token_id"], config["eos_token_id"] = config["vocab_size"] - 1, config["vocab_size"] - 2
     return config
+
+
+def config_of(model: str) -> "LLaDAConfig | DreamConfig":
+    """The config of a named shape, or of a checkpoint by its folder or Hugging Face name.
+
+    Raises ``ValueError`` as ``named_shape`` and ``load_config`` do.
+    """
+    if not is_named_shape(model):
+        return load_config(model)
+    with config_folder(named_shape(model)) as folder:
+        return load_config(str(folder))
 
 
 @contextmanager

@@ -10,8 +10,7 @@ import torch
 
 from dllm_engine.batch.files import BatchRequest
 from dllm_engine.bench.plain import PlainDecoder, decoder_shape
-from dllm_engine.bench.random_model import config_folder, is_named_shape, named_shape, random_engine
-from dllm_engine.checkpoints import load_config
+from dllm_engine.bench.random_model import config_of, is_named_shape, named_shape, random_engine
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
@@ -66,11 +65,7 @@ class Subject:
         self.has_random_weights = is_named_shape(model)
         self.engine_args = engine_args
         self.max_model_len = max_model_len
-        if self.has_random_weights:
-            with config_folder(named_shape(model)) as folder:
-                self.config = load_config(str(folder))
-        else:
-            self.config = load_config(model)
+        self.config = config_of(model)
         self.family = family_of(self.config)
         self.shape = decoder_shape(self.config)
         own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")

@@ -28,7 +28,7 @@ class Check:
     """One comparison."""
 
     name: str
-    """Neighbours of the same name share a line of the table where they went alike."""
+    """Checks of the same name share a line of the table where they went alike."""
     case: str
     """Its type and sizes."""
     run: Callable[[], _Error]
@@ -99,10 +99,13 @@ def run_checks(checks: Iterable[Check]) -> Iterator[Outcome]:
 
 
 def as_table(outcomes: Iterable[Outcome]) -> str:
-    """A line for each failure, and one for neighbours of a name that went alike, which shows the case closest to its
+    """By name, a line for each failure, and one for neighbours that went alike, which shows the case closest to its
     bound."""
+    outcomes = list(outcomes)
+    names = [each.name for each in outcomes]
+    ordered = sorted(outcomes, key=lambda each: names.index(each.name))
     rows = [("CHECK", "CASE", "ERROR", "BOUND", "TIME", "RESULT")]
-    for (name, result, reason), group in itertools.groupby(outcomes, key=lambda o: (o.name, o.result, o.reason)):
+    for (name, result, reason), group in itertools.groupby(ordered, key=lambda o: (o.name, o.result, o.reason)):
         members = list(group)
         for line in [[each] for each in members] if result == FAILED else [members]:
             worst = max(line, key=lambda o: (o.error or 0.0) / (o.bound or 1.0))

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from dllm_engine.check.checks import CannotRunError, Check, compare
-from dllm_engine.check.operators import HEAD_DIMS, TYPES, Draw, Sizes
+from dllm_engine.check.operators import TYPES, Draw, Sizes
 from dllm_engine.kernels.dense_backends import BACKENDS, DenseAttention, attend_with_sdpa
 
 BOUNDS = [0, 40, 80, 113, 300]
@@ -14,12 +14,10 @@ BOUNDS = [0, 40, 80, 113, 300]
 
 
 def dense_checks(device: torch.device, sizes: Sizes) -> Iterator[Check]:
-    """Every backend in every type, with the model's heads and those of ``HEAD_DIMS``."""
-    others = [sizes.with_head_dim(head_dim) for head_dim in HEAD_DIMS if head_dim != sizes.head_dim]
+    """Every backend in every type."""
     for name in BACKENDS:
         for dtype in TYPES:
-            for each in (sizes, *others):
-                yield dense_check(device, name, each, dtype)
+            yield dense_check(device, name, sizes, dtype)
 
 
 def dense_check(device: torch.device, name: str, sizes: Sizes, dtype: torch.dtype) -> Check:

@@ -63,6 +63,10 @@ class Sizes:
         slots = self.slots_per_page // self.num_kv_heads * 2
         return replace(self, num_heads=4, num_kv_heads=2, head_dim=head_dim, slots_per_page=slots)
 
+    def with_other_heads(self) -> "list[Sizes]":
+        """With each of ``HEAD_DIMS`` but its own."""
+        return [self.with_head_dim(head_dim) for head_dim in HEAD_DIMS if head_dim != self.head_dim]
+
     @property
     def heads(self) -> str:
         return f"{self.num_heads} heads of {self.head_dim} share {self.num_kv_heads}"
@@ -256,17 +260,10 @@ def operator_checks(
     device: torch.device,
     sizes: Sizes,
     types: Sequence[torch.dtype] = TYPES,
-    head_dims: Sequence[int] | None = None,
     causal: Sequence[bool] = (True, False),
 ) -> Iterator[Check]:
-    """Every operator in each of the ``types``; those that work on heads with ``head_dims`` (None: ``HEAD_DIMS``) as
-    well. ``causal``: with which masks to attend to pages."""
-    dims = HEAD_DIMS if head_dims is None else head_dims
-    others = [sizes.with_head_dim(head_dim) for head_dim in dims if head_dim != sizes.head_dim]
-    paged = {name: partial(case, causal=causal) for name, case in _PAGED_CASES.items()}
-    for name, case in (paged | _BY_HEADS).items():
-        for each in (sizes, *others):
-            yield from _in_each_type(types, device, name, case, each, each.heads)
+    """Every operator in each of the ``types``. ``causal``: with which masks to attend to pages."""
+    yield from head_checks(device, sizes, types, causal)
     for name, case in _BY_WIDTH.items():
         yield from _in_each_type(types, device, name, case, sizes, f"rows of {sizes.hidden_size}")
     for name, of_vllm in _OF_VLLM.items():
@@ -277,6 +274,18 @@ def operator_checks(
         yield from _in_each_type(types, device, name, case, sizes, f"{sizes.vocab_size:,} tokens")
     run = partial(_compare, device, _noise, sizes, torch.float64, torch.float64)
     yield Check("noise", f"{sizes.vocab_size:,} tokens", run)
+
+
+def head_checks(
+    device: torch.device,
+    sizes: Sizes,
+    types: Sequence[torch.dtype] = TYPES,
+    causal: Sequence[bool] = (True, False),
+) -> Iterator[Check]:
+    """Those that work on heads."""
+    paged = {name: partial(case, causal=causal) for name, case in _PAGED_CASES.items()}
+    for name, case in (paged | _BY_HEADS).items():
+        yield from _in_each_type(types, device, name, case, sizes, sizes.heads)
 
 
 def _in_each_type(

@@ -133,7 +133,7 @@ def _checks(device: torch.device, dtype: torch.dtype, models: Sequence[Sizes], d
     """Those of kernels that can be replaced, with the model's sizes, and with its guide's, which attends causally."""
     for sizes, is_guide in zip(models, (False, True), strict=False):
         for each in dict.fromkeys((dtype, torch.float32)):
-            for check in operator_checks(device, sizes, (each,), (), (is_guide,)):
+            for check in operator_checks(device, sizes, (each,), (is_guide,)):
                 if check.name in _OF_LOGITS or (each == dtype and check.name != "noise"):
                     yield replace(check, case=f"{check.case}, guide") if is_guide else check
     if dense is not None:
@@ -166,7 +166,8 @@ def _is_usable(device: torch.device) -> bool:
 def _key(device: torch.device, dtype: torch.dtype, models: Sequence[Sizes], dense: str | None) -> dict[str, Any]:
     """What results depend on, as JSON gives it back."""
     machine = provenance()
-    sources = sorted(Path(dllm_engine.kernels.__path__[0]).rglob("*.py"))
+    files = Path(dllm_engine.kernels.__path__[0]).rglob("*")
+    sources = sorted(path for path in files if path.suffix in (".py", ".json"))
     kernels = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     versions = {name: machine[name] for name in _VERSIONS} | {"cuda": torch.version.cuda, "kernels": kernels}
     asked = {"dtype": str(dtype), "models": [asdict(sizes) for sizes in models], "dense": dense}

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 from dllm_engine.kernels.paged_attention import empty_results
 from dllm_engine.kernels.triton._launch import Launch
+from dllm_engine.kernels.triton.tiles import Tiles, choose_tiles
 
 # The arguments of Triton kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -217,7 +217,7 @@ def paged_attention(
     k, k_row = _rows(k, head_dim)
     v, v_row = _rows(v, head_dim)
     sharing = num_heads // num_kv_heads
-    tiles = _tiles(max_seqlen * sharing, head_dim, q.dtype)
+    tiles = choose_tiles(max_seqlen * sharing, head_dim, q.dtype, q.device)
     num_blocks = -(-max_seqlen * sharing // tiles.block_q)
     if num_splits is None:
         num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
@@ -252,17 +252,6 @@ def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
     return x, row // head_dim
 
 
-class Tiles(NamedTuple):
-    """What a program of the attention kernel computes at a time, and with what."""
-
-    block_q: int
-    """(row, query head) pairs."""
-    block_k: int
-    """Keys."""
-    num_warps: int
-    num_stages: int
-
-
 @functools.cache
 def _launches(
     num_heads: int,
@@ -293,25 +282,6 @@ def _launches(
     }
     combining = {"HEAD_DIM": head_dim, "WITH_LSE": return_lse, "BLOCK_S": MAX_SPLITS, "BLOCK_D": block_d}
     return Launch(attention, num_warps=tiles.num_warps, num_stages=tiles.num_stages), Launch(combining)
-
-
-@functools.cache
-def _tiles(num_pairs: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """For ``num_pairs`` (row, query head) pairs of a KV head.
-
-    Chosen from what the compiler reports (docs/gpu.md): no registers spilled, 96 KiB of shared memory at most, which
-    every GPU since 2020 has, and keys and values that arrive while the tile before is computed. Up to 256 pairs, a
-    block of 32 rows whose heads share KV heads, reading takes longest, and two programs fit a multiprocessor. Beyond
-    that, each key read serves more rows.
-    """
-    if dtype == torch.float32:
-        limit, num_stages = 32 if head_dim <= 64 else 16, 1
-    elif head_dim > 128:
-        limit, num_stages = 64, 2
-    else:
-        limit, num_stages = 64 if num_pairs <= 256 else 128, 3
-    block_q = min(max(16, triton.next_power_of_2(num_pairs)), limit)
-    return Tiles(block_q, 32, 8 if head_dim > 128 or block_q > 64 else 4, num_stages)
 
 
 @functools.cache

@@ -90,6 +90,30 @@ def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(monkeyp
     assert "2 failed" in printed
 
 
+def test_what_was_found_is_written_before_the_process_ends(monkeypatch, tmp_path):
+    def end(*arguments):
+        raise SystemExit
+
+    monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)
+    monkeypatch.setattr(voting_scores, "kernel", end)
+    output = tmp_path / "check.json"
+    with pytest.raises(SystemExit):
+        main(["check", "llada-8b/32", "--only", "kernels", "--output", str(output)])
+    report = json.loads(output.read_text())
+    assert report["sizes"]["head_dim"] == 128
+    assert [check["result"] for check in report["checks"] if check["name"] == "write_slots"] == [OK] * 3
+
+
+def test_heads_of_other_sizes_alone(monkeypatch, capsys):
+    monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)
+    monkeypatch.setattr(operators, "HEAD_DIMS", (16, 32))  # the demo model's are of 32
+    assert main(["check", "--only", "heads"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 heads of 16 share 2" in printed
+    assert "heads of 32" not in printed
+    assert not rows_of(printed, "noise") + rows_of(printed, "answers")
+
+
 def test_an_engine_that_answers_otherwise_fails(one_engine, tmp_path, monkeypatch):
     stored = json.loads(ANSWERS.read_text())
     stored["sparse"][1]["logprobs"][5] += 0.01

@@ -45,6 +45,7 @@ NOT_RUN = {
     "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --paper-task": NEEDS_CHECKPOINT,
     "dllm bench --quick": TAKES_MINUTES,
     'pip install ".[cuda,test,bench]"': "needs a GPU and the network",
+    "python3 scripts/gpu_bundle.py gpu-bundle": "needs a GPU and the network",
 }
 # First line of a block: what it prints.
 PRINTS = {

@@ -15,9 +15,7 @@ from tests.support.pretended_cuda import CUDA, pretended_cuda
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, vocab_size=150, slots_per_page=16)
 OF_VLLM = ("silu_and_mul", "rms_norm", "fused_add_rms_norm")
-CHECKS = [
-    each for each in operator_checks(CUDA, SIZES, (torch.float32, torch.bfloat16), ()) if each.name not in OF_VLLM
-]
+CHECKS = [each for each in operator_checks(CUDA, SIZES, (torch.float32, torch.bfloat16)) if each.name not in OF_VLLM]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from dllm_engine.kernels.features import feature_rows
 from dllm_engine.kernels.noise import gumbel
 from dllm_engine.kernels.triton import eviction, features, noise, paged_attention, rotary, similarity, slots, voting
 from dllm_engine.kernels.triton import token_statistics as statistics
+from dllm_engine.kernels.triton.tiles import Tiles
 from tests.kernels import checks
 from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, compile_launches, runs_triton
 
@@ -58,6 +59,15 @@ def check_attention(*case, attend_fresh, causal, splits):
 @runs_triton
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name):
+    *case, attend_fresh, causal, splits = CASES[name]
+    check_attention(*case, attend_fresh=attend_fresh, causal=causal, splits=splits)
+
+
+@runs_triton
+@pytest.mark.parametrize("block_q", [16, 32])
+@pytest.mark.parametrize("name", ["grouped queries", "ranges per head", "causal over fresh rows"])
+def test_attention_with_other_tiles(monkeypatch, name, block_q):
+    monkeypatch.setattr(paged_attention, "choose_tiles", lambda *of_call: Tiles(block_q, 64, 4, 2))
     *case, attend_fresh, causal, splits = CASES[name]
     check_attention(*case, attend_fresh=attend_fresh, causal=causal, splits=splits)
 
