@@ -66,16 +66,3 @@ def programs_at_once(gpu: GPU, block_q: int) -> int:
     registers = -(-tile.registers[gpu.compiled_for] // _REGISTER_UNIT) * _REGISTER_UNIT * _WARP * tile.warps
     shared_memory = tile.shared_memory[gpu.compiled_for] + _RESERVED_KIB
     return min(gpu.registers // registers, gpu.shared_memory // shared_memory)
-
-
-def tile_of(num_pairs: int) -> int:
-    """Pairs per tile that ``paged_attention`` computes with, for so many of a KV head: ``tiles_by_rule`` there, which
-    cannot be asked where Triton is not installed."""
-    return min(max(16, 1 << (num_pairs - 1).bit_length()), 64 if num_pairs <= 256 else 128)
-
-
-def splits_of(gpu: GPU, num_programs: int, num_keys: int) -> int:
-    """Programs among which ``paged_attention`` divides the keys of a row, as it would on the GPU."""
-    if num_keys < 512:
-        return 1
-    return max(1, min(2 * gpu.multiprocessors // num_programs, num_keys // 128, 32))

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from dllm_engine.bench.floor import PassShape
+from dllm_engine.kernels.triton.tiles import splits_by_rule, tiles_by_rule
 from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.sizing import VOCABULARY_PADDING, layer_matrices
-from dllm_engine.speed.gpus import GPU, programs_at_once, splits_of, tile_of
+from dllm_engine.speed.gpus import GPU, TILE_HEAD_DIM, programs_at_once
 
 BANDWIDTH_SHARE = 1700 / 2039
 """Of a GPU's bandwidth, the peak seen on an A100 (in GB/s): README of gpt-fast (PyTorch Labs, 2023). Assumed of all
@@ -149,10 +150,10 @@ class Decoder:
             waves = in_waves(gpu, num_requests * tiles * heads, 1, DENSE_WAVE)
             return [Kernel(read_written, retained, flops, DENSE_SHARE * padding, **waves)]
         pairs = rows * heads // kv_heads
-        block = tile_of(pairs)
+        block = tiles_by_rule(pairs, TILE_HEAD_DIM, torch.bfloat16).block_q
         tiles = math.ceil(pairs / block)
         padding = pairs / (tiles * block)
-        splits = splits_of(gpu, num_requests * tiles * kv_heads, keys)
+        splits = splits_by_rule(num_requests * tiles * kv_heads, keys, gpu.multiprocessors)
         share = (PAGED_SHARE if block >= _WARPGROUP_ROWS else SMALL_TILE_SHARE) * padding
         waves = in_waves(gpu, num_requests * tiles * kv_heads * splits, programs_at_once(gpu, block), PAGED_WAVE)
         out = numbers * self.number_bytes

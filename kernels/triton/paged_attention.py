@@ -9,12 +9,10 @@ import triton
 import triton.language as tl
 from dllm_engine.kernels.paged_attention import empty_results
 from dllm_engine.kernels.triton._launch import Launch
-from dllm_engine.kernels.triton.tiles import Tiles, choose_tiles
+from dllm_engine.kernels.triton.tiles import MAX_SPLITS, Tiles, choose_splits, choose_tiles
 
 # The arguments of Triton kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-MAX_SPLITS = 32
 
 
 @triton.jit(
@@ -221,7 +219,7 @@ def paged_attention(
     num_blocks = -(-max_seqlen * sharing // tiles.block_q)
     if num_splits is None:
         num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
-        num_splits = _num_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
+        num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
     split = num_splits > 1
     parts, part_lse = out, lse
     if split:
@@ -282,15 +280,3 @@ def _launches(
     }
     combining = {"HEAD_DIM": head_dim, "WITH_LSE": return_lse, "BLOCK_S": MAX_SPLITS, "BLOCK_D": block_d}
     return Launch(attention, num_warps=tiles.num_warps, num_stages=tiles.num_stages), Launch(combining)
-
-
-@functools.cache
-def _num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """Programs that share the keys of a row, so that two per multiprocessor run; each gets 128 keys at least.
-
-    Fewer than 512 keys stay together: a second launch, which joins the splits, would take longer than they save.
-    """
-    if num_keys < 512:
-        return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(wanted // num_programs, num_keys // 128, MAX_SPLITS))

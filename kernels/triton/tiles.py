@@ -1,4 +1,6 @@
-"""Which tiles the kernel of ``paged_attention`` computes with.
+"""Which tiles the kernel of ``paged_attention`` computes with, and how many programs share the keys of a row.
+
+Needs no Triton.
 
 ``tiles.json`` holds the fastest ones that were measured on a GPU (``benchmarks/kernel_time.py --tiles`` makes it). What
 it has no entry for follows a rule.
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+MAX_SPLITS = 32
 TABLE_FILE = Path(__file__).parent / "tiles.json"
 Table = dict[str, dict[str, dict[str, list[int]]]]
 """By compute capability (``"9.0"``), head size, and the most (row, query head) pairs that an entry is for: the numbers
@@ -69,3 +72,19 @@ def tiles_by_rule(num_pairs: int, head_dim: int, dtype: torch.dtype) -> Tiles:
         limit, num_stages = 64 if num_pairs <= 256 else 128, 3
     block_q = min(max(16, 1 << (num_pairs - 1).bit_length()), limit)
     return Tiles(block_q, 32, 8 if head_dim > 128 or block_q > 64 else 4, num_stages)
+
+
+@functools.cache
+def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """For ``num_programs`` without splits, on a GPU."""
+    return splits_by_rule(num_programs, num_keys, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def splits_by_rule(num_programs: int, num_keys: int, num_multiprocessors: int) -> int:
+    """Programs that share the keys of a row, so that two per multiprocessor run; each gets 128 keys at least.
+
+    Fewer than 512 keys stay together: a second launch, which joins the splits, would take longer than they save.
+    """
+    if num_keys < 512:
+        return 1
+    return max(1, min(2 * num_multiprocessors // num_programs, num_keys // 128, MAX_SPLITS))
