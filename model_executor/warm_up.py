@@ -26,6 +26,8 @@ logger = init_logger(f"vllm.{__name__}")
 CANVAS_LENGTHS, BLOCK_LENGTHS = (16, 64, 256), (4, 8, 16, 32, 64, 128)
 """Of made-up requests, for tiles of every size. The longest canvas that a request may have comes on top."""
 TOKENS_PER_STEP = 4
+STEPS_OF_LONGEST = 24
+"""So many, because a step of the longest canvas takes long."""
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference between hidden states of a recorded and a launched pass over the largest of them, by their type.
 They do the same work on the same shapes."""
@@ -54,18 +56,25 @@ class WarmUp:
         return replace(spec, steps=max(spec.num_blocks, spec.steps // TOKENS_PER_STEP))
 
     def compile(self) -> None:
-        """Answer requests until every kernel was launched with each of its tiles: short and long requests, alone and
-        together, at every step of a response; and blocks of all sizes."""
-        for length in sorted({min(length, self.longest) for length in (*CANVAS_LENGTHS, self.longest)}):
+        """Answer requests until every kernel was launched with each of its tiles: requests alone and together, greedy
+        and sampled, at every step of a response; the longest; and blocks of all sizes."""
+        for length in sorted({min(length, self.longest) for length in CANVAS_LENGTHS}):
             spec = self.spec(length)
             pages = max(1, sum(map(sum, self._pages(spec).values())))
-            together = min(self.max_requests, self.max_rows // spec.canvas_length, self.num_pages // pages or 1)
+            together = min(self.max_requests, self.max_rows // length, self.num_pages // pages or 1)
             for num_requests in sorted({1, together}):
                 self._answer(spec, num_requests)
             self._answer(self.spec(length, temperature=1.0), 1)
-            for block_length in BLOCK_LENGTHS:
-                if block_length <= spec.gen_length:
-                    self._answer(replace(spec, block_length=block_length, gen_length=block_length, steps=4), 1)
+            self._answer_blocks(spec)
+        spec = self.spec(self.longest)
+        self._answer(spec, 1, most_steps=STEPS_OF_LONGEST)
+        self._answer_blocks(spec)
+
+    def _answer_blocks(self, spec: DecodingSpec) -> None:
+        """Responses of one block, of each size."""
+        for length in BLOCK_LENGTHS:
+            if length <= spec.gen_length:
+                self._answer(replace(spec, gen_length=length, block_length=length, steps=min(length, 4)), 1)
 
     @torch.inference_mode()
     def record(self, recorder: Recorder, show_progress: bool) -> None:
@@ -78,7 +87,7 @@ class WarmUp:
         spec = self.spec(self.longest)
         try:
             problem = None
-            self._answer(spec, 1)  # what is recorded is checked on numbers of a request
+            self._answer(spec, 1, STEPS_OF_LONGEST)  # records how requests of the defaults choose
             sizes = self._forward_sizes(spec)
             for size in tqdm(sizes, desc="Recording steps", disable=not show_progress):
                 _ = graphs.forwards[size]
@@ -112,8 +121,8 @@ class WarmUp:
                 counts[kind] = [max(pair) for pair in zip(per_layer, counts.get(kind, per_layer), strict=True)]
         return counts
 
-    def _answer(self, spec: DecodingSpec, num_requests: int) -> None:
-        """Run requests to their end, through the first page of the pool and those after it."""
+    def _answer(self, spec: DecodingSpec, num_requests: int, most_steps: int | None = None) -> None:
+        """Run requests on pages from the pool's first on, to their end or for ``most_steps``."""
         runner = self.runner
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
@@ -130,7 +139,9 @@ class WarmUp:
             }
             progress[request_id] = Progress(num_masked=spec.block_span(0).size)
         try:
-            while progress:
+            for _ in itertools.count() if most_steps is None else range(most_steps):
+                if not progress:
+                    break
                 output.plans = {request_id: runner.plan(spec, progress[request_id]) for request_id in progress}
                 (reports,) = runner.execute_model(output).reports
                 output = DiffusionSchedulerOutput.make_empty()
@@ -160,7 +171,7 @@ def _plans(spec: DecodingSpec, runner: DiffusionModelRunner) -> Iterator[StepPla
     """Those of a request whose steps unmask what their plans say."""
     progress = Progress(num_masked=spec.block_span(0).size)
     while progress.num_unmasked < spec.gen_length:
-        plan = runner.plan(spec, replace(progress))
+        plan = runner.plan(spec, progress)
         yield plan
         count = min(max(plan.quota.count, 1), progress.num_masked)
         progress.advance(spec, count, block_done=count == progress.num_masked)
