@@ -10,8 +10,8 @@
 #  5  paged attention over its floor, and the fastest tiles for this GPU              attention.json, tiles*.json
 #  6  kernels for heads of other sizes, and the tests                                 heads.json, tests.txt
 #
-# The first three end within ten minutes. A command that fails or takes too long ends alone; the last lines say which, and
-# the exit status is 1. `--model` names random weights of a shape.
+# The first three are stopped after ten minutes in all. A command that fails or takes too long ends alone; the last lines
+# say which, and the exit status is 1. `--model` names random weights of a shape.
 #
 # `--bundle` names a folder of scripts/gpu_bundle.py, installed for this run alone: beside what the machine's python3
 # has, or, a complete one, into an environment of its own. Without it, dllm-engine is installed.
