@@ -38,7 +38,7 @@ from dllm_engine.bench.random_model import config_folder
 from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods.sparse import SparseOptions
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
 from dllm_engine.scheduler.resolve import resolve_decoding
 from dllm_engine.scheduler.step_plan import unmask_quota
 
@@ -101,7 +101,7 @@ def decode_sparse(model: PlainDecoder, prompt: list[int], spec: DecodingSpec) ->
                     retained = int(len(outside) * cache.retention_ratio)
                     chosen = outside[pooled.topk(retained).indices.sort().values]
                     kept.append((k[:, chosen], v[:, chosen]))
-            quota = unmask_quota(spec, Progress(block, step, left, num_forwards), block_alone=reuses)
+            quota = unmask_quota(spec, Progress(Blocks(block, block + 1), step, [left]), window_alone=reuses)
             canvas.fill(x, int(rows[0]), quota)
             num_forwards += 1
             step += 1

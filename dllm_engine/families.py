@@ -23,6 +23,8 @@ class ModelFamily:
     default_block_length: int | None
     """None: the whole response is one block."""
     checkpoints: tuple[str, ...]
+    strict_entropy_threshold: bool = False
+    """Whether ``entropy_threshold`` itself is too much, and may let no position pass, as in d3LLM's code for Dream."""
 
     def block_length_of(self, gen_length: int) -> int:
         """Block length of a request that names none."""
@@ -53,6 +55,7 @@ DREAM = ModelFamily(
         "Dream-org/Dream-Coder-v0-Instruct-7B",
         "apple/DiffuCoder-7B-Instruct",
     ),
+    strict_entropy_threshold=True,
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (LLADA, DREAM)}
 

@@ -24,8 +24,9 @@ class DiffusionFigures:
     """The most tokens that the pages of a layer held at once (the mean, where layers or heads differ)."""
     trace: dict[str, list] = field(default_factory=dict)
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
-    positions) and ``computed_positions`` (None: the whole canvas); per UPDATE step ``retained_positions``, a list per
-    layer, and per step that skips ``selected_positions``, a list per layer that drops rows."""
+    positions), ``windows`` (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None:
+    the whole canvas); per UPDATE step ``retained_positions``, a list per layer, and per step that skips
+    ``selected_positions``, a list per layer that drops rows."""
     error: str | None = None
     """Why the request ended with ``finish_reason="error"``; None where it did not."""
 
@@ -40,6 +41,10 @@ class DiffusionFigures:
     @property
     def unmasked_per_step(self) -> list[list[int]]:
         return self._traced("unmasked_per_step")
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        return self._traced("windows")
 
     @property
     def computed_positions(self) -> list[list[int] | None]:

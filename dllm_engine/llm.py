@@ -132,7 +132,7 @@ class LLM(vllm.LLM):
             response_pieces=pieces_of(response_tokens, decode),
             gen_length=spec.gen_length,
             block_spans=[spec.block_span(block) for block in range(spec.num_blocks)],
-            blocks=replay(spec, completion.diffusion),
+            windows=replay(completion.diffusion),
         )
 
     @property

@@ -55,6 +55,15 @@ class DiffusionParams(SamplingParams):
     margin: float | None = None
     """Parallel unmasking: fill every position whose two likeliest tokens differ in probability by at least this. For
     the policy ``topk_margin``."""
+    entropy_threshold: float | None = None
+    """Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in nats; Dream: below it). For the
+    policy ``low_entropy``."""
+    block_add_threshold: float | None = None
+    """Several blocks at once (d3LLM): the next block joins the running ones once this share of the last one is decided.
+    0: one more block in every step; 1 or unset: one block at a time. Needs a rule of parallel unmasking."""
+    early_stop: bool | None = None
+    """Give up everything behind the first end token as soon as it is decided, though tokens before it are masked still
+    (d3LLM)."""
     retention_ratio: float | None = None
     """Share to retain for this request, at most the engine's ``retention_ratio``, for which pages are reserved. Cache
     methods that evict nothing refuse it."""

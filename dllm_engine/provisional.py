@@ -1,8 +1,8 @@
-"""Streaming by denoising step: the running block as it is after each step, before its text is final.
+"""Streaming by denoising step: the running blocks as they are after each step, before their text is final.
 
-A request asks with ``stream_granularity="step"``. The model runner reports what a step changed in the block, the
-scheduler sends it with an output that has no new tokens, and ``vllm_hooks`` puts the block together and hands it on:
-whole as ``RequestOutput.outputs[i].provisional``, to HTTP clients what changed.
+A request asks with ``stream_granularity="step"``. The model runner reports what a step changed in them, the scheduler
+sends it with an output that has no new tokens, and ``vllm_hooks`` puts the blocks together and hands them on: whole as
+``RequestOutput.outputs[i].provisional``, to HTTP clients what changed.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,24 @@ MASK_MARK = "░"
 
 @dataclass(frozen=True)
 class ProvisionalBlock:
-    """The running block after a denoising step. Lists have an entry per position of the block."""
+    """The running block after a denoising step, or all of them as one. Lists have an entry per position."""
 
     block: int
-    """Number of the block, from 0."""
+    """Number of the first of them, from 0."""
     num_blocks: int
     """Blocks of the response; an end token may leave the last ones out."""
     gen_length: int
     """Positions of the response."""
+    block_length: int
+    """Positions of a block; the last one may have fewer."""
     start: int
-    """Where in the response the block starts, in tokens."""
+    """Where in the response the first of them starts, in tokens."""
     step: int
-    """Denoising steps of this block so far."""
+    """Denoising steps so far since the last of them joined."""
     forward_pass: int
     """Forward passes of the response so far."""
+    sent: int
+    """Tokens of the response whose text is final and sent: all before ``start``, and complete blocks after it."""
     token_ids: list[int]
     """The mask token's id where masked."""
     masked: list[bool]
@@ -44,12 +48,20 @@ class ProvisionalBlock:
 
     @property
     def text(self) -> str | None:
-        """The block's text without special tokens, ``░`` for each masked position; None without a tokenizer."""
+        """Their text without special tokens, ``░`` for each masked position; None without a tokenizer."""
+        return self._text_from(0)
+
+    @property
+    def unsent_text(self) -> str | None:
+        """Of ``text`` what is not sent yet."""
+        return self._text_from(self.sent - self.start)
+
+    def _text_from(self, first: int) -> str | None:
         if self.pieces is None or self.special is None:
             return None
         return "".join(
             MASK_MARK if piece is None else "" if special else piece
-            for piece, special in zip(self.pieces, self.special, strict=True)
+            for piece, special in zip(self.pieces[first:], self.special[first:], strict=True)
         )
 
 
@@ -61,45 +73,42 @@ class BlockReader:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids) if tokenizer is not None else frozenset()
         self._decoded: dict[tuple[int, ...], str] = {}
-        self._block: int | None = None
-        self._token_ids: list[int] = []
-        self._masked: list[bool] = []
+        self._tokens: list[int | None] = []
+        """Of each position of the response; None where masked."""
         self._confidences: list[float | None] = []
 
     def read(self, message: dict[str, Any]) -> ProvisionalBlock:
-        """The block after the step that the message is of."""
+        """The running blocks after the step that the message is of."""
         message = dict(message)
-        length, mask = message.pop("length"), message.pop("mask_token_id")
+        start, length, mask = message["start"], message.pop("length"), message.pop("mask_token_id")
         names = ("positions", "token_ids", "confidences", "guesses")
         positions, tokens, confidences, guesses = (message.pop(name) for name in names)
-        if message["block"] != self._block:
-            self._block = message["block"]
-            self._token_ids, self._masked, self._confidences = [mask] * length, [True] * length, [None] * length
+        if not self._tokens:
+            self._tokens, self._confidences = [None] * message["gen_length"], [None] * message["gen_length"]
         for position, token, confidence in zip(positions, tokens, confidences, strict=True):
-            self._token_ids[position], self._masked[position] = token, False
-            self._confidences[position] = confidence
-        still_masked = (position for position, is_masked in enumerate(self._masked) if is_masked)
+            self._tokens[start + position], self._confidences[start + position] = token, confidence
+        window = slice(start, start + length)
+        still_masked = (i for i, token in enumerate(self._tokens[window], start) if token is None)
         for position, guess in zip(still_masked, guesses, strict=True):
             self._confidences[position] = guess
+        running = self._tokens[window]
         texts: dict[str, Any] = {}
         if self._tokenizer is not None:
-            unmasked = zip(self._token_ids, self._masked, strict=True)
-            special = [token in self._special and not is_masked for token, is_masked in unmasked]
-            texts = {"pieces": self._pieces(), "special": special}
+            texts = {"pieces": self._pieces(running), "special": [token in self._special for token in running]}
         return ProvisionalBlock(
             **message,
-            token_ids=list(self._token_ids),
-            masked=list(self._masked),
-            confidences=list(self._confidences),
+            token_ids=[mask if token is None else token for token in running],
+            masked=[token is None for token in running],
+            confidences=self._confidences[window],
             **texts,
         )
 
-    def _pieces(self) -> list[str | None]:
+    def _pieces(self, tokens: list[int | None]) -> list[str | None]:
         """The text of each token; tokens that make one character together only do so without a mask between them."""
         pieces: list[str | None] = []
         run: list[int] = []
-        for token, is_masked in zip(self._token_ids, self._masked, strict=True):
-            if is_masked:
+        for token in tokens:
+            if token is None:
                 pieces += [*pieces_of(run, self._decode), None]
                 run = []
             else:
@@ -121,18 +130,19 @@ class BlockChanges:
     """
 
     def __init__(self) -> None:
-        self._block: int | None = None
+        self._window: tuple[int, int] | None = None
         self._known: list[tuple[int, str | None] | None] = []
         self._percents: list[int | None] = []
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
         """The HTTP form of the way from what was sent last to ``block``. Positions count from the response's start."""
         form: dict[str, Any] = {"block": block.block, "step": block.step, "forward_pass": block.forward_pass}
+        form["sent"] = block.sent
         length = len(block.token_ids)
-        if block.block != self._block:
-            self._block = block.block
+        if (block.start, length) != self._window:
+            self._window = block.start, length
             self._known, self._percents = [None] * length, [None] * length
-            form |= {"num_blocks": block.num_blocks, "gen_length": block.gen_length}
+            form |= {"num_blocks": block.num_blocks, "gen_length": block.gen_length, "block_length": block.block_length}
             form |= {"start": block.start, "length": length}
         pieces = block.pieces or [None] * length
         now = [

@@ -218,7 +218,7 @@ def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> 
     for step_plan, progress in steps_of(spec, options.method):
         num_steps, rows = num_steps + 1, rows + step_plan.max_rows
         if step_plan.retained > retained:
-            pages = options.method.pages(spec, progress.block, geometry)[PageKind.KV]
+            pages = options.method.pages(spec, progress.running, geometry)[PageKind.KV]
             retained = max(retained, min(step_plan.retained, sum(pages) * geometry.page_size // len(pages)))
     return retained, rows / num_steps
 
@@ -226,14 +226,11 @@ def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> 
 def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan, Progress]]:
     """The plan of each step and how far the request is then, where every step unmasks the schedule's count. The
     progress is one object, which goes on."""
-    progress, finished = Progress(num_masked=spec.block_span(0).size), False
-    while not finished:
+    progress = Progress.begin(spec)
+    while progress.num_unmasked < spec.gen_length:
         plan = method.plan(spec, progress)
         yield plan, progress
-        count = min(plan.quota.count, progress.num_masked)
-        block_done = count == progress.num_masked
-        finished = block_done and progress.block + 1 == spec.num_blocks
-        progress.advance(spec, count, block_done)
+        progress.advance(spec, min(plan.quota.count, progress.num_masked))
 
 
 def layer_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:

@@ -100,8 +100,8 @@ class BatchCandidates:
             (
                 plan.quota.candidates.start,
                 canvas.start,
-                # The first position of a block-only forward has no row before it; Dream fills it in the block's first
-                # step.
+                # The first position of a pass over a window alone has no row before it; with shifted logits the
+                # window's first step fills it.
                 plan.span.start if plan.rows is RowRule.ALL else 0,
             )
             for plan, canvas in zip(batch.plans, canvases, strict=True)
@@ -143,22 +143,34 @@ class BatchCandidates:
                 found[Choice(UNMASKING_POLICIES[spec.unmasking].measures, rule)][i] = value
         return found
 
-    def choose(
-        self, statistics: TokenStatistics, masked: torch.Tensor, choices: dict[Choice, dict[int, float]]
-    ) -> torch.Tensor:
-        """Which candidates ``choices`` unmask; bool ``[num_candidates]``. None that is no longer ``masked``
+    def progresses(self, plans: Sequence[StepPlan]) -> list[int]:
+        """Offset of each request below which its plan fills one candidate at least; 0 where it leaves that to the
+        rule."""
+        found = [0] * len(plans)
+        for i in self.members:
+            quota, canvas = plans[i].quota, self.batch.canvases[i]
+            if quota.first_needed and canvas.known[quota.candidates.start] < 0:
+                found[i] = 1
+            elif quota.progresses is not None:
+                found[i] = quota.progresses.stop - quota.candidates.start
+        return found
+
+    def choose(self, statistics: TokenStatistics, masked: torch.Tensor, plans: Sequence[StepPlan]) -> torch.Tensor:
+        """Which candidates ``plans`` unmask; bool ``[num_candidates]``. None that is no longer ``masked``
         ``[num_candidates]``."""
+        offsets = self.progresses(plans)
+        progresses = on_device(offsets, masked.device) if any(offsets) else None
         barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
         requests = range(len(self.batch.plans))
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
-        for (measure, rule), of_requests in choices.items():
+        for (measure, rule), of_requests in self.choices(plans).items():
             confidence = statistics.confidence(measure).masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
                 others = [i not in of_requests for i in requests]
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
                 confidence = confidence.masked_fill(of_others, -torch.inf)
             values = on_device([of_requests.get(i, 0.0) for i in requests], confidence.device, confidence.dtype)
-            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width)
+            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width, progresses)
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:

@@ -158,7 +158,7 @@ class Denoiser:
 
     def _fill(self, group: BatchCandidates, statistics: TokenStatistics, plans: list[StepPlan]) -> Filled:
         """Unmask the plans' quotas of the candidates."""
-        chosen = group.choose(statistics, self.store.masked[group.places], group.choices(plans))
+        chosen = group.choose(statistics, self.store.masked[group.places], plans)
         self.store.fill(group.places, statistics.token, chosen)
         return Filled(group.requests, group.positions, statistics.token, outcomes(statistics, chosen))
 

@@ -232,7 +232,10 @@ class DiffusionModelRunner:
                 break
             for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
                 assert isinstance(report, StepReport)
-                progress[request_id].advance(self.canvases[request_id].spec, report.num_unmasked, block_done=False)
+                spec = self.canvases[request_id].spec
+                progress[request_id].advance(spec, report.num_unmasked, report.masked, ends=report.ends)
+            if any(its_progress.step == 0 for its_progress in progress.values()):
+                break  # a block has joined: other pages are needed
             plans = self._next_plans(progress)
         if self.failures:
             reports = reports or [{}]
@@ -242,7 +245,7 @@ class DiffusionModelRunner:
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=[
-                (report.block_tokens or []) if isinstance(report, StepReport) else [] for report in reports[-1].values()
+                (report.tokens or []) if isinstance(report, StepReport) else [] for report in reports[-1].values()
             ],
             reports=reports,
         )
@@ -253,11 +256,11 @@ class DiffusionModelRunner:
         return self.store.canvases
 
     def _must_report(self, ran: list[dict[str, StepResult]]) -> bool:
-        """Whether the scheduler must know of these steps before the next: one completed a block, or a request
+        """Whether the scheduler must know of these steps before the next: one has tokens to send, or a request
         failed."""
         results = itertools.chain.from_iterable(step.values() for step in ran)
         return bool(self.failures) or any(
-            isinstance(result, RequestFailure) or result.block_tokens is not None for result in results
+            isinstance(result, RequestFailure) or result.tokens is not None for result in results
         )
 
     def _next_plans(self, progress: dict[str, Progress]) -> dict[str, StepPlan]:

@@ -13,7 +13,7 @@ from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -34,6 +34,8 @@ class Canvas:
     known: np.ndarray = field(init=False)
     """``[canvas_length]`` int64 on the host: the tokens after the last step that was reported, −1 where masked. With it
     the host lays out a step without asking the device."""
+    sent: int = field(init=False)
+    """The response up to this canvas position has been reported to be sent."""
     last_unmasked: list[int] = field(default_factory=list)
     """Positions that the last step filled, ascending."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
@@ -48,6 +50,47 @@ class Canvas:
     before the first); None if the request does not stream by step."""
     cache_state: Any = None
     """What the cache method keeps of this request outside pages."""
+
+    def __post_init__(self) -> None:
+        self.sent = self.spec.prompt_length
+
+    def masked_per_block(self, window: Span) -> list[int]:
+        """Masked tokens left in each of the blocks that make up ``window``."""
+        is_masked = self.known[slice(*window)] < 0
+        length = self.spec.block_length
+        return [int(np.count_nonzero(is_masked[i : i + length])) for i in range(0, window.size, length)]
+
+    def take_sendable(self, window: Span) -> slice:
+        """Canvas positions to be sent now: what is decided with no mask before it, up to its first end token, or else
+        as far as blocks are complete."""
+        masked = np.flatnonzero(self.known[self.sent : window.stop] < 0)
+        decided = self.sent + int(masked[0]) if masked.size else window.stop
+        tokens = self.known[self.sent : decided].tolist()
+        end = next((i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None)
+        if end is not None:
+            stop = self.sent + end + 1
+        elif masked.size:
+            stop = decided - (decided - self.spec.prompt_length) % self.spec.block_length
+        else:
+            stop = decided
+        start, self.sent = self.sent, max(stop, self.sent)
+        return slice(start, self.sent)
+
+    def give_up_behind_end(self) -> np.ndarray | None:
+        """Turn everything behind the first end token of the response into end tokens. Returns the positions that this
+        changed; None where the response has no end token."""
+        response = self.known[self.spec.prompt_length :]
+        ends = np.flatnonzero(np.isin(response, list(self.spec.end_tokens)))
+        if not ends.size:
+            return None
+        behind = slice(self.spec.prompt_length + int(ends[0]) + 1, None)
+        token = int(response[ends[0]])
+        changed = behind.start + np.flatnonzero(self.known[behind] != token)
+        if changed.size:
+            self.known[behind] = token
+            self.tokens[behind] = token
+            self.masked[behind] = False
+        return changed
 
 
 class RowBounds:

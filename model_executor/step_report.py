@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsLists
 from dllm_engine.model_executor.candidates import StepOutcome
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.scheduler.messages import BlockChange, RequestFailure, StepReport, StepResult, failure_of
+from dllm_engine.scheduler.messages import RequestFailure, StepReport, StepResult, WindowChange, failure_of
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import StepPlan, must_fill
 
@@ -25,7 +25,7 @@ def step_reports(
     *,
     with_trace: bool,
 ) -> list[dict[str, StepResult]]:
-    """A dictionary per step, by request. No step but the last completes a block; a request ends with its first failure.
+    """A dictionary per step, by request. A request ends with its first failure.
 
     Args:
         batch: of the first step.
@@ -55,28 +55,30 @@ def _results(
     with_trace: bool,
 ) -> list[StepResult]:
     """What each step did to one request, up to the first that fails."""
-    canvas, block = batch.canvases[index], plans[0].block
-    unmasked = [outcome.positions[index] for outcome in outcomes]
-    for outcome in outcomes:
-        canvas.known[outcome.positions[index]] = outcome.tokens[index]
-    left = np.count_nonzero(canvas.known[slice(*block)] < 0)
-    canvas.last_unmasked = unmasked[-1]
+    canvas = batch.canvases[index]
     results: list[StepResult] = []
-    for number, (plan, outcome) in enumerate(zip(plans, outcomes, strict=True)):
+    for plan, outcome in zip(plans, outcomes, strict=True):
+        changed = unmasked = outcome.positions[index]
+        canvas.known[unmasked] = outcome.tokens[index]
+        canvas.last_unmasked = unmasked
         if failure := _failure(plan, canvas, index, outcome):
             return [*results, failure]
-        done = number == len(outcomes) - 1 and left == 0
+        given_up = canvas.give_up_behind_end() if canvas.spec.early_stop else None
+        if given_up is not None:
+            changed = sorted({*unmasked, *given_up[given_up < plan.window.stop].tolist()})
+        sent = canvas.take_sendable(plan.window)
+        tokens = canvas.known[sent].tolist()
         report = StepReport(
             plan=plan,
             rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
-            num_unmasked=len(unmasked[number]),
-            block_tokens=canvas.known[slice(*block)].tolist() if done else None,
-            trace=_trace(batch, index, plan, unmasked[number], layer_pass) if with_trace else None,
+            num_unmasked=len(unmasked),
+            masked=canvas.masked_per_block(plan.window),
+            tokens=tokens or None,
+            trace=_trace(batch, index, plan, unmasked, layer_pass) if with_trace else None,
+            ends=given_up is not None,
             kv_slots=layer_pass.kv_slots(index),
-            logprobs=_block_logprobs(canvas, slice(*block)) if done and canvas.logprobs is not None else None,
-            block_change=_block_change(canvas, block, unmasked[number], mask_token_id)
-            if canvas.confidences is not None
-            else None,
+            logprobs=_logprobs(canvas, sent) if tokens and canvas.logprobs is not None else None,
+            change=_change(canvas, plan.window, changed, mask_token_id) if canvas.confidences is not None else None,
         )
         results.append(report)
     return results
@@ -99,28 +101,32 @@ def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], la
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": unmasked,
+        "windows": tuple(plan.window),
         "computed_positions": None if whole else batch.host_positions[batch.rows(index)].tolist(),
     } | layer_pass.record(index)
 
 
-def _block_logprobs(canvas: Canvas, block: slice) -> LogprobsLists:
-    """In vLLM's form: the committed token first, then the likeliest ones."""
+def _logprobs(canvas: Canvas, sent: slice) -> LogprobsLists:
+    """Of tokens that are sent, in vLLM's form: the committed token first, then the likeliest ones."""
     kept = canvas.logprobs
     assert kept is not None
-    tokens = torch.cat((canvas.tokens[block, None], kept.top_tokens[block]), dim=-1)
-    values = torch.cat((kept.token[block, None], kept.top[block]), dim=-1)
-    return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[block].cpu().numpy())
+    tokens = torch.cat((canvas.tokens[sent, None], kept.top_tokens[sent]), dim=-1)
+    values = torch.cat((kept.token[sent, None], kept.top[sent]), dim=-1)
+    return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[sent].cpu().numpy())
 
 
-def _block_change(canvas: Canvas, block: Span, unmasked: list[int], mask_token_id: int) -> BlockChange:
-    """``unmasked``: the canvas positions that the step filled."""
+def _change(canvas: Canvas, window: Span, changed: list[int], mask_token_id: int) -> WindowChange:
+    """``changed``: the canvas positions that the step filled."""
     assert canvas.confidences is not None
-    here = slice(*block)
+    here = slice(*window)
     known = [None if math.isnan(confidence) else confidence for confidence in canvas.confidences[here].tolist()]
-    filled = [position - block.start for position in unmasked]
-    return BlockChange(
+    filled = [position - window.start for position in changed]
+    return WindowChange(
+        start=window.start - canvas.spec.prompt_length,
+        length=window.size,
+        sent=canvas.sent - canvas.spec.prompt_length,
         positions=filled,
-        token_ids=canvas.known[unmasked].tolist(),
+        token_ids=canvas.known[changed].tolist(),
         confidences=[known[position] for position in filled],
         guesses=[known[position] for position in np.flatnonzero(canvas.known[here] < 0).tolist()],
         mask_token_id=mask_token_id,

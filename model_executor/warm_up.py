@@ -114,10 +114,10 @@ class WarmUp:
         return [(n, r) for r in SIZES if r in rows for n in numbers if n * r <= SIZES[-1]]
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:
-        """The most pages of each table, over the blocks of a request."""
+        """The most pages of each table, over the life of a request."""
         method, counts = self.runner.options.method, PageCounts()
-        for block in range(spec.num_blocks):
-            for kind, per_layer in method.held(spec, block, self.geometry).items():
+        for running in spec.extreme_windows:
+            for kind, per_layer in method.held(spec, running, self.geometry).items():
                 counts[kind] = [max(pair) for pair in zip(per_layer, counts.get(kind, per_layer), strict=True)]
         return counts
 
@@ -137,7 +137,7 @@ class WarmUp:
                 kind: [list(itertools.islice(free_pages, pages)) for pages in per_layer]
                 for kind, per_layer in self._pages(spec).items()
             }
-            progress[request_id] = Progress(num_masked=spec.block_span(0).size)
+            progress[request_id] = Progress.begin(spec)
         try:
             for _ in itertools.count() if most_steps is None else range(most_steps):
                 if not progress:
@@ -147,12 +147,9 @@ class WarmUp:
                 output = DiffusionSchedulerOutput.make_empty()
                 for request_id, report in reports.items():
                     # Weights that are made up as well may compute a NaN, which ends a request.
-                    done = not isinstance(report, StepReport)
                     if isinstance(report, StepReport):
-                        block_done = report.block_tokens is not None
-                        done = block_done and progress[request_id].block + 1 == spec.num_blocks
-                        progress[request_id].advance(spec, report.num_unmasked, block_done)
-                    if done:
+                        progress[request_id].advance(spec, report.num_unmasked, report.masked)
+                    if not isinstance(report, StepReport) or progress[request_id].num_unmasked == spec.gen_length:
                         del progress[request_id]
                         runner.store.close(request_id)
         finally:
@@ -169,12 +166,12 @@ class WarmUp:
 
 def _plans(spec: DecodingSpec, runner: DiffusionModelRunner) -> Iterator[StepPlan]:
     """Those of a request whose steps unmask what their plans say."""
-    progress = Progress(num_masked=spec.block_span(0).size)
+    progress = Progress.begin(spec)
     while progress.num_unmasked < spec.gen_length:
         plan = runner.plan(spec, progress)
         yield plan
         count = min(max(plan.quota.count, 1), progress.num_masked)
-        progress.advance(spec, count, block_done=count == progress.num_masked)
+        progress.advance(spec, count)
 
 
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:

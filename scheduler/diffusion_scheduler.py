@@ -117,7 +117,7 @@ class DiffusionScheduler(RequestQueue):
             state = self.states[request_id]
             try:
                 # Whichever of its steps writes them.
-                self._hold_pages(state, output, of_block=True)
+                self._hold_pages(state, output, of_window=True)
                 output.progress[request_id] = replace(state.progress, trace={})
             except Exception as error:
                 self._fail(state.request, failure_of(request_id, error), output)
@@ -135,15 +135,15 @@ class DiffusionScheduler(RequestQueue):
         state = self.states[request.request_id]
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
-        self._hold_pages(state, output, of_block=plan.state is RefreshState.UPDATE)
+        self._hold_pages(state, output, of_window=plan.state is RefreshState.UPDATE)
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
 
-    def _hold_pages(self, state: RequestState, output: DiffusionSchedulerOutput, *, of_block: bool) -> None:
-        """``of_block``: also what a step of the running block writes."""
+    def _hold_pages(self, state: RequestState, output: DiffusionSchedulerOutput, *, of_window: bool) -> None:
+        """``of_window``: also what a step of the running blocks writes."""
         request_id, progress = state.request.request_id, state.progress
         counts = state.page_counts | guide_pages(state.spec, self.geometry)
-        if of_block and not state.pages_settled:
-            counts |= self.method.pages(state.spec, progress.block, self.geometry)
+        if of_window and not state.pages_settled:
+            counts |= self.method.pages(state.spec, progress.running, self.geometry)
         if counts != state.page_counts:
             state.page_counts = counts
             output.page_tables[request_id] = self._resize_tables(request_id, counts)

@@ -23,7 +23,7 @@ class EngineStats:
     """As vLLM counts them, whose block diffusion ends each block with a pass that only commits it: one more per block
     that is complete. Ours need no such pass; ``vllm bench serve`` takes one per block off again."""
     num_canvas_positions: int = 0
-    """Positions of the running block, summed over ``num_denoising_steps``."""
+    """Positions of the running blocks, summed over ``num_denoising_steps``."""
     num_committed_tokens: int = 0
     """Tokens unmasked: none is masked again."""
     tokens_computed: int = 0
@@ -48,9 +48,9 @@ class EngineStats:
         """Count one denoising step of one request."""
         plan = report.plan
         self.denoising_steps[plan.state.value] += 1
-        steps_of_vllm = 1 if report.block_tokens is None else 2
+        steps_of_vllm = 1 if report.tokens is None else 2
         self.num_denoising_steps += steps_of_vllm
-        self.num_canvas_positions += steps_of_vllm * plan.block.size
+        self.num_canvas_positions += steps_of_vllm * plan.window.size
         self.num_committed_tokens += report.num_unmasked
         self.tokens_computed += report.rows_computed
         if plan.state is RefreshState.UPDATE:
@@ -69,8 +69,8 @@ class EngineStats:
 
 
 def eviction_candidates(plan: StepPlan, spec: DecodingSpec) -> int:
-    """Tokens per layer that an UPDATE step could retain: all outside the block, or all, where the method keeps it."""
-    outside = spec.canvas_length - plan.block.size
+    """Tokens per layer that an UPDATE step could retain: all outside the window, or all, where the method keeps it."""
+    outside = spec.canvas_length - plan.window.size
     return outside if plan.retained <= outside else spec.canvas_length
 
 

@@ -40,7 +40,7 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(default_factory=dict)
     """Page ids per kind and layer of the requests whose tables changed."""
     num_steps: int = 1
-    """Steps to run before reporting; fewer where one completes a block."""
+    """Steps to run before reporting; fewer where one has tokens to send, or lets a block join."""
     progress: dict[str, Progress] = field(default_factory=dict)
     """Where each request stands, for the runner to plan the steps after the first."""
 
@@ -68,11 +68,17 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 
 @dataclass(frozen=True)
-class BlockChange:
-    """What a step changed in the running block."""
+class WindowChange:
+    """What a step changed in the running blocks."""
 
+    start: int
+    """Where in the response the first of them starts."""
+    length: int
+    """Positions of all of them."""
+    sent: int
+    """Tokens of the response that are sent, with those of this step."""
     positions: list[int]
-    """Positions that the step filled, counted from the block's start."""
+    """Positions that the step filled, counted from ``start``."""
     token_ids: list[int]
     """Tokens at ``positions``."""
     confidences: list[float | None]
@@ -90,16 +96,21 @@ class StepReport:
     plan: StepPlan
     rows_computed: int
     num_unmasked: int
-    block_tokens: list[int] | None
-    """The block's tokens once no mask is left in it, else None."""
+    masked: list[int]
+    """Masked tokens left in each running block."""
+    tokens: list[int] | None
+    """Response tokens that the client has not got yet, in order, if any are to be sent: those of complete blocks with
+    no mask before them, and those up to an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
+    ends: bool = False
+    """Whether the response ends with the running blocks (``DecodingSpec.early_stop``)."""
     kv_slots: list[int] | None = None
     """Key slots that each layer needs for good, on the rank that needs most; None unless this step has settled it."""
     logprobs: LogprobsLists | None = None
-    """Log-probabilities of ``block_tokens``, if the request asks."""
-    block_change: BlockChange | None = None
-    """What the step changed in the block, if the request streams by step."""
+    """Log-probabilities of ``tokens``, if the request asks."""
+    change: WindowChange | None = None
+    """What the step changed in the running blocks, if the request streams by step."""
 
 
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]
@@ -159,17 +170,15 @@ def figures_message(progress: Progress, *, with_trace: bool = True, error: str |
     return {FIGURES_KEY: figures}
 
 
-def provisional_message(spec: DecodingSpec, progress: Progress, change: BlockChange) -> dict[str, Any]:
-    """What a step changed in its block, for ``EngineCoreOutput.kv_transfer_params``. ``progress`` is that before the
-    step."""
-    start = progress.block * spec.block_length
+def provisional_message(spec: DecodingSpec, progress: Progress, change: WindowChange) -> dict[str, Any]:
+    """What a step changed in the running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress`` is that
+    before the step."""
     return {
         PROVISIONAL_KEY: {
-            "block": progress.block,
+            "block": progress.running.first,
             "num_blocks": spec.num_blocks,
             "gen_length": spec.gen_length,
-            "start": start,
-            "length": min(spec.block_length, spec.gen_length - start),
+            "block_length": spec.block_length,
             "step": progress.step + 1,
             "forward_pass": progress.num_forwards + 1,
             **asdict(change),

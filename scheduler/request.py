@@ -21,6 +21,16 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+class Blocks(NamedTuple):
+    """Blocks ``first`` … ``stop - 1`` of a response."""
+
+    first: int
+    stop: int
+
+
+FIRST_BLOCK = Blocks(0, 1)
+
+
 class ParallelRule(NamedTuple):
     """How many positions a step unmasks, read off the model's confidences."""
 
@@ -72,6 +82,13 @@ class DecodingSpec:
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     guidance: Guidance | None = None
     """None: the diffusion model decides alone, by ``unmasking``."""
+    block_add_threshold: float | None = None
+    """Share of the last running block that is decided when the next block joins it (d3LLM, arXiv 2601.07568). None:
+    blocks run one at a time."""
+    end_tokens: frozenset[int] = frozenset()
+    """Tokens that end the response."""
+    early_stop: bool = False
+    """Give up the positions behind the first end token as soon as it is decided: they become end tokens (d3LLM)."""
     delay_eos: bool = False
     """Hold back an end token while the position before it is masked and the response has none."""
     cache: CacheOptions = field(default_factory=CacheOptions)
@@ -79,7 +96,7 @@ class DecodingSpec:
     num_logprobs: int | None = None
     """Report log-probabilities of the committed token and of so many of the likeliest; None: report none."""
     streams_steps: bool = False
-    """Whether every step reports the running block."""
+    """Whether every step reports the running blocks."""
 
     @property
     def needs_per_step_output(self) -> bool:
@@ -103,35 +120,59 @@ class DecodingSpec:
         start = self.prompt_length + block * self.block_length
         return Span(start, min(start + self.block_length, self.canvas_length))
 
-    def predicting_span(self, block: int) -> Span:
-        """The rows that predict a block: its own, or with shifted logits those one before."""
-        start, stop = self.block_span(block)
+    def span_of(self, blocks: Blocks) -> Span:
+        """Canvas positions of neighbouring blocks."""
+        return Span(self.block_span(blocks.first).start, self.block_span(blocks.stop - 1).stop)
+
+    def predicting_span(self, blocks: Blocks) -> Span:
+        """The rows that predict these blocks: their own, or with shifted logits those one before."""
+        start, stop = self.span_of(blocks)
         return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
+
+    @property
+    def extreme_windows(self) -> list[Blocks]:
+        """Blocks that may run together, such that no others hold more pages by any method: what a method holds rises or
+        falls evenly with where the running blocks begin, and with how many there are."""
+        last = self.num_blocks - 1
+        one_by_one = [Blocks(0, 1), Blocks(last, last + 1)]
+        return one_by_one if self.block_add_threshold is None else [*one_by_one, Blocks(0, last + 1)]
 
     @cached_property
     def steps_per_block(self) -> tuple[int, ...]:
         return split_steps(self.steps, [self.block_span(block).size for block in range(self.num_blocks)])
 
-    def most_steps_in_block(self, block: int) -> int:
-        """Forward passes within which a block is finished whatever the model predicts.
+    def most_steps(self, blocks: Blocks) -> int:
+        """Forward passes within which running blocks are finished, or joined by another one, whatever the model
+        predicts.
 
         Before the schedule's last step a pass may fill no position: a time grid asks for none, chance gives none. From
         there on every second pass fills one at least. ES-dLLM may drop the row of the only candidate in one pass, not
         in two.
         """
-        return self.steps_per_block[block] + 2 * self.block_span(block).size
+        return sum(self.steps_per_block[slice(*blocks)]) + 2 * self.span_of(blocks).size
 
 
 @dataclass
 class Progress:
     """How far a request has come. Owned by the scheduler, advanced by what the runner reports; the runner gets a copy
-    where it goes on by itself."""
+    where it goes on by itself.
 
-    block: int = 0
+    The *running* blocks are those that a step may fill; their canvas positions are the *window*. The next block joins
+    them once enough of the last one is decided; blocks that are complete by then leave. With one block at a time that
+    is the next block in place of the one before.
+    """
+
+    running: Blocks = FIRST_BLOCK
     step: int = 0
-    """Denoising step within the block."""
-    num_masked: int = 0
-    """Masked tokens left in the block."""
+    """Denoising steps since the last block joined."""
+    masked: list[int] = field(default_factory=list)
+    """Masked tokens left in each running block."""
+    before: Blocks = FIRST_BLOCK
+    """The running blocks before the last one joined, if one has."""
+    completed_at: list[int] = field(default_factory=list)
+    """For each complete block with no mask before it: the forward passes after which that was so."""
+    ended: bool = False
+    """Whether the response ends with the running blocks, so that no more join."""
     num_forwards: int = 0
     """Forward passes so far, over the whole response."""
     num_unmasked: int = 0
@@ -147,15 +188,56 @@ class Progress:
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""
 
-    def advance(self, spec: DecodingSpec, num_unmasked: int, block_done: bool) -> None:
-        """On to the next step, after one that unmasked so many tokens. All that plans read is up to date then."""
+    @classmethod
+    def begin(cls, spec: DecodingSpec) -> "Progress":
+        """That of a request that has not run."""
+        progress = cls(masked=[spec.block_span(0).size])
+        progress._join(spec)
+        return progress
+
+    @property
+    def num_masked(self) -> int:
+        """Masked tokens left in the window."""
+        return sum(self.masked)
+
+    @property
+    def leftmost(self) -> int:
+        """The first running block with masks left."""
+        return self.running.first + self._num_complete
+
+    @property
+    def _num_complete(self) -> int:
+        """Complete blocks at the beginning of the window."""
+        return next((number for number, left in enumerate(self.masked) if left), len(self.masked))
+
+    def advance(
+        self, spec: DecodingSpec, num_unmasked: int, masked: list[int] | None = None, *, ends: bool = False
+    ) -> None:
+        """On to the next step. All that plans read is up to date then.
+
+        Args:
+            num_unmasked: tokens that the step unmasked.
+            masked: masked tokens left in each running block; None: in a single one, so many fewer.
+            ends: whether the response ends with the running blocks.
+        """
         self.num_forwards += 1
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
-        if not block_done:
-            self.step += 1
-            self.num_masked -= num_unmasked
-        elif self.block + 1 < spec.num_blocks:
-            self.block += 1
-            self.step = 0
-            self.num_masked = spec.block_span(self.block).size
+        self.masked = [self.num_masked - num_unmasked] if masked is None else masked
+        self.step += 1
+        self.ended |= ends
+        num_new = self.leftmost - len(self.completed_at)
+        self.completed_at += [self.num_forwards] * num_new
+        self._join(spec)
+
+    def _join(self, spec: DecodingSpec) -> None:
+        """Let the next block join where enough of the last one is decided."""
+        joining, left = self.running.stop, self.masked[-1]
+        if joining == spec.num_blocks or self.ended:
+            return
+        decided = 1 - left / spec.block_span(joining - 1).size
+        if left and (spec.block_add_threshold is None or decided < spec.block_add_threshold):
+            return
+        self.before, self.running = self.running, Blocks(self.leftmost, joining + 1)
+        self.masked = [*self.masked[self.running.first - self.before.first :], spec.block_span(joining).size]
+        self.step = 0

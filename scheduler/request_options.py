@@ -11,9 +11,11 @@ from dllm_engine.options import explain
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
-PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin")
+PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
-DEFAULTABLE_OPTIONS = ("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "retention_ratio")
+DEFAULTABLE_OPTIONS = (
+    *("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "block_add_threshold", "early_stop", "retention_ratio"),
+)
 """Request options that an engine may have a default for."""
 CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
 """Request options that a checkpoint may have a default for: those that mean the same with every cache method."""
@@ -40,6 +42,9 @@ class RequestOptions(BaseModel):
     factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     margin: float | None = Field(default=None, gt=0, le=1)
+    entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    block_add_threshold: float | None = Field(default=None, ge=0, le=1)
+    early_stop: bool | None = None
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
     delay_eos: bool | None = None
     guided: bool | None = None
@@ -70,7 +75,10 @@ def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
 
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Request options with defaults for what they leave open. Steps and the rules of parallel unmasking are
-    alternatives: who names one of them gets no default rule."""
+    alternatives: who names one of them gets no default rule, and who names steps runs one block at a time."""
+    left_out: set[str] = set()
     if chosen.keys() & {"steps", *PARALLEL_OPTIONS}:
-        defaults = {name: value for name, value in defaults.items() if name not in PARALLEL_OPTIONS}
-    return defaults | chosen
+        left_out.update(PARALLEL_OPTIONS)
+    if "steps" in chosen:
+        left_out.add("block_add_threshold")
+    return {name: value for name, value in defaults.items() if name not in left_out} | chosen

@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pydantic import ByteSize
 from vllm.config import VllmConfig
@@ -27,8 +28,8 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request import Progress
-from dllm_engine.scheduler.request_state import RequestState, end_token_ids, failed_output
-from dllm_engine.scheduler.resolve import check_page_demand, resolve_decoding
+from dllm_engine.scheduler.request_state import RequestState, failed_output
+from dllm_engine.scheduler.resolve import check_page_demand, end_token_ids, resolve_decoding
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -102,14 +103,14 @@ class RequestQueue(SchedulerInterface):
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
         spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
+        spec = replace(spec, end_tokens=end_token_ids(params, self.hf_config))
         if spec.canvas_length > self.max_rows:
             raise ValueError(
                 f"prompt and response need {spec.canvas_length} rows, max_num_batched_tokens={self.max_rows} has fewer"
             )
         check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        progress = Progress(num_masked=spec.block_span(0).size)
-        return RequestState(request, spec, progress, seed, end_token_ids(params, self.hf_config))
+        return RequestState(request, spec, Progress.begin(spec), seed)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)

@@ -3,26 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_engine.families import every_end_token
 from dllm_engine.scheduler.messages import RequestFailure, StepReport, figures_message, provisional_message
 from dllm_engine.scheduler.page_layout import PageCounts
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import RefreshState
-
-
-def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
-    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
-    ends = set(params.stop_token_ids or ())
-    if not params.ignore_eos:
-        ends.update(every_end_token(hf_config))
-        if params.eos_token_id is not None:
-            ends.add(params.eos_token_id)
-    return frozenset(ends)
 
 
 @dataclass
@@ -33,7 +21,6 @@ class RequestState:
     spec: DecodingSpec
     progress: Progress
     seed: int
-    end_tokens: frozenset[int]
     page_counts: PageCounts = field(default_factory=dict)
     """Pages per table that the request holds."""
     pages_settled: bool = False
@@ -46,38 +33,38 @@ class RequestState:
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
         progress, spec, plan = self.progress, self.spec, report.plan
-        shown = provisional_message(spec, progress, report.block_change) if report.block_change is not None else {}
+        shown = provisional_message(spec, progress, report.change) if report.change is not None else {}
         if plan.state is RefreshState.UPDATE:
             self.tokens_retained = plan.retained
             progress.tokens_retained = max(progress.tokens_retained, plan.retained)
         progress.num_rows_computed += report.rows_computed
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
-        progress.advance(spec, report.num_unmasked, report.block_tokens is not None)
-        if report.block_tokens is not None:
-            return self._block_output(self._accept(report.block_tokens), report.logprobs, shown)
+        progress.advance(spec, report.num_unmasked, report.masked, ends=report.ends)
+        if report.tokens is not None:
+            return self._output(self._accept(report.tokens), report.logprobs, shown)
         if not shown:
             return None
         message = figures_message(progress, with_trace=False) | shown
         return EngineCoreOutput(self.request.request_id, new_token_ids=[], kv_transfer_params=message)
 
     def no_progress(self) -> RequestFailure | None:
-        """The failure of a request whose block takes more steps than any block can need."""
+        """The failure of a request whose running blocks take more steps than they can need."""
         progress = self.progress
-        if self.request.is_finished() or progress.step < self.spec.most_steps_in_block(progress.block):
+        if self.request.is_finished() or progress.step < self.spec.most_steps(progress.running):
             return None
         return RequestFailure(
             "no_progress",
-            f"block {progress.block} of the response still has {progress.num_masked} masked tokens after "
+            f"block {progress.leftmost} of the response still has {progress.num_masked} masked tokens after "
             f"{progress.step} forward passes, more than any block can need",
         )
 
-    def _accept(self, block_tokens: list[int]) -> list[int]:
-        """Append a finished block to the request up to its first end token; sets the status when it is done."""
+    def _accept(self, tokens: list[int]) -> list[int]:
+        """Append tokens to the request up to its first end token; sets the status when it is done."""
         request, params = self.request, self.request.sampling_params
         assert params is not None
-        end = next((i for i, token in enumerate(block_tokens) if token in self.end_tokens), None)
-        tokens = block_tokens if end is None else block_tokens[: end + 1]
+        end = next((i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None)
+        tokens = tokens if end is None else tokens[: end + 1]
         request.append_output_token_ids(tokens)
         if end is not None:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -87,15 +74,13 @@ class RequestState:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return tokens
 
-    def _block_output(
-        self, tokens: list[int], logprobs: LogprobsLists | None, shown: dict[str, Any]
-    ) -> EngineCoreOutput:
+    def _output(self, tokens: list[int], logprobs: LogprobsLists | None, shown: dict[str, Any]) -> EngineCoreOutput:
         request = self.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=tokens,
-            # The block's tokens behind an end token are not sent.
+            # Tokens behind an end token are not sent.
             new_logprobs=logprobs.slice_request(0, len(tokens)) if logprobs is not None else None,
             finish_reason=request.get_finished_reason(),
             stop_reason=request.stop_reason,

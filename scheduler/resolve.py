@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
@@ -111,8 +111,14 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
     if others:
         named = " and ".join(f"{kind}={value}" for kind, value in given)
         raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
-    measure = PARALLEL_RULES[rule.kind].measures
-    suited = [policy for policy in UNMASKING_POLICIES.values() if policy.measures == measure]
+    if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
+        rule = rule._replace(kind="strict_entropy_threshold")
+    measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
+    suited = [
+        policy
+        for policy in UNMASKING_POLICIES.values()
+        if policy.measures == measure and not (untempered and policy.tempered)
+    ]
     if options.unmasking is None:
         default = UNMASKING_POLICIES[family.default_unmasking]
         # The family's own where it suits, else one that like it measures before or after temperature and filters.
@@ -121,9 +127,10 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
         return options.unmasking, rule
     if PARALLEL_RULES[rule.kind].else_counted:
         return options.unmasking, None
+    name, value = given[0]
     raise InvalidRequestError(
-        f"{rule.kind}={rule.value} goes by {measure}, which unmasking={options.unmasking!r} does not measure; leave "
-        f"unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
+        f"{name}={value} goes by {'plain ' if untempered else ''}{measure}, which unmasking={options.unmasking!r} does "
+        f"not measure; leave unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
     )
 
 
@@ -143,12 +150,31 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
         if given:
             raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
         return None
-    for name in ("unmasking", "steps", "delay_eos", *PARALLEL_OPTIONS):
+    for name in ("unmasking", "steps", "delay_eos", "block_add_threshold", *PARALLEL_OPTIONS):
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
     return Guidance(**{name.removeprefix("guide_"): value for name, value in given.items()})
+
+
+def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
+    """How many positions of several blocks a step fills is a rule's to say."""
+    if options.block_add_threshold is not None and parallel is None:
+        raise InvalidRequestError(
+            f"block_add_threshold={options.block_add_threshold}: several blocks at once need a rule of parallel "
+            f"unmasking; set one of {', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
+        )
+
+
+def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
+    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
+    ends = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        ends.update(every_end_token(hf_config))
+        if params.eos_token_id is not None:
+            ends.add(params.eos_token_id)
+    return frozenset(ends)
 
 
 def resolve_decoding(
@@ -172,7 +198,13 @@ def resolve_decoding(
     unfiltered = is_uniform and params.temperature == 0
     if is_uniform:
         family = replace(family, schedule="uniform", default_unmasking="low_confidence")
-    unmasking, parallel = resolve_unmasking(options if guidance is None else own, family)
+    decides = options if guidance is None else own
+    unmasking, parallel = resolve_unmasking(decides, family)
+    _check_several_blocks(decides, parallel)
+    if options.early_stop and params.ignore_eos and not params.stop_token_ids:
+        raise InvalidRequestError(
+            "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
+        )
     if guidance is not None and params.logprobs is not None and (guidance.correction or guidance.fallback == "guide"):
         raise InvalidRequestError(
             f"logprobs={params.logprobs}: tokens of the guide have no log-probability of the model; leave it unset, "
@@ -192,6 +224,8 @@ def resolve_decoding(
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
         guidance=guidance,
+        block_add_threshold=decides.block_add_threshold,
+        early_stop=bool(options.early_stop),
         delay_eos=bool(options.delay_eos),
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,

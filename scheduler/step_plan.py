@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Progress, Span
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, timestep_count, timestep_ratio, uniform_count
+from dllm_engine.scheduler.unmasking import (
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+    timestep_count,
+    timestep_ratio,
+    uniform_count,
+)
 
 
 class RefreshState(Enum):
@@ -50,7 +56,7 @@ class RetainedCopy(Enum):
     WRITE = "write"
     """Choose the tokens and copy them."""
     READ = "read"
-    """Attend to the copy and the block, not to the rest of the canvas."""
+    """Attend to the copy and the window, not to the rest of the canvas."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ class UnmaskQuota:
     parallel: ParallelRule | None = None
     """Unmask as many candidates as this allows instead of ``count``."""
     first_needed: bool = False
-    """Whether the first candidate must be filled in this step, because no later one can predict it."""
+    """Whether the first position must be filled in this step, because no later one can predict it."""
+    progresses: Span | None = None
+    """Where at least one candidate is filled, if there is any: the most confident one where the rule allows none."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,8 @@ class StepPlan:
     """Canvas positions that ``rows`` selects from."""
     max_rows: int
     """Upper bound on the rows computed; what the token budget is charged."""
-    block: Span
+    window: Span
+    """Of the running blocks."""
     quota: UnmaskQuota
     forward: int
     """Number of this forward pass over the whole response, from 0; also the counter of its random numbers."""
@@ -93,7 +102,7 @@ class StepPlan:
     """Whether layers drop rows (ES-dLLM)."""
     retained_copy: RetainedCopy = RetainedCopy.NONE
     num_copied: int = 0
-    """Tokens outside the block that the copy holds per layer; the block follows them."""
+    """Tokens outside the window that the copy holds per layer; the window follows them."""
 
 
 def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
@@ -117,33 +126,35 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
 
 
-def unmask_quota(spec: DecodingSpec, progress: Progress, block_alone: bool) -> UnmaskQuota:
+def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> UnmaskQuota:
     """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid).
 
-    ``block_alone``: later steps of a block feed no row before it. With shifted logits such a step cannot predict the
-    block's first position, so Dream's first step of a block fills that one alone, outside the time grid (Fast-dLLM,
-    Sparse-dLLM; without a cache wherever there are several blocks).
+    ``window_alone``: later steps feed no row before the window. With shifted logits such a step cannot predict the
+    window's first position. So Dream's first step of a block fills that one alone, outside the time grid (Fast-dLLM,
+    Sparse-dLLM; without a cache wherever there are several blocks); of several running blocks it fills that one too.
     """
-    block = spec.block_span(progress.block)
+    window, step = spec.span_of(progress.running), progress.step
+    first_needed = window_alone and spec.shifts_logits and step == 0
     if spec.guidance is not None:
         # The guide decides how many; schedules have no say.
-        first_needed = block_alone and spec.shifts_logits and progress.step == 0
-        return UnmaskQuota(block, progress.num_masked, 1.0, first_needed=first_needed)
-    steps = spec.steps_per_block[progress.block]
-    in_blocks = block_alone or spec.num_blocks > 1
-    if spec.schedule == "timestep" and in_blocks and progress.step == 0 and steps != 1:
-        return UnmaskQuota(Span(block.start, block.start + 1), 1, 1.0)
-    if progress.step >= steps - 1:
-        return UnmaskQuota(block, progress.num_masked, 1.0, spec.parallel)
+        return UnmaskQuota(window, progress.num_masked, 1.0, first_needed=first_needed)
+    if spec.block_add_threshold is not None:
+        leftmost = spec.block_span(progress.leftmost)
+        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, first_needed, leftmost)
+    steps = spec.steps_per_block[progress.running.first]
+    in_blocks = window_alone or spec.num_blocks > 1
+    if spec.schedule == "timestep" and in_blocks and step == 0 and steps != 1:
+        return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
+    may_pass_none = spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none
+    progresses = window if may_pass_none else None
+    if step >= steps - 1:
+        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, progresses=progresses)
     if spec.schedule == "uniform":
-        count = uniform_count(block.size, steps, progress.step)
-        return UnmaskQuota(block, count, count / max(progress.num_masked, 1), spec.parallel)
-    return UnmaskQuota(
-        block,
-        timestep_count(progress.num_masked, steps, progress.step),
-        timestep_ratio(steps, progress.step),
-        spec.parallel,
-    )
+        count = uniform_count(window.size, steps, step)
+        ratio = count / max(progress.num_masked, 1)
+    else:
+        count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)
+    return UnmaskQuota(window, count, ratio, spec.parallel, progresses=progresses)
 
 
 def step_plan(
@@ -153,19 +164,19 @@ def step_plan(
     scope: Scope,
     span: Span,
     *,
-    block_alone: bool = True,
+    window_alone: bool = True,
     read: int = 0,
     retained: int = 0,
 ) -> StepPlan:
-    """A step that computes all rows of ``span``; ``block_alone`` as in ``unmask_quota``."""
+    """A step that computes all rows of ``span``; ``window_alone`` as in ``unmask_quota``."""
     return StepPlan(
         state=state,
         scope=scope,
         rows=RowRule.ALL,
         span=span,
         max_rows=span.size,
-        block=spec.block_span(progress.block),
-        quota=unmask_quota(spec, progress, block_alone),
+        window=spec.span_of(progress.running),
+        quota=unmask_quota(spec, progress, window_alone),
         forward=progress.num_forwards,
         read=read,
         retained=retained,

@@ -34,7 +34,7 @@ def steps_known_ahead(
         for request_id, last in run[-1].items():
             if last.quota.count >= ahead[request_id].num_masked:
                 return run
-            ahead[request_id].advance(specs[request_id], last.quota.count, block_done=False)
+            ahead[request_id].advance(specs[request_id], last.quota.count)
         following = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
         if not all(_does_same_work(following[request_id], first) for request_id, first in plans.items()):
             return run
@@ -44,8 +44,9 @@ def steps_known_ahead(
 
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Whether a step fills a number of positions that the host knows before, and nobody asks which of them."""
-    whole_block = plan.quota.candidates == plan.block
-    return whole_block and fills_fixed_count(plan, spec) and not spec.delay_eos and not spec.needs_per_step_output
+    whole_window = plan.quota.candidates == plan.window
+    asks = spec.delay_eos or spec.early_stop or spec.needs_per_step_output
+    return whole_window and fills_fixed_count(plan, spec) and not asks
 
 
 def _does_same_work(plan: StepPlan, other: StepPlan) -> bool:

@@ -34,6 +34,10 @@ class ParallelUnmasking:
     """What the confidences must be."""
     else_counted: bool = False
     """Whether policies that measure something else keep to their fixed count, instead of being refused."""
+    untempered: bool = False
+    """Whether it goes by the plain softmax, in every family."""
+    may_pass_none: bool = False
+    """Whether it lets no position pass where none is confident enough."""
 
 
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
@@ -42,6 +46,8 @@ UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
         # LLaDA's
         UnmaskingPolicy("low_confidence", "probability"),
         UnmaskingPolicy("random", "noise"),
+        # d3LLM's, for both families
+        UnmaskingPolicy("low_entropy", "entropy"),
         # Dream's
         UnmaskingPolicy("maskgit_plus", "probability", tempered=True),
         UnmaskingPolicy("entropy", "entropy", tempered=True),
@@ -58,6 +64,9 @@ PARALLEL_RULES: dict[str, ParallelUnmasking] = {
         # EB-Sampler's (arXiv 2505.24857)
         ParallelUnmasking("entropy_bound", "entropy"),
         ParallelUnmasking("margin", "margin"),
+        # d3LLM's (arXiv 2601.07568), for LLaDA and for Dream; requests name the first.
+        ParallelUnmasking("entropy_threshold", "entropy", untempered=True),
+        ParallelUnmasking("strict_entropy_threshold", "entropy", untempered=True, may_pass_none=True),
         # ES-dLLM's (arXiv 2603.10088) in place of `threshold`; no request names it.
         ParallelUnmasking("exceeded_threshold", "probability", else_counted=True),
     )

@@ -85,10 +85,10 @@ def observed_step(llm: "LLM") -> Dispatch:
 
 
 def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPass:
-    """A pass, given how many tokens the block of each request had masked; lowers these by what the plans unmask."""
+    """A pass, given how many tokens the window of each request had masked; lowers these by what the plans unmask."""
     head_rows = 0
     for request_id, plan in zip(batch.request_ids, batch.plans, strict=True):
-        left = masked.get(request_id, plan.block.size)
+        left = masked.get(request_id, plan.window.size)
         head_rows += min(left, plan.quota.candidates.size)
         masked[request_id] = left - min(left, plan.quota.count)
     rows = [layer_pass.rows_computed(i, batch.num_rows(i)) for i in range(len(batch.plans))]

@@ -19,7 +19,7 @@ from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
-from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import UnmaskQuota, unmask_quota
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
@@ -180,7 +180,10 @@ class PlainCanvas:
         confidence = statistics.confidence(UNMASKING_POLICIES[self.spec.unmasking].measures)
         ordered, order = confidence.sort(descending=True, stable=True)
         if quota.parallel is not None:
-            chosen = order[PARALLEL_RULES[quota.parallel.kind](ordered, quota.parallel.value)]
+            passes = PARALLEL_RULES[quota.parallel.kind](ordered, quota.parallel.value)
+            if quota.progresses is not None:
+                passes[0] = True
+            chosen = order[passes]
         else:
             chosen = order[: quota.count]
         self.tokens[positions[chosen]] = statistics.token[chosen]
@@ -203,16 +206,19 @@ class PlainCanvas:
 
 
 def check_baseline(spec: DecodingSpec) -> None:
-    """Raise ``ValueError`` for requests that the baseline does not decode: those that draw random numbers, and
-    guided ones."""
+    """Raise ``ValueError`` for requests that the baseline does not decode: those that draw random numbers,
+    guided ones, and those of several blocks at once."""
     policy = UNMASKING_POLICIES[spec.unmasking]
     if policy.measures == "noise" or spec.temperature > 0:
         raise ValueError(
             f"unmasking={spec.unmasking!r} at temperature {spec.temperature} draws random numbers, which the plain "
             f"baseline does not; choose a greedy policy, or leave the baseline out"
         )
-    if spec.delay_eos or spec.guidance is not None:
-        raise ValueError("the plain baseline knows neither delay_eos nor a guide; leave them unset")
+    if spec.delay_eos or spec.guidance is not None or spec.block_add_threshold is not None or spec.early_stop:
+        raise ValueError(
+            "the plain baseline knows no delay_eos, no guide, no block_add_threshold and no early_stop; leave them "
+            "unset"
+        )
 
 
 @torch.inference_mode()
@@ -226,7 +232,7 @@ def decode(
     for block in range(spec.num_blocks):
         span, step = spec.block_span(block), 0
         while left := canvas.masked(span).numel():
-            quota = unmask_quota(spec, Progress(block, step, left, num_forwards), block_alone=False)
+            quota = unmask_quota(spec, Progress(Blocks(block, block + 1), step, [left]), window_alone=False)
             x, phases = model.embed(canvas.tokens), model.phases(positions)
             for number in range(model.shape.num_layers):
                 x, _, _ = model.layer(number, x, phases)

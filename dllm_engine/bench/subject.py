@@ -17,8 +17,7 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.request_state import end_token_ids
-from dllm_engine.scheduler.resolve import checkpoint_defaults, resolve_decoding
+from dllm_engine.scheduler.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
 from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, weight_bytes
 
 if TYPE_CHECKING:

@@ -14,8 +14,10 @@ _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1
 
 ONE = "one"
 """The unmasking rule of one token per step."""
-RULES = ("steps", "threshold", "factor", "entropy_bound", "margin")
+RULES = ("steps", "threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 """Options that another unmasking rule may set."""
+DENOISING = ("block_length", "unmasking", *RULES, "block_add_threshold", "early_stop")
+"""Arguments about how a response is denoised, under the names of request options."""
 
 
 class CommandParser(argparse.ArgumentParser):

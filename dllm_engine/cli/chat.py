@@ -124,9 +124,9 @@ class Conversation:
 
 
 def _shown_text(completion: Any) -> str:
-    """The text of the finished blocks and of the running one, with its masks."""
+    """The text that is sent and that of the running blocks, with their masks."""
     block = completion.provisional
-    running: str = block.text if block is not None and any(block.masked) else ""
+    running: str = "" if block is None else block.unsent_text
     text: str = completion.text
     return text + running
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.cli.arguments import key_value, positive_int, whole_number
+from dllm_engine.cli.arguments import DENOISING, key_value, positive_int, whole_number
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import EngineOptions
 from dllm_engine.quiet import be_quiet
@@ -126,6 +126,22 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     parallel.add_argument(
         "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"
     )
+    parallel.add_argument(
+        "--entropy-threshold", type=float, metavar="NATS", help="fill every position whose entropy is at most this"
+    )
+    group.add_argument(
+        "--block-add-threshold",
+        type=float,
+        metavar="SHARE",
+        help="let the next block join the running ones once this share of the last one is decided (default: blocks "
+        "run one at a time)",
+    )
+    group.add_argument(
+        "--early-stop",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="give up what is behind the first end token as soon as it is decided",
+    )
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,11 +229,9 @@ def load(arguments: dict[str, Any]) -> "LLM":
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:
     """The decoding arguments that differ from ``DiffusionParams``' defaults, as its keyword arguments."""
     from dllm_engine.params import DiffusionParams
-    from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 
-    denoising = ("gen_length", "block_length", "steps", "unmasking", *PARALLEL_OPTIONS)
     sampling = ("temperature", "top_p", "top_k", "seed", "ignore_eos")
-    options = {name: getattr(args, name) for name in (*denoising, *sampling)}
+    options = {name: getattr(args, name) for name in ("gen_length", *DENOISING, *sampling)}
     defaults = DiffusionParams()
     return {name: value for name, value in options.items() if value != getattr(defaults, name)}
 

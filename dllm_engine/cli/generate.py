@@ -8,13 +8,14 @@ from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
+from dllm_engine.cli.arguments import DENOISING
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
 
 SOME_FAILED = 1
 _SETTINGS = (
     *("model", "dtype", "raw", "cache_method", "cache_option", "retention_ratio", "guide_model"),
     "guide_tokens_per_token",
-    *("gen_length", "block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin"),
+    *("gen_length", *DENOISING),
     *("temperature", "top_p", "top_k", "seed", "ignore_eos"),
 )
 """Arguments that change responses; a run resumes only an output that was made with the same ones."""

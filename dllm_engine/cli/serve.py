@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.cli.arguments import merged, positive_int, take_dotted
+from dllm_engine.cli.arguments import DENOISING, merged, positive_int, take_dotted
 from dllm_engine.cli.engine import (
     BATCH_INVARIANT_HELP,
     CACHE_ARGUMENTS,
@@ -33,8 +33,6 @@ ENGINE_ARGUMENTS = (
     "playground",
 )
 """Arguments that are engine options of the same name."""
-REQUEST_ARGUMENTS = ("block_length", "steps", "unmasking", "threshold", "factor", "entropy_bound", "margin")
-"""Arguments that are defaults of requests."""
 ADDITIONAL_CONFIG = "--additional-config"
 
 
@@ -177,7 +175,7 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
         stated["cache_options"] = chosen
         if options.get("cache_options") == PAPER:
             options = options | {"cache_options": {}}
-    if defaults := given(args, REQUEST_ARGUMENTS):
+    if defaults := given(args, DENOISING):
         check_release()  # what checks them needs it
         stated["request_defaults"] = defaults
     options = merged(options, stated)

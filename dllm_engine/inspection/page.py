@@ -10,7 +10,7 @@ from dllm_engine.scheduler.step_plan import RefreshState
 from dllm_engine.version import __version__
 
 if TYPE_CHECKING:
-    from dllm_engine.inspection.record import InspectedBlock, Inspection
+    from dllm_engine.inspection.record import InspectedWindow, Inspection
 
 _STYLE = Path(__file__).with_name("page.css")
 
@@ -39,24 +39,26 @@ def draw_page(inspection: "Inspection") -> bytes:
 
 
 def _header(inspection: "Inspection") -> str:
-    sizes = _range([span.size for span in inspection.block_spans])
+    spans = inspection.block_spans
+    sizes = _range([span.size for span in spans])
+    denoised = sum(any(inspection.steps_of(span)) for span in spans)
     tiles = [
         (
             "canvas",
             f"{inspection.canvas_length:,}",
             f"{inspection.prompt_length} prompt + {inspection.gen_length} response",
         ),
-        ("blocks denoised", f"{len(inspection.blocks)} of {len(inspection.block_spans)}", f"of {sizes} tokens each"),
+        ("blocks denoised", f"{denoised} of {len(spans)}", f"of {sizes} tokens each"),
     ]
-    blocks = inspection.updated_blocks
-    if blocks:
-        retained = [max(map(len, block.retained)) for block in blocks]
-        outside = [inspection.outside(block) for block in blocks]
+    windows = inspection.updated_windows
+    if windows:
+        retained = [max(map(len, window.retained)) for window in windows]
+        outside = [inspection.outside(window) for window in windows]
         tiles += [
             ("retained per layer", _range(retained), f"of {_range(outside)} positions outside the block"),
             (
                 "pages held, at most",
-                f"{max(map(inspection.pages, blocks)):,}",
+                f"{max(map(inspection.pages, windows)):,}",
                 f"{inspection.num_layers} layers, {inspection.page_size} tokens per page",
             ),
         ]
@@ -67,7 +69,7 @@ def _header(inspection: "Inspection") -> str:
         ("tokens computed", f"{computed:,}", f"{computed / uncached:.0%} of {uncached:,} without a cache"),
     ]
     shown = "".join(f"<div><dt>{name}</dt><dd>{value} <small>{note}</small></dd></div>" for name, value, note in tiles)
-    title = "What the cache retained" if blocks else "How the response was denoised"
+    title = "What the cache retained" if windows else "How the response was denoised"
     return f"""<header>
 <h1>{title}</h1>
 <p class="muted">{escape(inspection.model)} · {escape(inspection.settings)}</p>
@@ -96,36 +98,33 @@ def _section(title: str, lead: str, legend: Iterable[tuple[str, str]], body: str
 
 def _retention(inspection: "Inspection") -> str:
     title = "Retained positions, by layer"
-    if not inspection.updated_blocks:
+    if not inspection.updated_windows:
         return _section(title, f"{inspection.without_retention.capitalize()}.", (), "")
     legend = [("var(--retained)", "retained in pages"), ("var(--block)", "the block itself, computed in every step")]
-    if any(len(block.recomputed) > block.span.size for block in inspection.updated_blocks):
+    if any(len(window.recomputed) > window.span.size for window in inspection.updated_windows):
         legend.append(("var(--again)", "computed in every step as well"))
-    if any(inspection.evicts(block) for block in inspection.updated_blocks):
+    if any(inspection.evicts(window) for window in inspection.updated_windows):
         legend.append(("var(--evicted)", "evicted: neither computed nor read"))
     lead = (
-        "One map per block: a row per layer, a column per canvas position. The last row is the share of the layers "
-        "that retained a position. The line separates prompt and response."
+        "One map per block, or for all that run together: a row per layer, a column per canvas position. The last row "
+        "is the share of the layers that retained a position. The line separates prompt and response."
     )
-    return _section(title, lead, legend, "\n".join(_heat_map(inspection, i) for i in range(len(inspection.blocks))))
+    return _section(title, lead, legend, "\n".join(_heat_map(inspection, window) for window in inspection.windows))
 
 
-def _heat_map(inspection: "Inspection", index: int) -> str:
-    block = inspection.blocks[index]
-    first, last = block.passes[0].number, block.passes[-1].number
-    caption = (
-        f"<b>Block {index + 1}</b><span>positions {block.span.start}–{block.span.stop - 1} · "
-        f"{_steps(first, last)}</span>"
-    )
-    if not block.retained:
-        note = f"Every step of this block ({len(block.passes)} in all) came before its update: nothing was retained."
+def _heat_map(inspection: "Inspection", window: "InspectedWindow") -> str:
+    first, last = window.passes[0].number, window.passes[-1].number
+    name = _blocks_of(inspection, window)
+    caption = f"<b>{name}</b><span>positions {window.span.start}–{window.span.stop - 1} · {_steps(first, last)}</span>"
+    if not window.retained:
+        note = f"Every step of {name} ({len(window.passes)} in all) came before its update: nothing was retained."
         return f'<figure><figcaption>{caption}</figcaption><p class="muted">{note}</p></figure>'
-    outside = inspection.outside(block)
-    sizes = [len(layer) for layer in block.retained]
+    outside = inspection.outside(window)
+    sizes = [len(layer) for layer in window.retained]
     share = sum(sizes) / (outside * len(sizes))
     caption += (
         f'<span class="held">retained <b>{_range(sizes)}</b> of {outside} outside the block ({share:.0%}) · '
-        f"{count_of(inspection.pages(block), 'page')}</span>"
+        f"{count_of(inspection.pages(window), 'page')}</span>"
     )
     layers, canvas = inspection.num_layers, inspection.canvas_length
     height = 18 if layers <= 8 else 11 if layers <= 16 else 7
@@ -135,9 +134,9 @@ def _heat_map(inspection: "Inspection", index: int) -> str:
     rows = "".join(
         f"<g><title>layer {layer}: {len(positions)} retained</title>"
         f'<path d="{_strokes(_runs(positions), layer)}" stroke="var(--retained)"/></g>'
-        for layer, positions in enumerate(block.retained)
+        for layer, positions in enumerate(window.retained)
     )
-    label = f"Block {index + 1}: positions that each of {layers} layers retained"
+    label = f"{name}: positions that each of {layers} layers retained"
     return f"""<figure><figcaption>{caption}</figcaption>
 <div class="scroll"><div class="heat" style="min-width:{canvas * 0.75:.0f}px">
 <div class="names"><b style="bottom:-4px">layer</b></div><div class="parts"><span style="width:{
@@ -145,15 +144,22 @@ def _heat_map(inspection: "Inspection", index: int) -> str:
     }">prompt · {inspection.prompt_length}</span><span style="width:{
         _percent(inspection.gen_length, canvas)
     }">response · {inspection.gen_length}</span></div>
-<div class="names">{names}</div>{_strip(inspection, block, layers, layers * height, rows, label)}
+<div class="names">{names}</div>{_strip(inspection, window, layers, layers * height, rows, label)}
 <div class="names share"><b style="top:7px">share</b></div><div class="share">{
-        _strip(inspection, block, 1, 14, _share_row(inspection, block), "share of the layers")
+        _strip(inspection, window, 1, 14, _share_row(inspection, window), "share of the layers")
     }</div>
 <div></div><div class="ticks">{_ticks(canvas)}</div>
 </div></div></figure>"""
 
 
-def _strip(inspection: "Inspection", block: "InspectedBlock", rows: int, height: int, cells: str, label: str) -> str:
+def _blocks_of(inspection: "Inspection", window: "InspectedWindow") -> str:
+    """Of which blocks a window is: ``Block 1``, ``Blocks 2–4``."""
+    spans = inspection.block_spans
+    numbers = [n for n, span in enumerate(spans, 1) if window.span.start <= span.start < window.span.stop]
+    return f"Block {numbers[0]}" if len(numbers) == 1 else f"Blocks {numbers[0]}–{numbers[-1]}"
+
+
+def _strip(inspection: "Inspection", window: "InspectedWindow", rows: int, height: int, cells: str, label: str) -> str:
     """A map ``rows`` high, stretched to its place: background, what is computed, cells, borders of the blocks."""
     canvas, middle = inspection.canvas_length, rows / 2
     spans = inspection.block_spans
@@ -161,8 +167,8 @@ def _strip(inspection: "Inspection", block: "InspectedBlock", rows: int, height:
     return f"""<svg viewBox="0 0 {canvas} {rows}" height="{height}" preserveAspectRatio="none" role="img" aria-label="{
         label
     }" shape-rendering="crispEdges"><g stroke-width="{rows}"><path d="M0 {middle}h{canvas}" stroke="var(--evicted)"/>
-<path d="{_strokes(_runs(block.recomputed), middle - 0.5)}" stroke="var(--again)"/>
-<path d="{_strokes([block.span], middle - 0.5)}" stroke="var(--block)"/></g>
+<path d="{_strokes(_runs(window.recomputed), middle - 0.5)}" stroke="var(--again)"/>
+<path d="{_strokes([window.span], middle - 0.5)}" stroke="var(--block)"/></g>
 {cells}{_row_lines(canvas, rows)}
 <path d="{borders}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>
 <path d="M{inspection.prompt_length} 0v{
@@ -175,9 +181,9 @@ def _row_lines(canvas: int, rows: int) -> str:
     return f'<path d="{lines}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>' if lines else ""
 
 
-def _share_row(inspection: "Inspection", block: "InspectedBlock") -> str:
+def _share_row(inspection: "Inspection", window: "InspectedWindow") -> str:
     """One path per share that occurs."""
-    shares = block.share_of_layers(range(inspection.canvas_length))
+    shares = window.share_of_layers(range(inspection.canvas_length))
     return "".join(
         f'<path d="{_strokes(_runs([p for p, s in enumerate(shares) if s == share]), 0)}" stroke="var(--retained)" '
         f'stroke-opacity="{share:.3f}"/>'
@@ -226,7 +232,7 @@ def _prompt(inspection: "Inspection") -> str:
     )
     lead = (
         f"The prompt as the model sees it. A token is shaded by the share of the {layers} layers that retained it, "
-        f"averaged over {count_of(len(inspection.updated_blocks), 'block')}; the mean is "
+        f"averaged over {count_of(len(inspection.updated_windows), 'block')}; the mean is "
         f"{sum(shares) / len(shares):.0%}."
     )
     legend = [("linear-gradient(90deg, var(--card), var(--cool))", "no layer … every layer")]
@@ -245,34 +251,35 @@ def _inline(piece: str) -> str:
 
 
 def _order(inspection: "Inspection") -> str:
-    rows = []
-    unmasked_at = inspection.unmasked_at
-    for index, block in enumerate(inspection.blocks):
-        first, last = block.passes[0].number, block.passes[-1].number
+    rows, left = [], 0
+    for number, span in enumerate(inspection.block_spans, start=1):
+        steps = inspection.steps_of(span)
+        taken = [step for step in steps if step is not None]
+        left += len(steps) - len(taken)
+        if not taken:
+            continue
+        first, last = min(taken), max(taken)
         tokens = []
-        for position in range(*block.span):
+        for position, step in zip(range(*span), steps, strict=True):
             offset = position - inspection.prompt_length
-            step = unmasked_at[offset]
-            assert step is not None
-            shade = (step - first + 1) / (last - first + 1)
-            known = offset < len(inspection.response_pieces)
+            shade = 0 if step is None else (step - first + 1) / (last - first + 1)
+            known = step is not None and offset < len(inspection.response_pieces)
             kind, piece = ("part", inspection.response_pieces[offset]) if known else ("cut", "·")
+            title = f"position {position}: {'not unmasked' if step is None else f'unmasked in step {step}'}"
             tokens.append(
-                f'<span class="{kind}" style="--s:{shade:.3g}" title="position {position}: unmasked in step {step}">'
-                f"{_boxed(piece)}<small>{step}</small></span>"
+                f'<span class="{kind}" style="--s:{shade:.3g}" title="{title}">{_boxed(piece)}'
+                f"<small>{'–' if step is None else step}</small></span>"
             )
-        rows.append(f"<p><b>Block {index + 1}</b> <span>{_steps(first, last)}</span></p>")
+        rows.append(f"<p><b>Block {number}</b> <span>{_steps(first, last)}</span></p>")
         rows.append(f'<div class="tokens">{"".join(tokens)}</div>')
-    left = inspection.block_spans[len(inspection.blocks) :]
     lead = (
         "The response, block by block. The number under a token is the step that unmasked it; the stronger "
         "its colour, the later in its block."
     )
-    if len(inspection.response_pieces) < sum(block.span.size for block in inspection.blocks):
+    if len(inspection.response_pieces) < inspection.gen_length - left:
         lead += " Dashed: after the end token, not part of the answer."
     if left:
-        masked = sum(span.size for span in left)
-        lead += f" The response ended early: {count_of(len(left), 'block')} ({masked} positions) stayed masked."
+        lead += f" The response ended early: {count_of(left, 'position')} stayed masked."
     legend = [("linear-gradient(90deg, var(--card), var(--warm))", "first step of the block … last step")]
     return _section("Order of denoising", lead, legend, f'<div class="order">{"".join(rows)}</div>')
 
@@ -299,15 +306,15 @@ def _cost(inspection: "Inspection") -> str:
         f'<path d="M{step.number - 0.5} {canvas}v-{inspection.rows(step)}" stroke="var(--{step.state.value})"/></g>'
         for step in passes
     )
-    starts = "".join(f"M{block.passes[0].number - 1} 0v{canvas}" for block in inspection.blocks[1:])
+    starts = "".join(f"M{window.passes[0].number - 1} 0v{canvas}" for window in inspection.windows[1:])
     body = f"""<div class="bars"><svg viewBox="0 0 {len(passes)} {canvas}" preserveAspectRatio="none" role="img"
  aria-label="tokens computed per step">
 <g stroke-width=".8">{bars}</g>
 <path d="{starts}" stroke="var(--muted)" stroke-dasharray="3 3" vector-effect="non-scaling-stroke"/></svg>
 <div class="ticks">{_step_ticks(len(passes))}</div></div>"""
     lead = (
-        f"The tokens each forward pass fed to the model; a full bar is the canvas of {canvas}. Dashed lines separate "
-        f"blocks."
+        f"The tokens each forward pass fed to the model; a full bar is the canvas of {canvas}. A dashed line: a block "
+        f"joined."
     )
     return _section("Tokens computed per step", lead, [(f"var(--{s.value})", names[s]) for s in used], body)
 

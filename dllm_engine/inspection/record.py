@@ -13,7 +13,7 @@ from typing import Any
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.inspection.page import count_of, draw_page
 from dllm_engine.scheduler.page_layout import pages_for
-from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState
 
 
@@ -30,18 +30,19 @@ class ForwardPass:
     """Canvas positions that got their token."""
 
 
-@dataclass(frozen=True)
-class InspectedBlock:
-    """One denoised block."""
+@dataclass
+class InspectedWindow:
+    """The blocks that ran together, from the step in which the last of them joined. One block, unless a request runs
+    several at once."""
 
     span: Span
     passes: list[ForwardPass]
     retained: list[list[int]] = field(default_factory=list)
-    """Per layer, the canvas positions that it retained in the block's last UPDATE; empty without an UPDATE."""
+    """Per layer, the canvas positions that it retained in the window's last UPDATE; empty without an UPDATE."""
 
     @cached_property
     def recomputed(self) -> list[int]:
-        """Canvas positions that REUSE steps compute; the block is always among them."""
+        """Canvas positions that REUSE steps compute; the window is always among them."""
         rows = set(range(*self.span))
         for step in self.passes:
             if step.state is RefreshState.REUSE:
@@ -72,8 +73,8 @@ class Inspection:
     gen_length: int
     block_spans: list[Span]
     """All blocks of the response, also those that an end token left masked."""
-    blocks: list[InspectedBlock]
-    """Those that were denoised."""
+    windows: list[InspectedWindow]
+    """In the order in which they ran."""
 
     @property
     def prompt_length(self) -> int:
@@ -85,36 +86,38 @@ class Inspection:
 
     @property
     def passes(self) -> list[ForwardPass]:
-        return [step for block in self.blocks for step in block.passes]
+        return [step for window in self.windows for step in window.passes]
 
     @property
-    def updated_blocks(self) -> list[InspectedBlock]:
+    def updated_windows(self) -> list[InspectedWindow]:
         """Those whose steps read pages."""
-        return [block for block in self.blocks if block.retained]
+        return [window for window in self.windows if window.retained]
 
-    @property
-    def unmasked_at(self) -> list[int | None]:
-        """The step at which each response position was unmasked; None where it is still masked."""
-        steps = {position: step.number for step in self.passes for position in step.unmasked}
-        return [steps.get(position) for position in range(self.prompt_length, self.canvas_length)]
+    @cached_property
+    def _unmasked_at(self) -> dict[int, int]:
+        return {position: step.number for step in self.passes for position in step.unmasked}
+
+    def steps_of(self, span: Span) -> list[int | None]:
+        """The step at which each position was unmasked; None where it is still masked."""
+        return [self._unmasked_at.get(position) for position in range(*span)]
 
     @property
     def prompt_share(self) -> list[float]:
-        """For each prompt token, the share of the layers that retained it, averaged over the blocks with an UPDATE."""
-        blocks = [block.share_of_layers(range(self.prompt_length)) for block in self.updated_blocks]
-        return [sum(shares) / len(blocks) for shares in zip(*blocks, strict=True)] if blocks else []
+        """For each prompt token, the share of the layers that retained it, averaged over the windows with an UPDATE."""
+        windows = [window.share_of_layers(range(self.prompt_length)) for window in self.updated_windows]
+        return [sum(shares) / len(windows) for shares in zip(*windows, strict=True)] if windows else []
 
-    def outside(self, block: InspectedBlock) -> int:
-        """Positions outside a block: all that a layer could retain."""
-        return self.canvas_length - block.span.size
+    def outside(self, window: InspectedWindow) -> int:
+        """Positions outside a window: all that a layer could retain."""
+        return self.canvas_length - window.span.size
 
-    def evicts(self, block: InspectedBlock) -> bool:
+    def evicts(self, window: InspectedWindow) -> bool:
         """Whether some layer neither retained nor recomputes some position."""
-        return any(len(set(layer).union(block.recomputed)) < self.canvas_length for layer in block.retained)
+        return any(len(set(layer).union(window.recomputed)) < self.canvas_length for layer in window.retained)
 
-    def pages(self, block: InspectedBlock) -> int:
-        """Pages that hold what a block's layers retained."""
-        return sum(pages_for(len(layer), self.page_size) for layer in block.retained)
+    def pages(self, window: InspectedWindow) -> int:
+        """Pages that hold what a window's layers retained."""
+        return sum(pages_for(len(layer), self.page_size) for layer in window.retained)
 
     def rows(self, step: ForwardPass) -> int:
         """Tokens computed by a forward pass."""
@@ -128,7 +131,7 @@ class Inspection:
 
     @property
     def without_retention(self) -> str:
-        """What to say if no block retained anything in particular."""
+        """What to say if no window retained anything in particular."""
         if any(step.state is RefreshState.REUSE for step in self.passes):
             return "nothing was evicted, pages held every position of the canvas"
         return "nothing was retained, every step computed the whole canvas"
@@ -141,14 +144,15 @@ class Inspection:
             f"{count_of(len(self.passes), 'denoising step')} computed {computed:,} tokens, {computed / uncached:.0%} "
             f"of the {uncached:,} that computing the whole canvas in each takes"
         )
-        blocks = self.updated_blocks
-        if not blocks:
+        windows = self.updated_windows
+        if not windows:
             return f"{self.settings}: {self.without_retention}", cost
-        retained = sum(len(layer) for block in blocks for layer in block.retained)
-        offered = sum(self.outside(block) * len(block.retained) for block in blocks)
+        retained = sum(len(layer) for window in windows for layer in window.retained)
+        offered = sum(self.outside(window) * len(window.retained) for window in windows)
         cache = (
             f"{self.settings}: a layer retained {retained / offered:.0%} of the positions outside the block; at most "
-            f"{count_of(max(map(self.pages, blocks)), 'page')} of {self.page_size} tokens over {self.num_layers} layers"
+            f"{count_of(max(map(self.pages, windows)), 'page')} of {self.page_size} tokens over {self.num_layers} "
+            f"layers"
         )
         return cache, cost
 
@@ -171,26 +175,19 @@ def check_page_path(path: Path) -> None:
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def replay(spec: DecodingSpec, figures: DiffusionFigures) -> list[InspectedBlock]:
-    """The traced forward passes of a request, by block."""
-    blocks: list[InspectedBlock] = []
-    passes: list[ForwardPass] = []
-    retained: list[list[int]] = []
+def replay(figures: DiffusionFigures) -> list[InspectedWindow]:
+    """The traced forward passes of a request, by window."""
     updates = iter(figures.retained_positions)
-    masked = 0
-    steps = zip(figures.refresh_states, figures.computed_positions, figures.unmasked_per_step, strict=True)
-    for number, (state, computed, unmasked) in enumerate(steps, start=1):
-        if not passes:
-            masked = spec.block_span(len(blocks)).size
-        passes.append(ForwardPass(number, RefreshState(state), computed, unmasked))
-        if passes[-1].state is RefreshState.UPDATE:
+    found: list[InspectedWindow] = []
+    columns = figures.refresh_states, figures.computed_positions, figures.unmasked_per_step, figures.windows
+    for number, (state, computed, unmasked, window) in enumerate(zip(*columns, strict=True), start=1):
+        if not found or found[-1].span != tuple(window):
+            found.append(InspectedWindow(Span(*window), []))
+        found[-1].passes.append(ForwardPass(number, RefreshState(state), computed, unmasked))
+        if found[-1].passes[-1].state is RefreshState.UPDATE:
             # Methods that keep every position, or choose once, record nothing for the other updates.
-            retained = next(updates, retained)
-        masked -= len(unmasked)
-        if masked == 0:
-            blocks.append(InspectedBlock(spec.block_span(len(blocks)), passes, retained))
-            passes, retained = [], []
-    return blocks
+            found[-1].retained = next(updates, found[-1].retained)
+    return found
 
 
 def pieces_of(tokens: Sequence[int], decode: Callable[[list[int]], str] | None) -> list[str]:

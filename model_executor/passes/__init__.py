@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes import (
+    delayed,
     dkv,
     dllm_cache,
     es_dllm,
@@ -26,5 +27,6 @@ PASSES: dict[str, Callable[[StepBatch, PageMemory], LayerPass]] = {
     "es_dllm": es_dllm.EarlySkipPass,
     "maskkv": maskkv.MaskKVPass,
     "freecache": freecache.layer_pass,
+    "delayed": delayed.layer_pass,
 }
 """Each makes the layer pass of a step."""

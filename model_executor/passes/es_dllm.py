@@ -1,9 +1,9 @@
 """ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked leave the pass early.
 
-K/V of the whole canvas are kept by position. A step feeds the block, and after some layers only its most important
+K/V of the whole canvas are kept by position. A step feeds the window, and after some layers only its most important
 rows go on; the others keep the K/V that deeper layers have of them. A row is important if it was confident when it
 last went through all layers, and if what it is remembered by (its hidden state, query, key or value at that layer) has
-changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy of what it retained, and to the block.
+changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy of what it retained, and to the window.
 """
 
 from collections import defaultdict
@@ -25,6 +25,7 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request import FIRST_BLOCK
 from dllm_engine.scheduler.step_plan import RetainedCopy
 
 POOL_KERNEL_SIZE = 3
@@ -32,7 +33,7 @@ POOL_KERNEL_SIZE = 3
 NUM_CONFIDENT, CONFIDENT_BONUS = 2, 2.0
 """So many of the most confident rows are all but certain to stay."""
 LEFTMOST_BONUS = 5.0
-"""Of the row that predicts the block's leftmost masked position: whatever else is skipped, a step gets on."""
+"""Of the row that predicts the window's leftmost masked position: whatever else is skipped, a step gets on."""
 UNMASKED_BONUS = 3.0
 """Of the rows that predicted what the last step unmasked."""
 SMALLEST_NORM = 1e-6
@@ -117,7 +118,7 @@ class EarlySkipPass(LayerPass):
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
             self.features = feature_rows(pages.memory, pages.hidden_size // ranks, pages.num_kv_heads)
             requests = self.tables.requests
-            starts = [canvas.spec.predicting_span(0).start for canvas in batch.canvases]
+            starts = [canvas.spec.predicting_span(FIRST_BLOCK).start for canvas in batch.canvases]
             items = batch.positions - on_device(starts, device)[requests]
             lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)[requests]
             self.feature_items = items.masked_fill(items >= lengths, -1)
@@ -125,18 +126,18 @@ class EarlySkipPass(LayerPass):
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
         plan, num_unmasked = self.batch.plans[index], len(self.batch.canvases[index].last_unmasked)
-        least = min(num_unmasked + 2, plan.block.size)
+        least = min(num_unmasked + 2, plan.window.size)
         return min(max(int(fraction * self.batch.num_rows(index)), least), num_rows)
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions outside the block, of which some are copied, and of the block; and what scores the former, as
+        """Positions outside the window, of which some are copied, and of the window; and what scores the former, as
         ``mean_query_scores`` wants it."""
         plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.positions.device
-        start = plan.block.start - spec.shifts_logits
+        start = plan.window.start - spec.shifts_logits
         canvas = np.arange(spec.canvas_length)
-        outside, block = np.delete(canvas, slice(start, start + plan.block.size)), canvas[start:][: plan.block.size]
+        outside, window = np.delete(canvas, slice(start, start + plan.window.size)), canvas[start:][: plan.window.size]
         spans = [(0, outside.size, 0, outside.size, 0, self.batch.num_rows(index))]
-        return on_device(outside, device), on_device(block, device), on_device(spans, device)
+        return on_device(outside, device), on_device(window, device), on_device(spans, device)
 
     def _copy_tokens(self) -> torch.Tensor | None:
         """The place of each row in its request's retained copy, after what was copied; −1 where it has none."""
@@ -146,7 +147,7 @@ class EarlySkipPass(LayerPass):
         for i, reads in enumerate(self.reading):
             if reads:
                 plan, canvas, rows = self.batch.plans[i], self.batch.canvases[i], self.batch.rows(i)
-                places = self.batch.positions[rows] - (plan.block.start - canvas.spec.shifts_logits)
+                places = self.batch.positions[rows] - (plan.window.start - canvas.spec.shifts_logits)
                 tokens[rows] = torch.where(places >= 0, places + plan.num_copied, -1)
         return tokens
 
@@ -162,7 +163,7 @@ class EarlySkipPass(LayerPass):
             first = plan.span.stop - self.batch.num_rows(i) + canvas.spec.shifts_logits
             stop = first + self.batch.num_rows(i)
             confidences[rows] = canvas.cache_state[first:stop] * canvas.masked[first:stop]
-            leftmost = (canvas.known[slice(*plan.block)] < 0).argmax() + plan.block.start
+            leftmost = (canvas.known[slice(*plan.window)] < 0).argmax() + plan.window.start
             bonuses[rows.start + leftmost - first] = LEFTMOST_BONUS
             if self.options.alpha < 1:
                 last = [rows.start + p - first for p in canvas.last_unmasked if first <= p < stop]
@@ -208,7 +209,7 @@ class EarlySkipPass(LayerPass):
     def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose step it is. Such a step skips no
         row, and the mean is over the queries of all that it computes."""
-        for i, (outside, block, spans) in self.copied.items():
+        for i, (outside, window, spans) in self.copied.items():
             keys = self._kept(self.pages.keys, self.tables.token_slots(layer, torch.full_like(outside, i), outside))
             # Every rank scores with its own heads; all must retain the same tokens.
             scores = mean_query_scores(q[self.stage.rows(i)], keys, spans, outside.shape[0])[0]
@@ -216,7 +217,7 @@ class EarlySkipPass(LayerPass):
             scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
             chosen = outside[select_retained(scores, self.batch.plans[i].num_copied, POOL_KERNEL_SIZE)]
             self.retained[i].append(chosen)
-            copied = torch.cat((chosen, block))
+            copied = torch.cat((chosen, window))
             slots = self.tables.token_slots(layer, torch.full_like(copied, i), copied)
             keys, values = self._kept(self.pages.keys, slots), self._kept(self.pages.values, slots)
             self.pages.append(keys, values, self.batch.canvases[i].page_tables[PageKind.RETAINED][layer])
@@ -269,7 +270,7 @@ class EarlySkipPass(LayerPass):
     def _most_important(self, rows: torch.Tensor, changes: torch.Tensor, count: int) -> torch.Tensor:
         """Which ``count`` of the rows ``[group, rows]`` stay, in no order.
 
-        Towards a block's end most confidences are 0 and the most confident rows a tie. What ``topk`` leaves unordered
+        Towards a window's end most confidences are 0 and the most confident rows a tie. What ``topk`` leaves unordered
         stays so, as in the authors' code: the order settles the next layer's ties.
         """
         alpha, confidences = self.options.alpha, self.confidences[rows]

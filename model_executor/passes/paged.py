@@ -41,7 +41,7 @@ class UpdateGroup:
     """Their numbers in the batch."""
     spec: DecodingSpec
     plan: StepPlan
-    """Of the first; the others' have the same lengths, block and counts."""
+    """Of the first; the others' have the same lengths, window and counts."""
     rows: torch.Tensor
     """int64 ``[group, num_allowed]``: the batch rows that they may add to pages."""
 
@@ -68,7 +68,7 @@ class RetentionPass(PagedPass):
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, (canvas, plan) in enumerate(zip(batch.canvases, batch.plans, strict=True)):
             if plan.state is RefreshState.UPDATE:
-                alike[canvas.spec.canvas_length, plan.span, plan.block, plan.read, plan.retained].append(i)
+                alike[canvas.spec.canvas_length, plan.span, plan.window, plan.read, plan.retained].append(i)
         self.groups = [self._group(members, rule) for members in alike.values()]
         self.updating = [i for group in self.groups for i in group.members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
@@ -123,11 +123,11 @@ class RetentionPass(PagedPass):
 # Retention rules
 
 
-def retain_before_block(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
-    """The prompt and the finished blocks."""
-    return np.arange(plan.block.start)
+def retain_beginning(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
+    """The first positions, as many as the plan says: the prompt and finished blocks."""
+    return np.arange(plan.retained)
 
 
-def retain_outside_block(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
-    """Everything outside the block, the masked suffix included."""
-    return np.delete(np.arange(spec.canvas_length), slice(*plan.block))
+def retain_outside_window(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
+    """Everything outside the window, the masked suffix included."""
+    return np.delete(np.arange(spec.canvas_length), slice(*plan.window))

@@ -1,4 +1,4 @@
-"""Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the block that its queries find important."""
+"""Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the window that its queries find important."""
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -6,7 +6,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.paged import RetentionPass, retain_outside_block
+from dllm_engine.model_executor.passes.paged import RetentionPass, retain_outside_window
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
@@ -16,23 +16,23 @@ from dllm_engine.scheduler.methods.sparse import SparseOptions
 class SparsePass(RetentionPass):
     """Bidirectional sparse caching; each layer retains its own set, shared by its heads.
 
-    Algorithm 4, lines 8 to 15 (Algorithm 5 for ``scope="prefix"``): mean block query against each candidate's key,
-    mean over heads, max-pooling over the candidates laid end to end, top-k.
+    Algorithm 4, lines 8 to 15 (Algorithm 5 for ``scope="prefix"``): mean query of the window against each candidate's
+    key, mean over heads, max-pooling over the candidates laid end to end, top-k.
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         options = batch.canvases[0].spec.cache
         assert isinstance(options, SparseOptions)
         self.options = options
-        super().__init__(batch, pages, retain_outside_block)
+        super().__init__(batch, pages, retain_outside_window)
         plans = [batch.plans[i] for i in self.updating]
         sizes = [group.rows.shape[1] for group in self.groups for _ in group.members]
         self.num_candidates = [
-            plan.block.start if options.scope == "prefix" else size for plan, size in zip(plans, sizes, strict=True)
+            plan.window.start if options.scope == "prefix" else size for plan, size in zip(plans, sizes, strict=True)
         ]
         """Of each request of ``updating``: they come first among what it may retain; the rest is retained anyway."""
         spans = [
-            (rows.start, plan.block.start, plan.block.size, count, rows.start + plan.block.start, plan.block.size)
+            (rows.start, plan.window.start, plan.window.size, count, rows.start + plan.window.start, plan.window.size)
             for rows, plan, count in zip(map(batch.rows, self.updating), plans, self.num_candidates, strict=True)
         ]
         self.spans = on_device(spans, self.device)
@@ -67,6 +67,6 @@ class SparsePass(RetentionPass):
             scored = ScoredLayer.of(
                 canvas, plan, *own[:2], lse, layer, self.pages.total_kv_heads, options.observation_window
             )
-            candidates = on_device(retain_outside_block(canvas.spec, plan)[:count], self.device)
+            candidates = on_device(retain_outside_window(canvas.spec, plan)[:count], self.device)
             of_request[:count] = scorer.score(scored, candidates).sum(dim=0)
         return scores

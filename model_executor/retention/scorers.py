@@ -30,8 +30,8 @@ class ScoredLayer:
     """float32 ``[canvas_length, num_heads]``: logarithm of each softmax's denominator; for scorers that need it."""
     masked: np.ndarray
     """``[canvas_length]`` bool, on the host."""
-    block: slice
-    """The running block."""
+    window: slice
+    """Of the running blocks."""
     prompt_length: int
     seed: int
     layer: int
@@ -59,7 +59,7 @@ class ScoredLayer:
             k=k,
             lse=lse,
             masked=canvas.known < 0,
-            block=slice(*plan.block),
+            window=slice(*plan.window),
             prompt_length=canvas.spec.prompt_length,
             seed=canvas.seed,
             layer=layer,
@@ -78,8 +78,8 @@ class Scorer(NamedTuple):
 
 
 def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """Sparse-dLLM's score per head: the block's mean query against each key, as a softmax over the tokens."""
-    mean = layer.q[layer.block].float().mean(dim=0).unflatten(0, (layer.k.shape[1], -1)).mean(dim=1)
+    """Sparse-dLLM's score per head: the window's mean query against each key, as a softmax over the tokens."""
+    mean = layer.q[layer.window].float().mean(dim=0).unflatten(0, (layer.k.shape[1], -1)).mean(dim=1)
     raw = torch.einsum("gd,tgd->gt", mean, layer.k[tokens].float())
     return (raw / layer.q.shape[-1] ** 0.5).softmax(dim=-1)
 

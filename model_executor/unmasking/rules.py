@@ -57,11 +57,26 @@ def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Te
     return before <= value
 
 
+def within_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """d3LLM (arXiv 2601.07568) for LLaDA: all of an entropy of at most ``value``, and always the lowest.
+
+    ``ordered`` are negative entropies.
+    """
+    return reaching(ordered, -value)
+
+
+def below_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """d3LLM for Dream: all of an entropy below ``value``; perhaps none. ``ordered`` are negative entropies."""
+    return ordered > -value
+
+
 PARALLEL_RULES: dict[str, Rule] = {
     "threshold": reaching,
     "factor": within_factor,
     "entropy_bound": within_bound,
     "margin": reaching,
     "exceeded_threshold": exceeding,
+    "entropy_threshold": within_threshold,
+    "strict_entropy_threshold": below_threshold,
 }
-"""By the names in ``scheduler/unmasking.py``. Each passes the most confident position at least."""
+"""By the names in ``scheduler/unmasking.py``. All but the last pass the most confident position at least."""

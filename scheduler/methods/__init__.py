@@ -2,6 +2,7 @@
 registry of each folder."""
 
 from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.delayed import DELAYED
 from dllm_engine.scheduler.methods.dkv import DKV
 from dllm_engine.scheduler.methods.dllm_cache import DLLM_CACHE
 from dllm_engine.scheduler.methods.es_dllm import ES_DLLM
@@ -21,5 +22,6 @@ CACHE_METHODS: dict[str, CacheMethod] = {
     "es_dllm": ES_DLLM,
     "maskkv": MASKKV,
     "freecache": FREECACHE,
+    "delayed": DELAYED,
 }
 """By the name that ``cache_method`` takes."""

@@ -8,11 +8,11 @@ from pydantic import AfterValidator, Field
 
 from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, Progress
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
 
 Plan = Callable[[DecodingSpec, Progress], StepPlan]
-HeldPages = Callable[[DecodingSpec, int, PoolGeometry], PageCounts]
+HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
 ScorerName = Literal["mask_voting", "mean_query", "snapkv", "random"]
 """Names in ``model_executor/retention/scorers.py``."""
 
@@ -26,7 +26,7 @@ def _odd(value: int) -> int:
 WindowWidth = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 
 
-def hold_nothing(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+def hold_nothing(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
     """No pages."""
     return {}
 
@@ -38,8 +38,8 @@ class CacheMethod:
     plan: Plan
     """The next step of a request."""
     pages: HeldPages = hold_nothing
-    """Pages that a request holds once a step of the given block has written them. Known before anything runs, so that
-    they can be reserved."""
+    """Pages that a request holds once a step of the given running blocks has written them. Known before anything runs,
+    so that they can be reserved."""
     options: type[CacheOptions] = CacheOptions
     """What ``cache_options`` are validated with."""
     recordable: bool = False
@@ -61,18 +61,18 @@ class CacheMethod:
     def uses_pages(self) -> bool:
         return self.pages is not hold_nothing
 
-    def held(self, spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
-        """Pages that a request holds in a block, with those of the guide."""
-        return self.pages(spec, block, geometry) | guide_pages(spec, geometry)
+    def held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
+        """Pages that a request holds with these blocks running, with those of the guide."""
+        return self.pages(spec, running, geometry) | guide_pages(spec, geometry)
 
     def page_demand(self, spec: DecodingSpec, geometry: PoolGeometry) -> int:
         """The most pages a request holds at any time of its life."""
-        return max(_total(self.held(spec, block, geometry)) for block in range(spec.num_blocks))
+        return max(_total(self.held(spec, running, geometry)) for running in spec.extreme_windows)
 
     def longest_demand(self, options: CacheOptions, geometry: PoolGeometry, max_model_len: int) -> int:
         """The most pages that a request of ``max_model_len`` can need, whatever its prompt, response and block length.
 
-        Demand grows with the canvas, and evenly from prompt to response and with the block, so the extremes bound it.
+        Demand grows with the canvas, and evenly from prompt to response and with the window, so the extremes bound it.
         Raises ``ValueError`` where the pool's pages do not suit the method.
         """
 
@@ -89,9 +89,10 @@ class CacheMethod:
                 top_k=0,
                 shifts_logits=True,
                 guidance=Guidance() if geometry.guide is not None else None,
+                block_add_threshold=0.0,
                 cache=self.largest(options),
             )
-            return max(_total(self.held(spec, block, geometry)) for block in {0, spec.num_blocks - 1})
+            return self.page_demand(spec, geometry)
 
         longest = max(max_model_len - 1, 1)
         return max(demand(1, 1), demand(longest, 1), demand(longest, longest))
@@ -113,31 +114,31 @@ LAUNCHES_TO_RETAIN = {RefreshState.UPDATE: 6}
 
 
 def evict_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int, retained: int) -> StepPlan:
-    """FULL steps before ``update_step`` of the block, one UPDATE that retains ``retained`` tokens, then the block
-    alone."""
+    """Since a block joined: FULL steps before ``update_step``, one UPDATE that retains ``retained`` tokens, then the
+    window alone."""
     if progress.step < update_step:
         return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span)
     if progress.step == update_step:
         return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=retained)
-    span = spec.block_span(progress.block)
-    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=retained, retained=retained)
+    window = spec.span_of(progress.running)
+    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, window, read=retained, retained=retained)
 
 
-def tokens_before(spec: DecodingSpec, block: int) -> int:
-    """Tokens before the block."""
-    return spec.block_span(block).start
+def tokens_before(spec: DecodingSpec, blocks: Blocks) -> int:
+    """Tokens before these blocks."""
+    return spec.span_of(blocks).start
 
 
-def tokens_outside(spec: DecodingSpec, block: int) -> int:
-    """Tokens outside the block."""
-    return spec.canvas_length - spec.block_span(block).size
+def tokens_outside(spec: DecodingSpec, blocks: Blocks) -> int:
+    """Tokens outside these blocks."""
+    return spec.canvas_length - spec.span_of(blocks).size
 
 
-def hold_tokens(retained: Callable[[DecodingSpec, int], int]) -> HeldPages:
-    """Keys and values of ``retained(spec, block)`` tokens in every layer."""
-    return lambda spec, block, geometry: geometry.uniform(retained(spec, block))
+def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:
+    """Keys and values of ``retained(spec, running)`` tokens in every layer."""
+    return lambda spec, running, geometry: geometry.uniform(retained(spec, running))
 
 
-def hold_canvas(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+def hold_canvas(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
     """Keys and values of the whole canvas in every layer."""
     return geometry.uniform(spec.canvas_length)

@@ -15,7 +15,7 @@ class DKVOptions(CacheOptions):
     """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
 
     refresh_interval: int = Field(default=8, ge=1)
-    """Steps of a block from one computation of the whole canvas to the next."""
+    """Steps of a window from one computation of the whole canvas to the next."""
 
 
 LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 9)
@@ -25,22 +25,22 @@ LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 9)
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows and those just decoded.
 
-    LLaDA recomputes all in a block's first two steps, because the second is the first in which a decoded token's
+    LLaDA recomputes all in a window's first two steps, because the second is the first in which a decoded token's
     own K/V could be kept; Dream in the first alone.
     """
     options = spec.cache
     assert isinstance(options, DKVOptions)
     whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
-    plan = step_plan(spec, progress, state, scope, spec.canvas_span, block_alone=False)
+    plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)
     kept = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
     if whole:
         return kept
     # With shifted logits the last row predicts no token, so nothing says when it is final; it is taken to be after the
     # second step.
     rows = RowRule.MASKED_BEFORE_AND_LAST if spec.shifts_logits and progress.step == 1 else RowRule.MASKED_BEFORE
-    # At most all that was masked when the block began, this block's tokens and those of the blocks after it.
-    num_masked = spec.canvas_length - plan.block.start
+    # At most the window and all behind it was masked when the window began.
+    num_masked = spec.canvas_length - plan.window.start
     return replace(kept, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
 
 
@@ -52,7 +52,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, True): (RefreshState.UPDATE, Scope.RESPONSE),
         (False, False): (RefreshState.REUSE, Scope.ACTIVE),
     }[prompt_due, response_due]
-    plan = step_plan(spec, progress, state, scope, span, block_alone=False)
+    plan = step_plan(spec, progress, state, scope, span, window_alone=False)
     plan = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
     if response_due or options.update_ratio == 0:
         return plan
@@ -85,7 +85,7 @@ def live_start(spec: DecodingSpec) -> int:
     return max(spec.prompt_length - spec.shifts_logits, 0)
 
 
-def hold_canvas_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+def hold_canvas_and_features(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
     return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: feature_pages(spec, geometry)}
 
 

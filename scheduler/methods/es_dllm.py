@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
 
 
@@ -67,37 +67,33 @@ class ESDLLMOptions(CacheOptions):
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Plan by a clock that begins a block at the number of response tokens before it, as if every block took a step
-    per token (the authors' code).
-
-    UPDATE of ALL is the whole canvas, the only steps that compute what comes after the block; UPDATE of PROMPT is
-    everything up to the block's end; UPDATE of ACTIVE is the block with no row skipped. The others REUSE, and skip. A
-    block's first step also feeds what the step before it decoded.
+    """UPDATE of ALL is the whole canvas, the only steps that compute what comes after the window; UPDATE of PROMPT is
+    everything up to the window's end; UPDATE of ACTIVE is the window with no row skipped. The others REUSE, and skip.
+    The first step after a block joined also feeds what the step before it decoded.
     """
     options = spec.cache
     assert isinstance(options, ESDLLMOptions)
-    clock = progress.block * spec.block_length + progress.step
-    block_due = clock % options.block_refresh_interval == 0
+    window_due, prompt_due = _due(options, spec, progress)
     copying = RetainedCopy.NONE
     if options.evicts and progress.step >= options.update_delay:
         copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
-    rows = spec.predicting_span(progress.block)
+    rows = spec.predicting_span(progress.running)
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, block_alone=False)
-    elif clock % options.prompt_refresh_interval == 0:
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop), block_alone=False)
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, window_alone=False)
+    elif prompt_due:
+        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop), window_alone=False)
     else:
-        whole = block_due or copying is RetainedCopy.WRITE
+        whole = window_due or copying is RetainedCopy.WRITE
         state = RefreshState.UPDATE if whole else RefreshState.REUSE
-        plan = step_plan(spec, progress, state, Scope.ACTIVE, rows, block_alone=False)
+        plan = step_plan(spec, progress, state, Scope.ACTIVE, rows, window_alone=False)
         plan = replace(plan, skips=options.skips and not whole)
         if progress.step == 0:
-            longest = rows.stop - spec.predicting_span(progress.block - 1).start
+            longest = rows.stop - spec.predicting_span(progress.before).start
             plan = replace(plan, rows=RowRule.FROM_LAST_UNMASKED, max_rows=longest)
     quota = plan.quota
     if quota.parallel is not None and quota.parallel.kind == "threshold":
         quota = replace(quota, parallel=quota.parallel._replace(kind="exceeded_threshold"))
-    num_copied = copied_tokens(spec, progress.block) if copying is not RetainedCopy.NONE else 0
+    num_copied = copied_tokens(spec, progress.running) if copying is not RetainedCopy.NONE else 0
     return replace(
         plan,
         quota=quota,
@@ -108,14 +104,32 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     )
 
 
-def copied_tokens(spec: DecodingSpec, block: int) -> int:
-    """Tokens outside the block that its retained copy holds."""
+def _due(options: ESDLLMOptions, spec: DecodingSpec, progress: Progress) -> tuple[bool, bool]:
+    """Whether the window, and whether the prompt is to be computed as a whole.
+
+    One block at a time goes by a clock that begins a block at the number of response tokens before it, as if every
+    block took a step per token (the authors' code). Several blocks have no such clock: there, intervals count the
+    tokens unmasked, and a window is computed as a whole when a block has joined.
+    """
+    if spec.block_add_threshold is None:
+        clock = progress.running.first * spec.block_length + progress.step
+        return clock % options.block_refresh_interval == 0, clock % options.prompt_refresh_interval == 0
+    after, before = progress.num_unmasked, progress.num_unmasked - progress.last_unmasked
+    window_due, prompt_due = (
+        after // interval > before // interval
+        for interval in (options.block_refresh_interval, options.prompt_refresh_interval)
+    )
+    return window_due or progress.step == 0, prompt_due
+
+
+def copied_tokens(spec: DecodingSpec, running: Blocks) -> int:
+    """Tokens outside the window that its retained copy holds."""
     assert isinstance(spec.cache, ESDLLMOptions)
-    return int((spec.canvas_length - spec.block_span(block).size) * spec.cache.retention_ratio)
+    return int((spec.canvas_length - spec.span_of(running).size) * spec.cache.retention_ratio)
 
 
-def hold_canvas_and_copy(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
-    """The whole canvas, the copy of what is retained with the block, and where rows are dropped the features of those
+def hold_canvas_and_copy(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
+    """The whole canvas, the copy of what is retained with the window, and where rows are dropped the features of those
     that predict the response: no other row is ever in a step that skips."""
     options = spec.cache
     assert isinstance(options, ESDLLMOptions)
@@ -125,7 +139,7 @@ def hold_canvas_and_copy(spec: DecodingSpec, block: int, geometry: PoolGeometry)
         pages = geometry.feature_pages(spec.gen_length)
         counts[PageKind.FEATURES] = [pages if layer in cuts else 0 for layer in range(geometry.num_layers)]
     if options.evicts:
-        copied = copied_tokens(spec, block) + spec.block_span(block).size
+        copied = copied_tokens(spec, running) + spec.span_of(running).size
         counts[PageKind.RETAINED] = [geometry.kv_pages(copied)] * geometry.num_layers
     return counts
 

@@ -1,4 +1,4 @@
-"""Fast-dLLM (arXiv 2505.22618): ``prefix`` keeps what lies before the block, ``dual`` everything outside it."""
+"""Fast-dLLM (arXiv 2505.22618): ``prefix`` keeps what lies before the window, ``dual`` everything outside it."""
 
 from dllm_engine.scheduler.methods.base import (
     LAUNCHES_TO_RETAIN,
@@ -13,17 +13,17 @@ from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_
 
 
 def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """A block's first step keeps what lies before the block; the others compute the block and all behind it."""
-    retained = tokens_before(spec, progress.block)
+    """The first step of a window keeps what lies before it; the others compute the window and all behind it."""
+    retained = tokens_before(spec, progress.running)
     if progress.step == 0:
         return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=retained)
-    span = Span(spec.block_span(progress.block).start, spec.canvas_length)
+    span = Span(spec.span_of(progress.running).start, spec.canvas_length)
     return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=retained, retained=retained)
 
 
 def plan_dual(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """A block's first step keeps all but the block; the others compute the block alone."""
-    return evict_then_reuse(spec, progress, update_step=0, retained=tokens_outside(spec, progress.block))
+    """The first step of a window keeps all but the window; the others compute the window alone."""
+    return evict_then_reuse(spec, progress, update_step=0, retained=tokens_outside(spec, progress.running))
 
 
 PREFIX = CacheMethod(plan_prefix, hold_tokens(tokens_before), recordable=True, launches=LAUNCHES_TO_RETAIN)

@@ -15,7 +15,7 @@ from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWi
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_pages
 from dllm_engine.scheduler.methods.layer_budgets import layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -109,7 +109,7 @@ def prompt_budgets(options: MaskKVOptions, prompt_length: int, num_layers: int) 
     )
 
 
-def hold_budget_and_features(spec: DecodingSpec, block: int, geometry: PoolGeometry) -> PageCounts:
+def hold_budget_and_features(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
     """Heads differ in what they retain, and all of a layer's budget may fall to the heads of one rank."""
     assert isinstance(spec.cache, MaskKVOptions)
     heads, slots_per_page = geometry.num_kv_heads, geometry.page_size * geometry.num_kv_heads

@@ -21,7 +21,7 @@ LINEAR = ("qkv_proj", "out_proj", "gate_up_proj", "down_proj")
 def plan_of(method: str, step: int, **cache_options):
     engine = EngineOptions(cache_method=method, cache_options=cache_options)
     spec = resolve_decoding(DiffusionParams(gen_length=RESPONSE, block_length=BLOCK), PROMPT, LLADA, engine)
-    return CACHE_METHODS[method].plan(spec, Progress(0, step, BLOCK - step, step))
+    return CACHE_METHODS[method].plan(spec, Progress(step=step, masked=[BLOCK - step], num_forwards=step))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def make_figures(states, unmasked, computed, retained):
     trace = {
         "refresh_states": states,
         "unmasked_per_step": unmasked,
+        "windows": [tuple(SPEC.block_span((positions[0] - 5) // 4)) for positions in unmasked],
         "computed_positions": computed,
         "retained_positions": retained,
     }
@@ -50,7 +51,7 @@ def make_inspection(**changes):
         "response_pieces": [" a", MARKUP, "\n", "", "é", "<|endoftext|>"],
         "gen_length": 12,
         "block_spans": [SPEC.block_span(block) for block in range(3)],
-        "blocks": replay(SPEC, figures),
+        "windows": replay(figures),
     }
     return Inspection(**(fields | changes))
 
@@ -100,7 +101,7 @@ def drawn_positions(path):
 
 
 def test_forward_passes_are_those_of_their_blocks():
-    first, second = make_inspection().blocks
+    first, second = make_inspection().windows
     assert (first.span, second.span) == (Span(5, 9), Span(9, 13))
     assert [step.number for step in first.passes] == [1, 2, 3]
     assert [step.state for step in second.passes] == [RefreshState.UPDATE, RefreshState.REUSE]
@@ -115,8 +116,8 @@ def test_a_block_that_ends_before_its_update_retained_nothing():
         computed=[None] * 4,
         retained=RETAINED[1:],
     )
-    inspection = make_inspection(blocks=replay(SPEC, figures))
-    assert [block.retained for block in inspection.blocks] == [[], RETAINED[1], []]
+    inspection = make_inspection(windows=replay(figures))
+    assert [block.retained for block in inspection.windows] == [[], RETAINED[1], []]
     assert inspection.prompt_share == [0.5, 0.5, 0.5, 0.5, 0.5]
 
 
@@ -125,12 +126,12 @@ def test_what_reuse_steps_compute_is_not_evicted():
     suffix = list(range(5, 17))
     prefix = [list(range(5))] * 2
     figures = make_figures(["update", "reuse"], [[5, 6], [7, 8]], [None, suffix], [prefix])
-    inspection = make_inspection(cache_method="prefix", cache_options={}, blocks=replay(SPEC, figures))
-    (block,) = inspection.blocks
+    inspection = make_inspection(cache_method="prefix", cache_options={}, windows=replay(figures))
+    (block,) = inspection.windows
     assert block.recomputed == suffix
     assert not inspection.evicts(block)
     sparse = make_inspection()
-    assert sparse.evicts(sparse.blocks[0])
+    assert sparse.evicts(sparse.windows[0])
 
 
 def test_the_summary_says_what_was_kept_and_what_it_cost():
@@ -196,12 +197,12 @@ def test_response_tokens_carry_their_steps(tmp_path):
         zip(range(5, 13), [2, 1, 3, 2, 4, 5, 4, 5], strict=True)
     )
     assert source.count('class="cut"') == 2  # unmasked, but after the end token
-    assert "1 block (4 positions) stayed masked" in source
+    assert "4 positions stayed masked" in source
 
 
 def test_a_method_that_keeps_nothing_shows_the_order_alone(tmp_path):
     figures = make_figures(["full"] * 2, [[5, 6], [7, 8]], [None] * 2, [])
-    inspection = make_inspection(cache_method="none", cache_options={}, blocks=replay(SPEC, figures))
+    inspection = make_inspection(cache_method="none", cache_options={}, windows=replay(figures))
     source = saved_page(inspection, tmp_path)
     Page(source)
     assert "<figure>" not in source
@@ -238,14 +239,15 @@ def test_an_engine_shows_its_request(sparse_demo, tmp_path):
     assert (inspection.model, inspection.num_layers) == ("demo", 4)
     assert inspection.cache_options["retention_ratio"] == 0.25
     retained = (inspection.canvas_length - 8) // 4
-    for block in inspection.blocks:
+    for block in inspection.windows:
         assert [len(layer) for layer in block.retained] == [retained] * 4
         assert not set(range(*block.span)).intersection(*block.retained)
-        assert [step.state.value for step in block.passes] == ["full", "update", *["reuse"] * 6]
+        states = [step.state.value for step in block.passes]
+        assert states == ["full", "update", *["reuse"] * 6][: len(states)]
         assert inspection.pages(block) == 4 * -(-retained // 8)
-    unmasked = 8 * len(inspection.blocks)
-    assert sorted(inspection.unmasked_at[:unmasked]) == list(range(1, unmasked + 1))
-    assert set(inspection.unmasked_at[unmasked:]) <= {None}
+    assert all(len(block.passes) == 8 for block in inspection.windows[:-1])  # an end token may end the last
+    steps = inspection.steps_of(Span(inspection.prompt_length, inspection.canvas_length))
+    assert sorted(step for step in steps if step is not None) == list(range(1, len(inspection.passes) + 1))
     assert inspection.prompt_pieces[0] in "".join(Page(saved_page(inspection, tmp_path)).texts)
 
 
@@ -272,6 +274,6 @@ def test_a_method_that_keeps_every_position_evicts_nothing():
         computed=[None, None, [5, 7], None, [10, 12]],
         retained=[],
     )
-    inspection = make_inspection(cache_method="dkv", blocks=replay(SPEC, figures))
+    inspection = make_inspection(cache_method="dkv", windows=replay(figures))
     assert "nothing was evicted, pages held every position of the canvas" in inspection.summary[0]
     assert inspection.updated_blocks == []

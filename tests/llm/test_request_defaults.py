@@ -128,7 +128,7 @@ def opinionated(tmp_path_factory):
 def decoded(llm, params=None):
     """(response tokens, tokens of a block, forward passes) of a request."""
     seen = llm.inspect({"prompt_token_ids": [3, 1, 4]}, params)
-    passes = sum(len(block.passes) for block in seen.blocks)
+    passes = sum(len(window.passes) for window in seen.windows)
     return seen.gen_length, seen.block_spans[0].size, passes
 
 

@@ -21,6 +21,7 @@ VARIANTS = {
     "sparse, late, prefix": ("sparse", {"retention_ratio": 0.4, "update_delay": 3, "scope": "prefix"}),
     "dkv": ("dkv", {"refresh_interval": 5}),
     "freecache": ("freecache", {}),
+    "delayed": ("delayed", {"cache_delay": 2, "refresh_interval": 5}),
     "freecache, block alone": ("freecache", {"include_suffix": False}),
     "dllm_cache": ("dllm_cache", REFRESHES),
     "dllm_cache by key": ("dllm_cache", REFRESHES | {"similarity": "key"}),

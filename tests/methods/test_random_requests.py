@@ -33,6 +33,11 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     ],
     "dkv": [(4, 1, {"refresh_interval": interval}) for interval in (1, 3)]
     + [(32, 4, {"refresh_interval": interval}) for interval in (2, 5, 100)],
+    "delayed": [
+        (4, 4, {}),
+        (16, 1, {"cache_delay": 0}),
+        (8, 1, {"cache_delay": 2, "refresh_interval": 4}),
+    ],
     "freecache": [(4, 4, {"include_suffix": True}), (16, 1, {"include_suffix": False})],
     "es_dllm": [
         (8, 1, {"indicator": "query", "alpha": 0.3, "block_refresh_interval": 1000, "prompt_refresh_interval": 5}),
@@ -77,10 +82,13 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
         requests = [
             (prompt, asked | {"unmasking": "low_confidence", "delay_eos": i % 2 == 0})
             for i, (prompt, asked) in enumerate(random_requests(number, 2 * count, False))
-            if "entropy_bound" not in asked and "margin" not in asked
+            if not asked.keys() & {"entropy_bound", "margin", "entropy_threshold"}
         ]
         return requests[:count]
     requests = random_requests(number, count, is_dream)
+    if method != "dkv":  # which feeds what an end token has given up once more
+        for _, asked in requests[1::4]:
+            asked |= {"stop_token_ids": list(ENDS), "early_stop": True}
     if method == "sparse":
         for prompt, asked in requests[::3]:
             asked["retention_ratio"] = options["retention_ratio"] / (2 + len(prompt) % 3)

@@ -11,7 +11,7 @@ from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
 
 MASK = 99
@@ -32,7 +32,7 @@ def add(
         len(prompt), gen_length, block_length, gen_length, "uniform", "low_confidence", 0.0, 1.0, 0, shifts_logits
     )
     store.open(name, NewRequest(prompt, spec, seed=7))
-    return CACHE_METHODS["none"].plan(spec, Progress(block=block, num_masked=spec.block_span(block).size))
+    return CACHE_METHODS["none"].plan(spec, Progress(Blocks(block, block + 1), masked=[spec.block_span(block).size]))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.oracles.decoding import Decoding
+from tests.oracles.delayed import plain_delayed
 from tests.oracles.dkv import plain_dkv
 from tests.oracles.dllm_cache import plain_dllm_cache
 from tests.oracles.es_dllm import plain_es_dllm
@@ -23,6 +24,7 @@ METHODS: dict[str, Callable[..., None]] = {
     "maskkv": plain_maskkv,
     "es_dllm": plain_es_dllm,
     "freecache": plain_freecache,
+    "delayed": plain_delayed,
 }
 
 

@@ -9,6 +9,10 @@ Readings where the papers leave room:
 * Dream in blocks: a block's first pass fills its first position alone, outside the schedule and whatever the rule,
   unless the block has but one pass.
 * A ``threshold`` is ignored by policies that measure no probability (``entropy``, ``topk_margin``).
+* Several blocks at once: they are one window, whose positions all compete by the rule. The leftmost block with masks
+  gets one position filled in every pass. A cache method looks at the window as at one block; it begins anew when a
+  block joins, and complete blocks leave then. What no later pass of a window can predict, Dream fills in its first.
+* An end token ends the response once no mask is before it.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -23,7 +27,7 @@ import torch
 
 from tests.oracles.models import PlainModel
 
-RULES = ("threshold", "factor", "entropy_bound", "margin")
+RULES = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 Uniform = Callable[[int, int], torch.Tensor]
 """Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
 
@@ -81,6 +85,10 @@ class Decoding:
     factor: float | None = None
     entropy_bound: float | None = None
     margin: float | None = None
+    entropy_threshold: float | None = None
+    block_add_threshold: float | None = None
+    early_stop: bool = False
+    stop_token_ids: list[int] = field(default_factory=list)
     temperature: float = 0.0
     uniform: Uniform | None = None
     """The random numbers of a temperature above 0."""
@@ -95,9 +103,14 @@ class Decoding:
     """What else a cache method does, under the names of the engine's figures."""
     closest: float = math.inf
     """The smallest relative margin of any decision."""
-    block: int = 0
+    running: list[int] = field(default_factory=lambda: [0])
+    """Numbers of the running blocks."""
     step: int = 0
-    """Of the running block."""
+    """Since a block joined them."""
+    start_before: int | None = None
+    """Where the window began before that."""
+    window_alone: bool = False
+    """Whether later passes of a window feed no row before it."""
 
     def __post_init__(self) -> None:
         self.canvas = self.prompt + [self.model.mask] * self.gen_length
@@ -105,8 +118,6 @@ class Decoding:
         self.blocks = [
             (s, min(s + self.block_length, self.length)) for s in range(start, self.length, self.block_length)
         ]
-        self.fills_first_alone = len(self.blocks) > 1
-        """Whether Dream's block rule applies; some cache methods have it for a response of one block too."""
         if self.unmasking in ("entropy", "topk_margin"):
             self.threshold = None
         self.parallel = any(getattr(self, rule) is not None for rule in RULES)
@@ -115,15 +126,39 @@ class Decoding:
 
     @property
     def tokens(self) -> list[int]:
-        return self.canvas[len(self.prompt) :]
+        """The response; up to its first end token, if it has one."""
+        tokens = self.canvas[len(self.prompt) :]
+        ends = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
+        return tokens[: ends[0] + 1] if ends else tokens
 
-    def passes(self) -> Iterator[tuple[int, int]]:
-        """(block, step of the block) of each forward pass, while a mask is left."""
-        for block, (first, end) in enumerate(self.blocks):
-            self.block, self.step = block, 0
-            while self.masked(first, end):
-                yield self.block, self.step
-                self.step += 1
+    @property
+    def window(self) -> tuple[int, int]:
+        """First canvas position of the running blocks, and the one behind them."""
+        return self.blocks[self.running[0]][0], self.blocks[self.running[-1]][1]
+
+    def passes(self) -> Iterator[int]:
+        """The step since a block joined, of each forward pass until the response is done."""
+        last = len(self.blocks) - 1
+        while not self.is_done():
+            if self.early_stop and self.model.mask in self.tokens and self.tokens[-1] in self.stop_token_ids:
+                end = len(self.prompt) + len(self.tokens) - 1
+                self.canvas[end:] = [self.canvas[end]] * (self.length - end)
+                last = self.running[-1]
+            if self.running[-1] < last and self.next_joins():
+                self.start_before, self.step = self.window[0], 0
+                self.running = [b for b in self.running if self.masked(*self.blocks[b])] + [self.running[-1] + 1]
+            yield self.step
+            self.step += 1
+
+    def is_done(self) -> bool:
+        return self.model.mask not in self.tokens
+
+    def next_joins(self) -> bool:
+        first, end = self.blocks[self.running[-1]]
+        left = len(self.masked(first, end))
+        return not left or (
+            self.block_add_threshold is not None and 1 - left / (end - first) >= self.block_add_threshold
+        )
 
     def masked(self, first: int, end: int) -> list[int]:
         return [position for position in range(first, end) if self.canvas[position] == self.model.mask]
@@ -134,22 +169,45 @@ class Decoding:
     def fill(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
         """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which was fed some positions."""
         self.computed.append(list(fed))
-        first, end = self.blocks[self.block]
-        steps = self.steps_of[self.block]
-        alone = self.model.is_dream and self.fills_first_alone and self.step == 0
+        first, end = self.window
+        several, begins = self.block_add_threshold is not None, self.model.is_dream and self.step == 0
+        steps = self.steps_of[self.running[0]]
+        alone = begins and not several and (self.window_alone or len(self.blocks) > 1)
         if alone and (self.parallel or steps > 1):
             self.commit([self.score(logits, first)])
             return
         scored = sorted((self.score(logits, p) for p in self.masked(first, end)), key=lambda s: (-s[0], s[1]))
         if self.parallel:
-            count = self.count_by_rule(scored)
-        elif self.step >= steps - 1:
+            needed = several and begins and self.window_alone and self.masked(first, first + 1)
+            self.commit_by_rule(scored, (first, first + 1) if needed else self.leftmost_block())
+            return
+        if self.step >= steps - 1:
             count = len(scored)
         elif self.model.is_dream:
             count = dream_count(len(scored), steps, self.step)
         else:
             count = llada_count(end - first, steps, self.step)
         self.commit_most_confident(scored, count)
+
+    def leftmost_block(self) -> tuple[int, int]:
+        return next(self.blocks[b] for b in self.running if self.masked(*self.blocks[b]))
+
+    def commit_by_rule(
+        self, scored: list[Scored], progresses: tuple[int, int], *, strict: bool = False
+    ) -> list[Scored]:
+        """What a rule lets through, and one position of ``progresses`` at least. ``strict``: the threshold itself is
+        not enough."""
+        count = self.count_by_rule(scored, strict=strict)
+        if 0 < count < len(scored):
+            self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
+        chosen = scored[:count]
+        inside = [entry for entry in scored if progresses[0] <= entry.position < progresses[1]]
+        if inside and inside[0] not in chosen:
+            if len(inside) > 1:
+                self.decided(gap(inside[0].confidence, inside[1].confidence))
+            chosen = [*chosen, inside[0]]
+        self.commit(chosen)
+        return chosen
 
     def commit_most_confident(self, scored: list[Scored], count: int) -> list[Scored]:
         if 0 < count < len(scored):
@@ -168,6 +226,7 @@ class Decoding:
         assert not row.isnan().any(), f"position {position} was not predicted"
         if self.model.is_dream:  # LLaDA's confidence is of the plain softmax
             row = self._filtered(row / self.temperature if self.temperature > 0 else row)
+        plain = logits[max(position - 1, 0) if self.model.is_dream else position].softmax(-1)
         token, token_gap = self._token(row, position)
         if self.held_back(position, token):
             return Scored(-math.inf, position, token, token_gap)
@@ -178,6 +237,7 @@ class Decoding:
             "maskgit_plus": p[token],
             "topk_margin": top[0] - top[1],
             "entropy": (p * (p + 1e-10).log()).sum(),
+            "low_entropy": (plain * (plain + 1e-10).log()).sum(),
         }[self.unmasking]
         return Scored(float(confidence), position, token, token_gap)
 
@@ -197,7 +257,7 @@ class Decoding:
             return False
         return self.canvas[position - 1] == self.model.mask
 
-    def count_by_rule(self, scored: list[Scored]) -> int:
+    def count_by_rule(self, scored: list[Scored], *, strict: bool = False) -> int:
         """How many of the positions, in order of confidence, a rule of parallel unmasking lets through."""
         scored = [entry for entry in scored if entry.confidence > -math.inf]
         confidences = [entry.confidence for entry in scored]
@@ -209,13 +269,17 @@ class Decoding:
             passing = [sum(entropies[:n]) for n in range(len(entropies))]
             bound, passes = self.entropy_bound, [value <= self.entropy_bound for value in passing]
             passing = passing[1:]
+        elif self.entropy_threshold is not None:
+            bound, passing = self.entropy_threshold, [-c for c in confidences]
+            passes = [h < bound if self.model.is_dream else h <= bound for h in passing]
         else:
             bound = self.threshold if self.threshold is not None else self.margin
             assert bound is not None
-            passing, passes = confidences, [c >= bound for c in confidences]
+            passing, passes = confidences, [c > bound if strict and self.threshold else c >= bound for c in confidences]
         for value in passing:
             self.decided(gap(value, bound))
-        return max([n for n, passed in enumerate(passes, 1) if passed], default=min(1, len(scored)))
+        none = self.model.is_dream and self.entropy_threshold is not None
+        return max([n for n, passed in enumerate(passes, 1) if passed], default=0 if none else min(1, len(scored)))
 
     def _filtered(self, row: torch.Tensor) -> torch.Tensor:
         """The fewest likeliest tokens that have more than ``top_p`` together, and of those the ``top_k`` best."""

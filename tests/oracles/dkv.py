@@ -12,7 +12,7 @@ from tests.oracles.decoding import Decoding
 def plain_dkv(run: Decoding, *, refresh_interval: int = 8) -> None:
     buffer, last = Buffer(run.model, run.length), run.length - 1
     rows_of_next = whole = list(range(run.length))
-    for _, step in run.passes():
+    for step in run.passes():
         refreshes = step % refresh_interval == 0 or (step == 1 and not run.model.is_dream)
         rows = whole if refreshes else rows_of_next
         rows_of_next = run.masked(0, run.length)

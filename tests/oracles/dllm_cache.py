@@ -92,7 +92,7 @@ class AdaptiveCache:
         """Whether the prompt and the response are refreshed in the pass that begins."""
         reached = [self.forwards]
         if self.run.parallel:
-            known = sum(token != self.model.mask for token in self.run.tokens)
+            known = sum(map(len, self.run.order))
             # Of the tokens of the last pass, how many were unmasked when each of them was.
             reached, self.num_known = list(range(self.num_known + 1, known + 1)), known
         return [self.forwards == 0 or any(number % interval == 0 for number in reached) for interval in self.intervals]

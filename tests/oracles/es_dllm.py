@@ -14,6 +14,8 @@ Readings where the paper leaves room:
   of the pass that are still there.
 * A step that unmasks a fixed count unmasks fewer where fewer masked rows reached the last layer; a block goes on until
   it holds no mask.
+* Several blocks at once are one window. It has no such time: intervals count the tokens unmasked. A pass in which a
+  block joined drops no row.
 * Queries and keys are compared after RoPE.
 """
 
@@ -72,25 +74,34 @@ class PlainESDLLM:
         self.shift = 1 if run.model.is_dream else 0
 
     def decode(self) -> None:
-        for number, step in self.run.passes():
-            first, end = self.run.blocks[number]
+        for step in self.run.passes():
+            first, end = self.run.window
             self.block = list(range(first - self.shift, end - self.shift))
             self.leftmost_mask = self.run.masked(first, end)[0] - self.shift
             if step == 0:
                 self.retained = []
-            t = first - len(self.run.prompt) + step
-            due = t % self.block_refresh_interval == 0 or t % self.prompt_refresh_interval == 0
+            block_due, prompt_due = (
+                self.is_due(interval, first, step)
+                for interval in (self.block_refresh_interval, self.prompt_refresh_interval)
+            )
+            due = block_due or prompt_due or (step == 0 and self.run.block_add_threshold is not None)
             records = self.retention_ratio < 1 and step == self.update_delay
-            rows = self.rows_of_step(t, step)
+            rows = self.rows_of_step(step, prompt_due)
             self.run.computed.append(rows)
             rows, logits = self.forward(rows, bool(self.fractions) and not due and not records, records)
             self.unmask(rows, logits)
 
-    def rows_of_step(self, t: int, step: int) -> list[int]:
+    def is_due(self, interval: int, first: int, step: int) -> bool:
+        if self.run.block_add_threshold is None:
+            return (first - len(self.run.prompt) + step) % interval == 0
+        known = sum(map(len, self.run.order))
+        return any(number % interval == 0 for number in range(known - len(self.decoded_last) + 1, known + 1))
+
+    def rows_of_step(self, step: int, prompt_due: bool) -> list[int]:
         start = self.block[0]
-        if t == 0 or (step == 0 and self.indicator == "none"):
+        if not self.run.order or (step == 0 and self.indicator == "none"):
             return list(range(self.run.length))
-        if t % self.prompt_refresh_interval == 0:
+        if prompt_due:
             start = 0
         elif step == 0:
             start = min([start, *(position - self.shift for position in self.decoded_last)])
@@ -172,7 +183,7 @@ class PlainESDLLM:
 
     def unmask(self, rows: list[int], logits: torch.Tensor) -> None:
         run = self.run
-        first, end = run.blocks[run.block]
+        first, end = run.window
         for row in set(rows) & set(self.block):
             position = row + self.shift
             p = logits[row].softmax(-1)
@@ -182,16 +193,12 @@ class PlainESDLLM:
         scored = [run.score(logits, position) for position in run.masked(first, end) if position - self.shift in rows]
         scored = [entry for entry in scored if entry.confidence > -math.inf]
         scored.sort(key=lambda entry: (-entry.confidence, entry.position))
-        steps = run.steps_of[run.block]
-        if run.threshold is not None:
-            for entry in scored:
-                run.decided(gap(entry.confidence, run.threshold))
-            count = max(sum(entry.confidence > run.threshold for entry in scored), min(1, len(scored)))
-        elif run.parallel:
-            count = run.count_by_rule(scored)
+        steps = run.steps_of[run.running[0]]
+        if run.parallel:
+            chosen = run.commit_by_rule(scored, run.leftmost_block(), strict=True)
         else:
             count = end - first if run.step >= steps - 1 else llada_count(end - first, steps, run.step)
-        chosen = run.commit_most_confident(scored, count)
+            chosen = run.commit_most_confident(scored, count)
         self.decoded_last = [entry.position for entry in chosen]
         for entry in chosen:
             self.confidence[entry.position - self.shift] = 0.0

@@ -1,8 +1,8 @@
 """Decoding without a cache, and Fast-dLLM's prefix and dual caches, as slow, plain PyTorch.
 
-With a cache every block starts with a pass over the whole canvas. Later passes of the block compute the block and all
-behind it (``prefix``) or the block alone (``dual``); they read everything else as that first pass left it. The authors'
-code makes one more pass of a block that its first pass completed; here a block ends when it holds no mask.
+With a cache every window starts with a pass over the whole canvas. Later passes of the window compute it and all
+behind it (``prefix``) or the window alone (``dual``); they read everything else as that first pass left it. The
+authors' code makes one more pass of a block that its first pass completed; here a block ends when it holds no mask.
 """
 
 from tests.oracles.buffer import Buffer
@@ -23,9 +23,9 @@ def plain_dual(run: Decoding) -> None:
 
 
 def plain_cached(run: Decoding, *, whole_suffix: bool) -> None:
-    run.fills_first_alone = True
+    run.window_alone = True
     buffer = Buffer(run.model, run.length)
-    for block, step in run.passes():
-        first, end = run.blocks[block]
+    for step in run.passes():
+        first, end = run.window
         rows = range(run.length) if step == 0 else range(first, run.length if whole_suffix else end)
         run.fill(buffer.forward(run.canvas, rows)[0], rows)

@@ -19,18 +19,19 @@ from tests.oracles.decoding import Decoding
 
 
 def plain_freecache(run: Decoding, *, include_suffix: bool = True) -> None:
-    run.fills_first_alone = True
+    run.window_alone = True
     buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
     retained = run.traces["retained_positions"] = []
-    for number, step in run.passes():
-        first, end = run.blocks[number]
-        if step == 0:  # what later passes of the block find in the cache
+    for step in run.passes():
+        first, end = run.window
+        if not run.order or (step == 0 and first != run.start_before):
+            # What later passes of the window find in the cache.
             retained.append([list(range(first))] * num_layers)
         last_fed = run.length if include_suffix else end
         if step > 0:
             fed, clean = range(first, last_fed), range(first)
-        elif number > 0:
-            start = run.blocks[number - 1][0]
+        elif run.order:
+            start = run.start_before
             fed, clean = range(start, last_fed), range(start)
         else:
             fed, clean = range(run.length), range(0)

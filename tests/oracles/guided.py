@@ -214,8 +214,8 @@ def plain_guided(
 ) -> Decoding:
     """Decode with a guide; without ``block_length`` the response is one block; with ``texts`` the guide reads text."""
     run = Decoding(model, prompt_ids, gen_length, block_length or gen_length)
-    for block, _ in run.passes():
-        window = run.masked(*run.blocks[block])[:speculation_length]
+    for _ in run.passes():
+        window = run.masked(*run.window)[:speculation_length]
         predictions = model.predictions(run.canvas)[window]
         drafts = [int(row.argmax()) for row in predictions]
         probabilities = [float(row.softmax(-1)[draft]) for row, draft in zip(predictions, drafts, strict=True)]

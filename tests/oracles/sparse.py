@@ -18,11 +18,11 @@ def plain_sparse(
     update_delay: int = 1,
     scope: str = "bidirectional",
 ) -> None:
-    run.fills_first_alone = True
+    run.window_alone = True
     buffer = Buffer(run.model, run.length)
     retained_by_block = run.traces["retained_positions"] = []
-    for number, step in run.passes():
-        first, end = run.blocks[number]
+    for step in run.passes():
+        first, end = run.window
         block, behind = list(range(first, end)), list(range(end, run.length))
         if step > update_delay:
             logits, _ = buffer.forward(run.canvas, block, [kept + block for kept in retained_by_block[-1]])

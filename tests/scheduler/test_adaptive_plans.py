@@ -9,7 +9,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.methods.dllm_cache import live_start
 from dllm_engine.scheduler.methods.maskkv import average_budget
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.request import DecodingSpec, Guidance, ParallelRule, Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Guidance, ParallelRule, Progress
 from tests.support.plans import (
     GEOMETRY,
     cache_of,
@@ -51,7 +51,7 @@ ADAPTED = [number for number, scope in enumerate(SCOPES) if scope in ("active", 
 def test_passes_count_over_block_borders(method, options, updated, shifts_logits, live):
     request = spec(options, shifts_logits=shifts_logits)
     plans = plans_of(request, method)
-    assert [plan.block for plan in plans] == [(10, 18)] * 5 + [(18, 26)] * 5 + [(26, 31)] * 3
+    assert [plan.window for plan in plans] == [(10, 18)] * 5 + [(18, 26)] * 5 + [(26, 31)] * 3
     assert [plan.forward for plan in plans] == list(range(13))
     assert [plan.state.value for plan in plans] == STATES
     assert [plan.scope.value for plan in plans] == SCOPES
@@ -65,7 +65,7 @@ def test_passes_count_over_block_borders(method, options, updated, shifts_logits
 @pytest.mark.parametrize("open_count", [{"parallel": ParallelRule("threshold", 0.9)}, {"guidance": Guidance()}])
 @pytest.mark.parametrize("method", ["dllm_cache", "maskkv"])
 def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, open_count):
-    request, progress, scopes = spec(cache_of(method, **INTERVALS), **open_count), Progress(), []
+    request, progress, scopes = spec(cache_of(method, **INTERVALS), **open_count), Progress(masked=[21]), []
     # Known before each pass: 0, 2, 3, 4, 4, 8, 10, 15. The prompt is due at 4, 8, 12, …, the response at 3, 6, 9, ….
     for num_unmasked in (2, 1, 1, 0, 4, 2, 5, 6):
         scopes.append(plan_of(request, method, progress).scope.value)
@@ -166,6 +166,7 @@ _ADAPTIVE = {
 }
 METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
     "none": {},
+    "delayed": {"cache_delay": st.integers(0, 5), "refresh_interval": st.integers(1, 9)},
     "prefix": {},
     "dual": {},
     "sparse": {
@@ -220,9 +221,15 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=data.draw(st.integers(1, gen_length), label="block_length"),
+        block_add_threshold=data.draw(st.none() | _RATIO, label="block_add_threshold"),
         shifts_logits=data.draw(st.booleans(), label="shifts_logits"),
     )
     assert page_demand(request, engine, geometry) <= longest_demand(engine, geometry, max_model_len)
+    first = data.draw(st.integers(0, request.num_blocks - 1), label="first running block")
+    most = first + 1 if request.block_add_threshold is None else request.num_blocks
+    running = Blocks(first, data.draw(st.integers(first + 1, most), label="stop"))
+    held = engine.method.held(request, running, geometry)
+    assert sum(map(sum, held.values())) <= page_demand(request, engine, geometry)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

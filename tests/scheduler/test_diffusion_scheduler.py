@@ -34,21 +34,22 @@ class StandInRunner:
             return EMPTY_MODEL_RUNNER_OUTPUT
         reports = {}
         for request_id, plan in output.plans.items():
-            left = self.masked.setdefault(request_id, 0) or plan.block.size
+            left = self.masked.setdefault(request_id, 0) or plan.window.size
             self.masked[request_id] = left - plan.quota.count
             done = self.masked[request_id] == 0
             reports[request_id] = StepReport(
                 plan=plan,
                 rows_computed=plan.max_rows,
                 num_unmasked=plan.quota.count,
-                block_tokens=[self.token_at(p) for p in range(*plan.block)] if done else None,
+                masked=[self.masked[request_id]],
+                tokens=[self.token_at(p) for p in range(*plan.window)] if done else None,
                 trace=None,
             )
         ids = list(reports)
         return DiffusionRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[report.block_tokens or [] for report in reports.values()],
+            sampled_token_ids=[report.tokens or [] for report in reports.values()],
             reports=[reports],
         )
 
@@ -188,7 +189,7 @@ def test_priority_goes_before_arrival_and_arrival_breaks_ties():
 def cheap_between_refreshes(spec, progress):
     """Plans as of a method with a cache: many requests fit together until their refreshes coincide."""
     plan = CACHE_METHODS["none"].plan(spec, progress)
-    return plan if progress.step % 2 == 0 else dataclasses.replace(plan, max_rows=plan.block.size)
+    return plan if progress.step % 2 == 0 else dataclasses.replace(plan, max_rows=plan.window.size)
 
 
 def test_rows_never_exceed_the_budget_and_nobody_starves():

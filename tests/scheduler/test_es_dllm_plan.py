@@ -64,7 +64,7 @@ def test_dream_feeds_the_rows_before_those_it_predicts():
     plans = plans_of(spec(shifts_logits=True, prompt_refresh_interval=9), (7, 7, 6))
     assert [plan.span for plan in plans[:2]] == [(0, 30), (9, 17)]
     assert [plan.span for plan in plans[7:10]] == [(17, 25), (0, 25), (17, 25)]
-    assert plans[1].block == plans[1].quota.candidates == (10, 18)
+    assert plans[1].window == plans[1].quota.candidates == (10, 18)
 
 
 def test_a_threshold_must_be_exceeded():

@@ -36,13 +36,13 @@ def test_without_a_cache_every_step_computes_the_whole_canvas():
         assert plan.span == Span(0, 31)
         assert plan.max_rows == 31
         assert plan.forward == number
-    assert [plan.block for plan in plans] == [(10, 18)] * 4 + [(18, 26)] * 4 + [(26, 31)] * 3
+    assert [plan.window for plan in plans] == [(10, 18)] * 4 + [(18, 26)] * 4 + [(26, 31)] * 3
 
 
 def test_llada_unmasks_evenly_within_each_block():
     plans = plans_of(spec(), "none")
     assert [plan.quota.count for plan in plans] == [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1]
-    assert all(plan.quota.candidates == plan.block for plan in plans)
+    assert all(plan.quota.candidates == plan.window for plan in plans)
 
 
 def test_dream_in_one_block_follows_the_time_grid_over_the_whole_response():
@@ -51,7 +51,7 @@ def test_dream_in_one_block_follows_the_time_grid_over_the_whole_response():
     assert all(plan.quota.candidates == (10, 18) for plan in plans)
 
 
-def test_dream_in_blocks_first_fills_the_position_that_a_block_alone_cannot_predict():
+def test_dream_in_blocks_first_fills_the_position_that_a_window_alone_cannot_predict():
     plans = plans_of(spec(schedule="timestep", gen_length=16, block_length=8, steps=8), "none")
     # One at the start; then, on the grid of four steps from its second: 7·0.3329 = 2.33, 5·0.499 = 2.495, the rest.
     assert [plan.quota.count for plan in plans] == [1, 2, 2, 3] * 2
@@ -66,16 +66,16 @@ def test_dream_block_of_one_step_unmasks_everything():
 
 @pytest.mark.parametrize("schedule", ["uniform", "timestep"])
 def test_last_step_of_a_block_takes_whatever_is_left(schedule):
-    quota = unmask_quota(spec(schedule=schedule), Progress(block=0, step=3, num_masked=5), block_alone=True)
+    quota = unmask_quota(spec(schedule=schedule), Progress(step=3, masked=[5]), window_alone=True)
     assert (quota.candidates, quota.count, quota.ratio) == ((10, 18), 5, 1.0)
     # Also beyond it: a policy that draws positions by chance may have left some.
-    assert unmask_quota(spec(schedule=schedule), Progress(block=0, step=9, num_masked=2), block_alone=True).count == 2
+    assert unmask_quota(spec(schedule=schedule), Progress(step=9, masked=[2]), window_alone=True).count == 2
 
 
 def test_ratio_is_the_share_of_what_is_masked():
-    assert unmask_quota(spec(), Progress(step=1, num_masked=6), block_alone=True).ratio == pytest.approx(2 / 6)
+    assert unmask_quota(spec(), Progress(step=1, masked=[6]), window_alone=True).ratio == pytest.approx(2 / 6)
     dream = spec(schedule="timestep", gen_length=8, block_length=8, steps=4)
-    quota = unmask_quota(dream, Progress(step=1, num_masked=6), block_alone=False)
+    quota = unmask_quota(dream, Progress(step=1, masked=[6]), window_alone=False)
     assert quota.ratio == pytest.approx(1 - 0.5005 / 0.75025, abs=1e-6)
 
 
@@ -134,7 +134,7 @@ def test_dkv_recomputes_the_canvas_at_a_blocks_start_and_at_intervals(interval, 
         assert plan.read == plan.retained == plan.span.size
         assert (plan.rows is RowRule.ALL) == whole
         # In between, at most what was masked when the block began: the response, then its second block.
-        masked = plan.span.size - plan.block.start
+        masked = plan.span.size - plan.window.start
         assert plan.max_rows == (plan.span.size if whole else masked + (plan.rows is RowRule.MASKED_BEFORE_AND_LAST))
 
 

@@ -28,16 +28,16 @@ class Answer:
     """Rows computed, as the figures say; fewer than were fed where layers leave some out."""
 
 
-def answer_of(output: "RequestOutput") -> Answer:
-    """Of a response that no end token ended; its figures agree with its trace."""
+def answer_of(output: "RequestOutput", gen_length: int | None = None) -> Answer:
+    """Its figures agree with its trace. ``gen_length``: of a response that an end token may have ended."""
     (completion,) = output.outputs
     figures, tokens = completion.diffusion, list(completion.token_ids)
-    whole = list(range(len(output.prompt_token_ids) + len(tokens)))
+    whole = list(range(len(output.prompt_token_ids) + (gen_length or len(tokens))))
     computed = [whole if rows is None else rows for rows in figures.computed_positions]
     order = figures.unmasked_per_step
-    assert completion.finish_reason == "length"
+    assert completion.finish_reason == "length" or gen_length is not None
     assert figures.denoising_steps == figures.forward_passes == len(order) == len(computed)
-    assert figures.tokens_unmasked == len(tokens)
+    assert figures.tokens_unmasked == sum(map(len, order)) >= len(tokens)
     return Answer(tokens, order, computed, figures.trace, figures.tokens_computed)
 
 
@@ -48,4 +48,7 @@ def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
     params = [DiffusionParams(**({"ignore_eos": True} | asked)) for _, asked in requests]
     outputs = generate(llm, [prompt for prompt, _ in requests], params)
     assert_nothing_left(llm)
-    return [answer_of(output) for output in outputs]
+    return [
+        answer_of(output, asked["gen_length"] if asked.get("stop_token_ids") else None)
+        for output, (_, asked) in zip(outputs, requests, strict=True)
+    ]

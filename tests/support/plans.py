@@ -7,7 +7,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.methods.base import CacheOptions
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 
 GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
@@ -49,20 +49,19 @@ def plans_of(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None = No
 
 
 def _plans(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None) -> Iterator[StepPlan]:
-    progress = Progress()
-    for block in range(spec.num_blocks):
-        progress.block, progress.step, progress.num_masked = block, 0, spec.block_span(block).size
-        while progress.step < steps[block] if steps else progress.num_masked:
-            plan = plan_of(spec, method, progress)
-            yield plan
-            progress.step += 1
-            progress.num_forwards += 1
-            if not steps:
-                progress.num_masked -= plan.quota.count
+    progress = Progress.begin(spec)
+    while progress.num_unmasked < spec.gen_length:
+        plan = plan_of(spec, method, progress)
+        yield plan
+        count = plan.quota.count
+        if steps:
+            is_last = progress.step + 1 == steps[progress.running.first]
+            count = progress.num_masked if is_last else 0
+        progress.advance(spec, count)
 
 
 def pages_of(spec: DecodingSpec, method: str, block: int, geometry: PoolGeometry = GEOMETRY) -> dict[PageKind, list]:
-    return CACHE_METHODS[method].pages(spec, block, geometry)
+    return CACHE_METHODS[method].pages(spec, Blocks(block, block + 1), geometry)
 
 
 def page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry = GEOMETRY) -> int:

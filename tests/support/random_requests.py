@@ -10,12 +10,23 @@ from tests.support.answers import Request, answers
 if TYPE_CHECKING:
     from dllm_engine import LLM
 
+VALUES = {
+    "threshold": (0.2, 0.5, 0.9),
+    "factor": (1.0, 3.0),
+    "entropy_bound": (0.3, 3.0),
+    "margin": (0.1, 0.6),
+    "entropy_threshold": (1.0, 2.2),
+}
+"""Of each rule of parallel unmasking."""
+POLICY = {"entropy_bound": "entropy", "margin": "topk_margin", "entropy_threshold": "low_entropy"}
+"""That measures what a rule goes by, where it is no probability."""
 COIN_TOSS = 1e-4
 """Decisions closer than this may go the other way by rounding."""
 
 
 def random_requests(seed: int, count: int, is_dream: bool) -> list[Request]:
-    """Lengths that fit nothing, blocks unlike in length, fewer steps than tokens, and every parallel rule."""
+    """Lengths that fit nothing, blocks unlike in length, fewer steps than tokens, every parallel rule, and several
+    blocks at once."""
     draw = random.Random(seed)
     return [_random_request(draw, is_dream) for _ in range(count)]
 
@@ -27,14 +38,15 @@ def _random_request(draw: random.Random, is_dream: bool) -> Request:
     num_blocks = -(-gen_length // block_length)
     asked: dict[str, Any] = {"gen_length": gen_length, "block_length": block_length}
     by_probability = "maskgit_plus" if is_dream else "low_confidence"
-    rule = draw.choice([None, None, None, "threshold", "factor", "entropy_bound", "margin"])
+    rule = draw.choice([None, None, None, *VALUES])
     if rule is None:
         asked["steps"] = draw.choice([gen_length, draw.randrange(num_blocks, gen_length + 1)])
         asked["unmasking"] = draw.choice([by_probability, "entropy", "topk_margin"])
     else:
-        values = {"threshold": (0.2, 0.5, 0.9), "factor": (1.0, 3.0), "entropy_bound": (0.3, 3.0), "margin": (0.1, 0.6)}
-        asked[rule] = draw.choice(values[rule])
-        asked["unmasking"] = {"entropy_bound": "entropy", "margin": "topk_margin"}.get(rule, by_probability)
+        asked[rule] = draw.choice(VALUES[rule])
+        asked["unmasking"] = POLICY.get(rule, by_probability)
+        if draw.random() < 0.6:
+            asked["block_add_threshold"] = draw.choice([0.0, 0.2, 0.5, 1.0])
     if is_dream and draw.random() < 0.3:
         asked |= {"top_p": 0.9, "top_k": 20}
     return prompt, asked

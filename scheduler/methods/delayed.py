@@ -1,0 +1,66 @@
+"""d3LLM's cache (arXiv 2601.07568): finished blocks are kept some passes after they were finished."""
+
+from pydantic import Field
+
+from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+
+
+class DelayedOptions(CacheOptions):
+    """Options of ``delayed`` (d3LLM, arXiv 2601.07568)."""
+
+    cache_delay: int = Field(default=1, ge=0)
+    """Forward passes from the one that finishes a block to the one that keeps it. In those between, the whole canvas is
+    computed and everything kept is renewed."""
+    refresh_interval: int = Field(default=10_000, ge=1)
+    """Every so many forward passes over the response, the whole canvas is computed and everything kept is renewed."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Keep the beginning of the canvas, and compute the rest with all masked blocks in every pass.
+
+    A pass keeps blocks that have waited long enough (UPDATE); else it renews what is kept while a block waits, or when
+    a refresh is due (UPDATE of ALL); else it attends to what is kept (REUSE). Before anything is kept it is FULL.
+    """
+    options = spec.cache
+    assert isinstance(options, DelayedOptions)
+    number = progress.num_forwards + 1
+    kept, keeping, waits = 0, 0, False
+    for end, arrives, keeps in _schedule(spec, progress, options.cache_delay):
+        kept = end if keeps < number else kept
+        keeping = end if keeps <= number else keeping
+        waits = waits or arrives <= number < keeps
+
+    def planned(state: RefreshState, span: Span, retained: int) -> StepPlan:
+        scope = Scope.ALL if span == spec.canvas_span else Scope.ACTIVE
+        return step_plan(spec, progress, state, scope, span, window_alone=False, read=span.start, retained=retained)
+
+    rest = Span(kept, spec.canvas_length)
+    if keeping > kept:
+        return planned(RefreshState.UPDATE, rest, keeping)
+    if not kept:
+        return planned(RefreshState.FULL, spec.canvas_span, 0)
+    if waits or number % options.refresh_interval == 0:
+        return planned(RefreshState.UPDATE, spec.canvas_span, kept)
+    return planned(RefreshState.REUSE, rest, kept)
+
+
+def _schedule(spec: DecodingSpec, progress: Progress, delay: int) -> list[tuple[int, int, int]]:
+    """Where the prompt and each finished block end, the forward pass in which it begins to wait, and the one that keeps
+    it; passes count from 1. LLaDA lets a block wait when the one before it is kept, Dream at once."""
+    kept_before = max(1, delay)
+    schedule = [(spec.prompt_length, 0, kept_before)]
+    for block, completed_at in enumerate(progress.completed_at):
+        arrives = completed_at + 1 if spec.shifts_logits else max(completed_at + 1, kept_before)
+        kept_before = arrives + delay
+        schedule.append((spec.block_span(block).stop, arrives, kept_before))
+    return schedule
+
+
+def finished_tokens(spec: DecodingSpec, running: Blocks) -> int:
+    """Tokens before the last running block: the most that can be finished."""
+    return spec.block_span(running.stop - 1).start
+
+
+DELAYED = CacheMethod(plan, hold_tokens(finished_tokens), DelayedOptions, recordable=True, launches=LAUNCHES_TO_RETAIN)
