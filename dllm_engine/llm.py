@@ -43,8 +43,8 @@ class LLM(vllm.LLM):
             model's. With another tokenizer than the model's it reads them as text.
         guide_tokens_per_token: tokens of such a guide that pages are reserved for per token of the model.
         cuda_graphs: record REUSE steps as CUDA graphs, so that a GPU does not wait for kernels to be launched; for the
-            cache methods ``prefix``, ``dual``, ``sparse`` and ``freecache``. None: where that is possible, unless
-            ``enforce_eager`` is set.
+            cache methods ``prefix``, ``dual``, ``sparse``, ``freecache`` and ``delayed``. None: where that is possible,
+            unless ``enforce_eager`` is set.
         batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
             slower with several requests.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests

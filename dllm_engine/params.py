@@ -51,7 +51,7 @@ class DiffusionParams(SamplingParams):
     probability) < ``factor``. For ``low_confidence`` and ``maskgit_plus``; other policies are refused."""
     entropy_bound: float | None = None
     """Parallel unmasking (EB-Sampler): fill the lowest-entropy positions while their total, excluding the largest,
-    stays within this bound (in nats). For the policy ``entropy``."""
+    stays within this bound (in nats). For the policies ``entropy`` and ``low_entropy``."""
     margin: float | None = None
     """Parallel unmasking: fill every position whose two likeliest tokens differ in probability by at least this. For
     the policy ``topk_margin``."""

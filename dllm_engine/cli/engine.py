@@ -24,7 +24,8 @@ CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per
 """Arguments of ``add_cache_arguments`` that are engine options of the same name."""
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 CUDA_GRAPHS_HELP = (
-    "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse and freecache (default: on a GPU)"
+    "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse, freecache and delayed (default: on a "
+    "GPU)"
 )
 BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
 

@@ -53,6 +53,7 @@ def _note(state: Any, message: dict[str, Any]) -> None:
 
 def _output_without_tokens(state: Any) -> Any:
     completion = state._new_completion_output([], None, None)
+    completion.has_new_text = False
     if completion.logprobs is not None and not completion.token_ids:
         completion.logprobs = completion.logprobs[:0]  # before the first token vLLM hands out its own list
     request = state.parent_req or state
@@ -107,12 +108,10 @@ def _shows_block(output: Any) -> bool:
 
 
 def _is_overtaken(waiting: Any, output: Any) -> bool:
-    """Whether ``waiting`` only shows a step of a running block that ``output`` continues. The last step of a block,
-    which leaves no mask, comes with its text."""
+    """Whether ``waiting`` only shows steps of running blocks that ``output`` continues."""
     indices = {completion.index for completion in output.outputs}
-    blocks = [getattr(completion, PROVISIONAL_KEY, None) for completion in waiting.outputs]
-    return {completion.index for completion in waiting.outputs} <= indices and all(
-        block is not None and any(block.masked) for block in blocks
+    return all(
+        completion.index in indices and not getattr(completion, "has_new_text", True) for completion in waiting.outputs
     )
 
 

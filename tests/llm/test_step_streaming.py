@@ -179,8 +179,9 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
     """What a step changed, as the engine sends it."""
     masked = length - len(positions) if step == 1 else 0
     return {
-        "block": block, "num_blocks": 2, "gen_length": 2 * length, "start": block * length, "length": length,
-        "step": step, "forward_pass": step, "positions": positions, "token_ids": token_ids,
+        "block": block, "num_blocks": 2, "gen_length": 2 * length, "block_length": length, "start": block * length,
+        "length": length, "sent": block * length, "step": step, "forward_pass": step,
+        "positions": positions, "token_ids": token_ids,
         "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0,
     }  # fmt: skip
 
@@ -228,13 +229,14 @@ def test_a_chunk_brings_what_changed_since_the_last_one():
     reader, changes = BlockReader(Tokenizer()), BlockChanges()
     first = changes.to(reader.read(message([1], [9], length=3, guess=0.4)))
     assert first == {
-        "block": 0, "step": 1, "forward_pass": 1, "num_blocks": 2, "gen_length": 6, "start": 0, "length": 3,
+        "block": 0, "step": 1, "forward_pass": 1, "sent": 0,
+        "num_blocks": 2, "gen_length": 6, "block_length": 3, "start": 0, "length": 3,
         "positions": [1], "token_ids": [9], "confidences": [0.1235], "pieces": ["<end>"], "special": [1],
         "guess_positions": [0, 2], "guess_percents": [40, 40],
     }  # fmt: skip
     second = message([0], [5], length=3, step=2) | {"guesses": [0.4099]}
     assert changes.to(reader.read(second)) == {
-        "block": 0, "step": 2, "forward_pass": 2,
+        "block": 0, "step": 2, "forward_pass": 2, "sent": 0,
         "positions": [0], "token_ids": [5], "confidences": [0.1235], "pieces": ["a"], "special": [],
         "guess_positions": [], "guess_percents": [],
     }  # fmt: skip
@@ -272,10 +274,11 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
 # A consumer that is slow
 
 
-def output(tokens=(), *, passes, masked=True, shown=True, finished=False, index=0):
+def output(tokens=(), *, passes, shown=True, finished=False, index=0):
     made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None)
     made.diffusion = DiffusionFigures(passes, passes, passes, 0)
-    made.provisional = SimpleNamespace(masked=[masked, False]) if shown else None
+    made.provisional = SimpleNamespace() if shown else None
+    made.has_new_text = bool(tokens) or not shown
     return RequestOutput("r", None, [1], None, [made], finished=finished)
 
 
@@ -300,7 +303,7 @@ def passes_of(outputs) -> list[int]:
 def test_a_slow_consumer_gets_the_latest_step_and_all_text(collector):
     collector.put(output(passes=1))
     collector.put(output(passes=2))
-    collector.put(output([5], passes=3, masked=False))  # ends the block
+    collector.put(output([5], passes=3))  # ends the block
     collector.put(output(passes=4))
     collector.put(output(passes=5))
     received = fetched(collector)
@@ -309,14 +312,14 @@ def test_a_slow_consumer_gets_the_latest_step_and_all_text(collector):
 
 
 def test_what_waits_stays_in_order_while_it_is_fetched(collector):
-    collector.put(output([5], passes=1, masked=False))
+    collector.put(output([5], passes=1))
     collector.put(output(passes=2))
-    collector.put(output([6], passes=3, masked=False))
+    collector.put(output([6], passes=3))
 
     async def fetch():
         first = await collector.get()
         collector.put(output(passes=4))  # after what waits already
-        collector.put(output([7], passes=5, masked=False, finished=True))
+        collector.put(output([7], passes=5, finished=True))
         return [first, await collector.get(), *fetched(collector)]
 
     received = asyncio.run(fetch())
@@ -327,8 +330,8 @@ def test_what_waits_stays_in_order_while_it_is_fetched(collector):
 def test_choices_overtake_only_their_own_steps(collector):
     collector.put(output(passes=1, index=0))
     collector.put(output(passes=1, index=1))
-    collector.put(output([5], passes=2, index=0, masked=False))
-    collector.put(output([6], passes=2, index=1, masked=False, finished=True))
+    collector.put(output([5], passes=2, index=0))
+    collector.put(output([6], passes=2, index=1, finished=True))
     received = fetched(collector)
     assert [(o.outputs[0].index, o.outputs[0].token_ids) for o in received] == [(0, [5]), (1, [6])]
 
@@ -360,7 +363,7 @@ def test_finished_blocks_merge_as_ever(collector):
 
 
 def test_an_error_does_not_wait_its_turn(collector):
-    collector.put(output([5], passes=1, masked=False))
+    collector.put(output([5], passes=1))
     collector.put(output(passes=2))
     collector.put(RuntimeError("the engine died"))
     with pytest.raises(RuntimeError, match="died"):

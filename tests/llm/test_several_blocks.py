@@ -1,0 +1,145 @@
+"""Requests that run several blocks at once: what callers see of them, beside ``tests/methods`` and the reference."""
+
+import pytest
+
+from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.llm.test_step_streaming import stream
+from tests.support.engines import assert_nothing_left, generate
+
+PROMPT = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
+SETTINGS = {"gen_length": 32, "block_length": 8, "ignore_eos": True, "threshold": 0.2, "block_add_threshold": 0.2}
+
+
+def parameters(**settings):
+    return DiffusionParams(**(SETTINGS | settings))
+
+
+def answer(llm, **settings):
+    return generate(llm, [PROMPT], parameters(**settings))[0].outputs[0]
+
+
+@pytest.fixture(params=["llada-tiny-a", "dream-tiny-a"])
+def checkpoint(request, reference_checkpoints):
+    return reference_checkpoints / request.param
+
+
+@pytest.fixture
+def llada(reference_checkpoints):
+    return reference_checkpoints / "llada-tiny-a"
+
+
+@pytest.mark.parametrize("rule", [{"threshold": 0.2}, {"factor": 3.0}, {"margin": 0.1}, {"entropy_threshold": 1.5}])
+def test_several_blocks_run_and_are_sent_in_order(engines, checkpoint, rule):
+    llm = engines(checkpoint, cache_method="dual")
+    settings = {"threshold": None} | rule
+    whole = answer(llm, **settings)
+    starts = [start for start, _ in whole.diffusion.windows]
+    assert max(stop - start for start, stop in whole.diffusion.windows) > 8
+    assert starts == sorted(starts)
+    outputs = [output.outputs[0] for output in stream(llm, prompts=[PROMPT], stream_granularity="block", **SETTINGS | settings)]
+    assert [token for completion in outputs for token in completion.token_ids] == list(whole.token_ids)
+    assert all(len(completion.token_ids) % 8 == 0 for completion in outputs)
+    assert_nothing_left(llm)
+
+
+def test_every_step_shows_all_running_blocks(engines, checkpoint):
+    llm = engines(checkpoint, cache_method="dual")
+    whole = answer(llm)
+    outputs = [output.outputs[0] for output in stream(llm, prompts=[PROMPT], **SETTINGS)]
+    shown = [completion.provisional for completion in outputs]
+    first = len(PROMPT)
+    assert [(block.start, block.start + len(block.token_ids)) for block in shown] == [
+        (start - first, stop - first) for start, stop in whole.diffusion.windows
+    ]
+    sent = 0
+    for completion, block in zip(outputs, shown, strict=True):
+        sent += len(completion.token_ids)
+        assert block.sent == sent
+        known = [token for token, masked in zip(block.token_ids, block.masked, strict=True) if not masked]
+        final = whole.token_ids[block.start : block.start + len(block.token_ids)]
+        assert known == [token for token, masked in zip(final, block.masked, strict=True) if not masked]
+    assert not any(shown[-1].masked)
+
+
+@pytest.mark.parametrize("cache_method", CACHE_METHODS)
+def test_sampled_requests_get_the_same_in_any_batch(engines, checkpoint, cache_method):
+    llm = engines(checkpoint, cache_method=cache_method)
+    asked = [{"temperature": 0.8, "seed": seed} for seed in (1, 2)] + [{"block_add_threshold": None}, {"steps": 7}]
+    asked[-1] |= {"threshold": None, "block_add_threshold": None}
+    alone = [list(answer(llm, **settings).token_ids) for settings in asked]
+    together = generate(llm, [PROMPT] * len(asked), [parameters(**settings) for settings in asked])
+    assert [list(output.outputs[0].token_ids) for output in together] == alone
+    assert alone[0] != alone[1]
+    assert_nothing_left(llm)
+
+
+def test_logprobs_are_those_of_the_step_that_filled_a_position(engines, llada):
+    llm = engines(llada, cache_method="dual")
+    plain = answer(llm)
+    completion = answer(llm, logprobs=2)
+    assert completion.token_ids == plain.token_ids
+    assert len(completion.logprobs) == 32
+    assert all(token in entry for token, entry in zip(completion.token_ids, completion.logprobs, strict=True))
+
+
+def first_end(whole, number: int) -> tuple[int, int]:
+    """A token of the response and its first place there, the ``number``-th that could end it."""
+    return sorted((whole.token_ids.index(token), token) for token in set(whole.token_ids))[number]
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("settings", [{}, {"block_add_threshold": None}, {"block_length": 32}])
+def test_an_end_token_ends_the_response_once_no_mask_is_before_it(engines, llada, settings, number):
+    llm = engines(llada)
+    whole = answer(llm, **settings)
+    place, end = first_end(whole, number)
+    ended = answer(llm, **settings, stop_token_ids=[end])
+    assert list(ended.token_ids) == list(whole.token_ids[: place + 1])
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", end)
+    order = whole.diffusion.unmasked_per_step
+    decided = [position - len(PROMPT) for position in range(len(PROMPT), len(PROMPT) + place + 1)]
+    filled_at = {position - len(PROMPT): n for n, step in enumerate(order, 1) for position in step}
+    assert ended.diffusion.forward_passes == max(filled_at[position] for position in decided)
+
+
+def test_early_stop_gives_up_what_is_behind_an_end_token(engines, llada):
+    """The plain versions are compared in ``tests/methods``; here that it stops, and saves passes."""
+    llm = engines(llada)
+    for settings in ({}, {"block_length": 32, "block_add_threshold": None}):
+        whole = answer(llm, **settings)
+        _, end = first_end(whole, 4)
+        late = answer(llm, **settings, stop_token_ids=[end])
+        early = answer(llm, **settings, stop_token_ids=[end], early_stop=True)
+        assert early.token_ids[-1] == end
+        assert early.diffusion.forward_passes <= late.diffusion.forward_passes
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threshold": None}, "block_add_threshold=0.2: several blocks at once need a rule of parallel unmasking"),
+        ({"unmasking": "random"}, "several blocks at once need a rule"),  # which ignores a threshold
+        ({"block_add_threshold": 1.5}, "block_add_threshold=1.5"),
+        ({"block_add_threshold": -0.1}, "block_add_threshold=-0.1"),
+        ({"early_stop": True}, "early_stop=True: the request has no end token"),
+        ({"threshold": None, "entropy_threshold": -1.0}, "entropy_threshold=-1.0"),
+        ({"threshold": None, "entropy_threshold": 1.0, "unmasking": "entropy"}, "choose low_entropy"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(engines, llada, settings, message):
+    llm = engines(llada)
+    with pytest.raises(ValueError, match=message):
+        answer(llm, **settings)
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 8])
+def test_workers_run_on_until_a_block_joins(engines, llada, steps_per_dispatch):
+    expected = answer(engines(llada, cache_method="sparse"))
+    llm = engines(llada, cache_method="sparse", steps_per_dispatch=steps_per_dispatch)
+    completion = answer(llm)
+    assert completion.token_ids == expected.token_ids
+    assert completion.diffusion.trace == expected.diffusion.trace
+    assert_nothing_left(llm)
