@@ -55,7 +55,14 @@ def check_reference_cases(engines, reference_checkpoints, model, backend):
     assert_alike(answers[first:], generate(alone, prompts[first:], params[first:]))
 
 
-RULES: list[dict[str, float]] = [{}, {"threshold": 0.5}, {"factor": 2.0}, {"entropy_bound": 1.0}, {"margin": 0.4}]
+RULES: list[dict[str, float]] = [
+    {},
+    {"threshold": 0.5},
+    {"factor": 2.0, "block_add_threshold": 0.3},
+    {"entropy_bound": 1.0},
+    {"margin": 0.4},
+    {"entropy_threshold": 1.5, "block_add_threshold": 0.2},
+]
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
 RETAINED = ("unmasked_per_step", "retained_positions")
 SKIPPED = ("selected_positions", "retained_positions")
@@ -70,6 +77,7 @@ CASES = {
     "sparse dream": ("dream-tiny-a", SPARSE, RULES, RETAINED),
     "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
     "freecache dream": ("dream-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
+    "delayed dream": ("dream-tiny-a", {"cache_method": "delayed"}, RULES, RETAINED),
     "es_dllm query": ("llada-tiny-a", es_dllm(indicator="query"), [{}], SKIPPED),
     "es_dllm key": ("dream-tiny-a", es_dllm(indicator="key"), [{}], SKIPPED),
     "es_dllm hidden_state": ("dream-tiny-a", es_dllm(indicator="hidden_state", retention_ratio=0.4), [{}], SKIPPED),

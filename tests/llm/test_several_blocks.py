@@ -37,7 +37,9 @@ def test_several_blocks_run_and_are_sent_in_order(engines, checkpoint, rule):
     starts = [start for start, _ in whole.diffusion.windows]
     assert max(stop - start for start, stop in whole.diffusion.windows) > 8
     assert starts == sorted(starts)
-    outputs = [output.outputs[0] for output in stream(llm, prompts=[PROMPT], stream_granularity="block", **SETTINGS | settings)]
+    outputs = [
+        output.outputs[0] for output in stream(llm, prompts=[PROMPT], stream_granularity="block", **SETTINGS | settings)
+    ]
     assert [token for completion in outputs for token in completion.token_ids] == list(whole.token_ids)
     assert all(len(completion.token_ids) % 8 == 0 for completion in outputs)
     assert_nothing_left(llm)

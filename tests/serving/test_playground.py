@@ -202,6 +202,24 @@ def test_the_cache_is_drawn_where_the_engine_traces(page):
     assert {"15,124,140", "238,155,31", "230,233,236"} <= set(used), "retained, the block, the rest"
 
 
+def test_several_running_blocks_are_shown_as_they_fill(page):
+    page.short()
+    page.js("const e = document.getElementById('rule'); e.value = 'threshold'; e.dispatchEvent(new Event('change'));")
+    page.move("block_add_threshold", 0)
+    page.ask_for_all_steps(PROMPT)
+    page.move("step", 1)
+    page.wait(lambda: len(page.all(".block.now")) == 2)
+    assert "blocks 1 to 2" in page.text("where")
+    before = page.masked
+    page.move("step", 2)
+    page.wait(lambda: page.masked < before)
+    assert len(page.all(".cell.new")) == before - page.masked
+    last = int(page.element("step").get_attribute("max"))
+    page.move("step", last)
+    shown = "".join(cell.text for cell in page.all(".cell:not(.masked) span"))
+    assert shown.replace("␣", " ").replace("■", "").strip().startswith(page.answer)
+
+
 def test_only_what_was_moved_is_sent(page):
     page.js(
         "const real = window.fetch; window.asked = [];"
