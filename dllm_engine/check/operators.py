@@ -36,8 +36,9 @@ POSITIONS = 2048
 RMS_NORM_EPS = 1e-5
 SPANS = [[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]]
 """Two requests of ``mean_query_scores``, in ``ROWS`` rows."""
-PAGED = (([1, 3], [40, 700]), ([32, 9], [513, 77]), ([160, 40], [200, 41]))
-"""Rows of each request, and the tokens that it has in pages: tiles of several sizes, with splits of the keys."""
+PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([32, 9], [513, 77]), ([40, 17], [600, 41]), ([260, 40], [99, 41]))
+"""Rows of each request, and the tokens that it has in pages: with heads of their own and with seven that share one,
+tiles of all sizes, with splits of the keys and without."""
 
 
 @dataclass(frozen=True)
