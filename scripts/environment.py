@@ -80,6 +80,9 @@ class Environment:
     The record of the steps that ran also marks the folder as one that this program made and may delete.
     """
 
+    constraints: Path | None = CONSTRAINTS
+    """The versions that pip is held to; None: the newest that requirements allow."""
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
         self.python = self.directory / "bin" / "python"
@@ -116,7 +119,9 @@ class Environment:
         command: list[str | Path] = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
         # Compiling every file to bytecode takes three quarters of the time; Python compiles and keeps what is imported.
         command += ["--progress-bar=off", "--no-compile", "--only-binary=:all:", f"--no-binary={','.join(SOURCE_ONLY)}"]
-        command += ["--constraint", CONSTRAINTS, *arguments]
+        if self.constraints is not None:
+            command += ["--constraint", self.constraints]
+        command += arguments
         # A user-wide `pip config set global.user` or `target` would install elsewhere.
         variables = self.variables() | {"PIP_USER": "0", "PYTHONNOUSERSITE": "1"}
         with self._log.open("a", encoding="utf-8") as log:
@@ -159,7 +164,7 @@ class Environment:
     # -- installing ----------------------------------------------------------------------------------------------
 
     def install(self, extras: Sequence[str] = ()) -> None:
-        """Makes the environment hold vLLM for CPUs and this project, editable, with the given extras of it.
+        """Makes the environment hold vLLM and this project, editable, with the given extras of it.
 
         Raises:
             SetupError: the machine is not suited, the disk is too full, or a step failed.

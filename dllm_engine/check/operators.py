@@ -36,8 +36,9 @@ POSITIONS = 2048
 RMS_NORM_EPS = 1e-5
 SPANS = [[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]]
 """Two requests of ``mean_query_scores``, in ``ROWS`` rows."""
-PAGED = (([1, 3], [40, 700]), ([32, 9], [513, 77]), ([160, 40], [200, 41]))
-"""Rows of each request, and the tokens that it has in pages: tiles of several sizes, with splits of the keys."""
+PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([32, 9], [513, 77]), ([40, 17], [600, 41]), ([260, 40], [99, 41]))
+"""Rows of each request, and the tokens that it has in pages: with heads of their own and with seven that share one,
+tiles of all sizes, with splits of the keys and without."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,15 @@ _BY_VOCABULARY: dict[str, _Case] = {"token_statistics": _token_statistics, "gumb
 _OF_VLLM = {"silu_and_mul": _silu_and_mul, "rms_norm": _rms_norm, "fused_add_rms_norm": _fused_add_rms_norm}
 
 
+def _paged_cases(causal: Sequence[bool]) -> dict[str, _Case]:
+    return {name: partial(case, causal=causal) for name, case in _PAGED_CASES.items()}
+
+
+def triton_cases(causal: Sequence[bool]) -> dict[str, _Case]:
+    """What the checks run of the operators that have a Triton kernel, by its name."""
+    return _paged_cases(causal) | _BY_HEADS | _BY_WIDTH | _BY_VOCABULARY
+
+
 def operator_checks(
     device: torch.device,
     sizes: Sizes,
@@ -283,8 +293,7 @@ def head_checks(
     causal: Sequence[bool] = (True, False),
 ) -> Iterator[Check]:
     """Those that work on heads."""
-    paged = {name: partial(case, causal=causal) for name, case in _PAGED_CASES.items()}
-    for name, case in (paged | _BY_HEADS).items():
+    for name, case in (_paged_cases(causal) | _BY_HEADS).items():
         yield from _in_each_type(types, device, name, case, sizes, sizes.heads)
 
 

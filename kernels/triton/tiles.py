@@ -71,7 +71,9 @@ def tiles_by_rule(num_pairs: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     else:
         limit, num_stages = 64 if num_pairs <= 256 else 128, 3
     block_q = min(max(16, 1 << (num_pairs - 1).bit_length()), limit)
-    return Tiles(block_q, 32, 8 if head_dim > 128 or block_q > 64 else 4, num_stages)
+    # Four warps would spill what they accumulate in float32.
+    is_large = head_dim > 128 or block_q > 64 or (dtype == torch.float32 and head_dim > 32)
+    return Tiles(block_q, 32, 8 if is_large else 4, num_stages)
 
 
 @functools.cache

@@ -46,6 +46,7 @@ NOT_RUN = {
     "dllm bench --quick": TAKES_MINUTES,
     'pip install ".[cuda,test,bench]"': "needs a GPU and the network",
     "python3 scripts/gpu_bundle.py gpu-bundle": "needs a GPU and the network",
+    "python3 scripts/cuda_check.py": NEEDS_NETWORK,
 }
 # First line of a block: what it prints.
 PRINTS = {

@@ -46,6 +46,12 @@ def test_another_gpu_follows_the_rule():
     assert measured_tiles(TABLE, "8.0", 128, 32) is None
 
 
+@pytest.mark.parametrize(("head_dim", "num_warps"), [(32, 4), (64, 8), (128, 8), (256, 8)])
+def test_in_float32_eight_warps_share_a_tile_that_four_would_spill(head_dim, num_warps):
+    """By the registers that compiling reports (scripts/cuda_check.py)."""
+    assert {tiles_by_rule(pairs, head_dim, torch.float32).num_warps for pairs in (1, 32, 4096)} == {num_warps}
+
+
 def test_the_shipped_table_can_be_read():
     for of_capability in json.loads(TABLE_FILE.read_text(encoding="utf-8")).values():
         for head_dim, entries in of_capability.items():

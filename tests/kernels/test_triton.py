@@ -283,6 +283,17 @@ def test_launches_compile_for_a_gpu(monkeypatch, module, launch, heads, kv_heads
 
 
 @compiles
+def test_kernels_of_float32_spill_no_registers(monkeypatch):
+    """On GPUs of compute capability 8.6, where four warps would, as they would in attention on most."""
+    attention, _ = compile_launches(monkeypatch, paged_attention, 86)
+    case = paged_case([16], [[100] * 4], heads=4, dim=128, page_size=16, dtype=FLOAT32)
+    paged_attention.paged_attention(*case.arguments(True, False, False), 1)
+    (votes,) = compile_launches(monkeypatch, voting, 86)
+    launch_voting(32, 32, 128, torch.zeros(50, 64, 128))
+    assert attention.spilled == votes.spilled == [0]
+
+
+@compiles
 @pytest.mark.parametrize("wanted", [(True, True), (False, False)])
 def test_token_statistics_compile_for_a_gpu(monkeypatch, wanted):
     kernels = compile_launches(monkeypatch, statistics)

@@ -5,6 +5,9 @@ CPU. Without either, what a launch would run can still be compiled for a GPU.
 """
 
 import os
+import re
+import subprocess
+import tempfile
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +67,21 @@ class CompilesForCuda:
     def shared_memory(self) -> list[int]:
         """Bytes per program, of each launch."""
         return [compiled.metadata.shared for compiled in self.compiled]
+
+    @property
+    def spilled(self) -> list[int]:
+        """Bytes of a thread's own memory, of each launch."""
+        from triton import knobs
+
+        found = []
+        for compiled in self.compiled:
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(compiled.asm["cubin"])
+                file.flush()
+                command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+                usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found.append(sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage))))
+        return found
 
 
 def compile_launches(
