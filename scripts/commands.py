@@ -98,13 +98,14 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     runs only when the fast one passed.
     """
     # Tests of one file share engines. More processes would need more memory than their tests are worth.
-    pytest = ["python", "-m", "pytest", "--numprocesses", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    processes = str(min(os.cpu_count() or 1, 4))
+    pytest = ["python", "-m", "pytest", "--numprocesses", processes, "--dist", "loadfile"]
     fast = [*pytest, "-m", "not slow"]
     # In the order of tests/conftest.py: by number of tests, the few that start most would come last.
     slow = [*pytest, "-m", "slow", "--no-loadscope-reorder", "--durations", "15"]
     stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:
-        types = [["mypy", "-p", "dllm_engine"], ["mypy", "scripts"]]
+        types = [["mypy", "--num-workers", processes, "-p", "dllm_engine"], ["mypy", "scripts"]]
         stages["style and types"] = [["ruff", "check"], ["ruff", "format", "--check"], *types]
     stages["fast tests"] = [[*fast, *options.pytest]]
     if options.slow or options.all:

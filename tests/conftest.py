@@ -35,11 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 IN_ONE_PROCESS = {
-    "tests/distributed/test_tensor_parallel.py": "tests/distributed/test_ray_examples.py",
+    "tests/distributed/test_ray_tensor_parallel.py": "tests/distributed/test_ray_examples.py",
+    "tests/distributed/test_adaptive_tensor_parallel.py": "tests/distributed/test_tensor_parallel.py",
+    "tests/distributed/test_guided_tensor_parallel.py": "tests/distributed/test_tensor_parallel.py",
+    "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
     "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
 }
-"""Files whose tests share a server, or a Ray cluster, with those of another file."""
+"""Files whose tests share with those of another file what takes long to start: a server, Ray, or the process that has
+imported vLLM and that ranks are forked from."""
 
 
 TAKES_LONGEST = ("tests/distributed/", "tests/serving/test_start_and_stop.py")

@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.preloaded import preloaded_programs
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -16,7 +17,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_command_that_fails_does_not_stop_the_others(tmp_path):
     """On a CPU, steps can be launched but not recorded."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(preloaded_programs()), os.environ["PATH"]])
     ran = subprocess.run(
         [CHECKOUT / "benchmarks" / "gpu.sh", "--stages", "2", "--model", "llada-8b/32", "--output", tmp_path],
         env=os.environ | {"PATH": path},

@@ -38,8 +38,6 @@ def one_engine(engines, monkeypatch):
 
     monkeypatch.setattr(answers, "running", shared)
     monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)  # it would quiet the whole session
-    monkeypatch.setattr(answers, "CACHE_METHODS", {"sparse": CACHE_METHODS["sparse"]})
-    monkeypatch.setattr(operators, "HEAD_DIMS", (16,))
 
 
 def rows_of(printed, name):
@@ -51,10 +49,13 @@ def test_a_run_prints_a_table_and_writes_all_of_it(one_engine, tmp_path, capsys)
     assert main(["check", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     (row,) = rows_of(printed, "voting_scores")
-    assert "6 cases" in row
+    assert "18 cases" in row
     assert row.endswith(OK)
     (row,) = rows_of(printed, "answers, two ranks")
     assert row.endswith("not run: there is one device")
+    (row,) = rows_of(printed, "answers")
+    assert f"{len(CACHE_METHODS)} cases" in row
+    assert row.endswith(OK)
     assert f"wrote {output}" in printed
     report = json.loads(output.read_text())
     assert {"processor", "driver", "compute_capability", "python", "torch", "triton", "vllm"} <= report[
@@ -115,6 +116,7 @@ def test_heads_of_other_sizes_alone(monkeypatch, capsys):
 
 
 def test_an_engine_that_answers_otherwise_fails(one_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "CACHE_METHODS", {"sparse": CACHE_METHODS["sparse"]})
     stored = json.loads(ANSWERS.read_text())
     stored["sparse"][1]["logprobs"][5] += 0.01
     monkeypatch.setattr(answers, "ANSWERS", tmp_path / "answers.json")

@@ -27,6 +27,8 @@ def started(demo, monkeypatch):
 
     monkeypatch.setattr(evaluate, "load", load)
     monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    # It runs pip, to list what is installed, after each evaluation.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     return settings
 
 

@@ -19,20 +19,10 @@ SAMPLED = [
 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model):
-    check_reference_cases(engines, reference_checkpoints, model, backend="mp")
+    check_reference_cases(engines, reference_checkpoints, model)
 
 
-def test_two_ranks_under_ray_give_the_tokens_of_one(engines, reference_checkpoints, monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
-    try:
-        check_reference_cases(engines, reference_checkpoints, "dream-tiny-a", backend="ray")
-    finally:
-        ray.shutdown()
-
-
-def check_reference_cases(engines, reference_checkpoints, model, backend):
+def check_reference_cases(engines, reference_checkpoints, model, backend="mp"):
     """Those of the vanilla decoding, and requests that sample."""
     from dllm_engine import DiffusionParams
 

@@ -1,5 +1,6 @@
 """A request ends alone with an error where its logits are not finite or its own work raises an exception."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -96,13 +97,19 @@ def accepted(llm, ways):
     return found
 
 
+@functools.cache
+def answers_alone(llm):
+    """What the neighbours are answered one by one, at first."""
+    return [tokens(generate(llm, [prompt], params())[0]) for prompt in NEIGHBOURS]
+
+
 @pytest.mark.parametrize("method", CACHE_METHODS)
 def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, method, family):
     llm = engine(method, family)
     ways = accepted(llm, WAYS)
     assert len(ways) >= 6
     neighbours = [params() for _ in NEIGHBOURS]
-    alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
+    alone = answers_alone(llm)
     assert not {BROKEN, EARLIER} & {token for answer in alone for token in answer}
     prompts = [[2, EARLIER, 7] if i % 2 else BAD for i in range(len(ways))]
     outputs = generate(llm, [*NEIGHBOURS, *prompts], [*neighbours, *(params(**way) for way in ways)])
@@ -121,7 +128,7 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
     if looks_ahead:
         set_steps_per_dispatch(llm, 4, monkeypatch)
         monkeypatch.setattr(runner, "looks_ahead", True)
-    alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
+    alone = answers_alone(llm)
     denoiser = type(runner.denoiser)
     fill, seed = denoiser._fill, 77
 
@@ -189,7 +196,7 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
     llm = engine("sparse")
     scheduler, runner = scheduler_of(llm), runner_of(llm)
     set_steps_per_dispatch(llm, steps_per_dispatch, monkeypatch)
-    alone = [tokens(generate(llm, [p], params())[0]) for p in NEIGHBOURS]
+    alone = answers_alone(llm)
     seed, calls = 4242, 0
 
     def raising(owner, name, is_bad, error=RuntimeError):

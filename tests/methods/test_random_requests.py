@@ -70,13 +70,13 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     ],
 }
 """Page size, steps per dispatch, cache options."""
-NUM_REQUESTS = {"es_dllm": 10, "none": 16, "prefix": 16, "dual": 16, "freecache": 12, "maskkv": 5, "dllm_cache": 6}
+NUM_REQUESTS = {"es_dllm": 8, "none": 12, "prefix": 12, "dual": 12, "freecache": 8, "maskkv": 4, "dllm_cache": 4}
 ENDS = (42, 74, 226, 316, 319, 409)
 """Tokens that the tiny models are quick to predict, as end tokens."""
 
 
 def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: bool) -> list[Request]:
-    count = NUM_REQUESTS.get(method, 8)
+    count = NUM_REQUESTS.get(method, 5)
     if method == "es_dllm":
         # It measures plain probabilities; the other policies are not ES-dLLM's.
         requests = [

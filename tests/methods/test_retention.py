@@ -142,7 +142,8 @@ def test_votes_are_those_of_plain_attention(ask, reference_checkpoints, name, sc
 def test_every_combination_keeps_to_its_budget(per_head, model, heads, scorer):
     for layer_budget, head_budget, redistribute in itertools.product(LAYER_BUDGETS, HEAD_BUDGETS, (False, True)):
         chosen = {"layer_budget": layer_budget, "head_budget": head_budget, "redistribute": redistribute}
-        retained = per_head(model, kv_budget=12, profile=PROFILE, scorer=scorer, asked={"gen_length": 8}, **chosen)
+        asked = {"gen_length": 8, "steps": 1}
+        retained = per_head(model, kv_budget=12, profile=PROFILE, scorer=scorer, asked=asked, **chosen)
         budgets = layer_budgets(layer_budget, 12, PROFILE, 4, 37, base_share=0.4, redistribute=redistribute)
         assert sum(budgets) == 48 if redistribute else 44 <= sum(budgets) <= 48, chosen
         for layer, budget in zip(counts(retained), budgets, strict=True):

@@ -20,7 +20,7 @@ ROWS = reference_rows(*ENGINES)
 GROUPS = by_engine(ROWS)
 
 
-def short(rows: list[ReferenceRow], most: int = 6) -> list[ReferenceRow]:
+def short(rows: list[ReferenceRow], most: int = 3) -> list[ReferenceRow]:
     """Some rows of each kind, model and method that are soon done by a plain version."""
     found: dict[tuple[str, str, str], list[ReferenceRow]] = {}
     for row in rows:

@@ -22,7 +22,7 @@ BLOCK = {"vllm_xargs": {"block_length": 8}}
 
 @pytest.fixture(scope="module")
 def server(servers):
-    return servers("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN), preloaded=False)
+    return servers("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN))
 
 
 @pytest.fixture(scope="module")

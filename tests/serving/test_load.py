@@ -12,7 +12,7 @@ from tests.support.server import scrape
 pytestmark = pytest.mark.slow
 
 SECONDS = 10
-NUM_QUEUED, PER_CALL = 10_000, 1_000
+NUM_QUEUED, PER_CALL = 4_000, 1_000
 """vLLM takes at most 1,024 prompts in a call."""
 
 
@@ -31,7 +31,7 @@ def test_nothing_goes_wrong_under_load(server):
     assert load.report.violations == []
 
 
-def test_ten_thousand_requests_over_http_are_all_answered(server):
+def test_thousands_of_requests_over_http_are_all_answered(server):
     prompts = [[5 + i % 400, 5 + i // 400] for i in range(NUM_QUEUED)]
 
     async def texts(client, batch):

@@ -192,21 +192,21 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
 
 
 @pytest.mark.parametrize(
-    ("program", "model", "number", "name", "status", "said"),
+    ("program", "model", "preloaded", "number", "name", "status", "said"),
     [
-        ("vllm", demo_model_path(), signal.SIGTERM, "EngineCore", 0, "dllm: stopped"),
-        ("dllm", "demo", signal.SIGINT, "Worker", 130, "dllm: interrupted"),
+        ("vllm", demo_model_path(), False, signal.SIGTERM, "EngineCore", 0, "dllm: stopped"),
+        ("dllm", "demo", True, signal.SIGINT, "Worker", 130, "dllm: interrupted"),
     ],
     ids=["SIGTERM", "Ctrl-C"],
 )
-def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, status, said):
-    watched = start(program=program, model=model, preloaded=False)
+def test_a_signal_ends_a_server_that_loads(start, program, model, preloaded, number, name, status, said):
+    watched = start(program=program, model=model, preloaded=preloaded)
     server = watched.server
     deadline = time.monotonic() + START_TIMEOUT_S
     while watched.process_called(name) is None:
         assert time.monotonic() < deadline, server.tail()
         assert server.process.poll() is None, server.tail()
-        time.sleep(0.05)
+        time.sleep(0.2)  # a look takes time of the processor, which the server needs
         watched.look()
     if number == signal.SIGINT:
         os.killpg(server.process.pid, number)  # a terminal sends it to all

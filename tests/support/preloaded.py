@@ -85,7 +85,8 @@ def preloaded_programs() -> Path:
     address, programs = folder / "socket", folder / "bin"
     programs.mkdir()
     scripts = Path(sysconfig.get_path("scripts"))
-    for name, arguments in {"python": [], "dllm": [scripts / "dllm"], "vllm": [scripts / "vllm"]}.items():
+    start_of = {"python": [], "python3": [], "dllm": [scripts / "dllm"], "vllm": [scripts / "vllm"]}
+    for name, arguments in start_of.items():
         client = [sys.executable, "-S", "-E", __file__, "run", address, *arguments]
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(map(str, client))} "$@"\n')
         (programs / name).chmod(0o755)

@@ -1,0 +1,19 @@
+"""Two tensor-parallel ranks give the tokens of one under Ray as well."""
+
+import pytest
+
+from tests.distributed.test_tensor_parallel import check_reference_cases
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+def test_two_ranks_under_ray_give_the_tokens_of_one(engines, reference_checkpoints, monkeypatch):
+    import ray
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        check_reference_cases(engines, reference_checkpoints, "dream-tiny-a", backend="ray")
+    finally:
+        ray.shutdown()
