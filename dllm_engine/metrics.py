@@ -61,7 +61,7 @@ METRICS = (
         "num_canvas_positions",
         "counter",
         "positions",
-        "Positions of the running block, summed over these steps.",
+        "Positions of the running blocks, summed over these steps.",
         of_vllm=True,
     ),
     MetricSpec(
@@ -77,7 +77,7 @@ METRICS = (
         "eviction_candidates",
         "counter",
         "tokens per layer",
-        "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running block.",
+        "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running blocks.",
     ),
     MetricSpec("eviction_retained", "counter", "tokens per layer", "Tokens that UPDATE steps did retain."),
     MetricSpec(

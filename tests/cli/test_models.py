@@ -20,7 +20,7 @@ class Options(BaseModel):
 def test_tables_name_everything(capsys):
     assert main(["models"]) == 0
     words = capsys.readouterr().out.split()
-    assert "FULL steps of a block before the UPDATE step" in " ".join(words), "what an option means"
+    assert "FULL steps of a window before the UPDATE step" in " ".join(words), "what an option means"
     checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]
     options = [option for method in CACHE_METHODS.values() for option in method.options.model_fields]
     assert {*checkpoints, *CACHE_METHODS, *options, *UNMASKING_POLICIES, *PARALLEL_OPTIONS} <= set(words)

@@ -276,4 +276,4 @@ def test_a_method_that_keeps_every_position_evicts_nothing():
     )
     inspection = make_inspection(cache_method="dkv", windows=replay(figures))
     assert "nothing was evicted, pages held every position of the canvas" in inspection.summary[0]
-    assert inspection.updated_blocks == []
+    assert inspection.updated_windows == []

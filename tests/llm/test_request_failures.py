@@ -233,7 +233,7 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
     elif where == "account":
         raising(RequestState, "advance", lambda state, _: state.seed == seed, TypeError)
     else:
-        raising(RequestState, "_block_output", lambda state, *_: state.seed == seed)
+        raising(RequestState, "_output", lambda state, *_: state.seed == seed)
 
     if where == "page table":
         # Only the bad request is there to have one.

@@ -25,7 +25,7 @@ def layer_of(num_heads=4, num_kv_heads=2, **changes) -> ScoredLayer:
         "k": k,
         "lse": attention_with_lse(q, k, torch.zeros_like(k), [0, LENGTH])[1],
         "masked": masked,
-        "block": BLOCK,
+        "window": BLOCK,
         "prompt_length": PROMPT,
         "seed": 11,
         "layer": 3,
@@ -100,7 +100,7 @@ def test_random_is_noise_of_seed_layer_head_and_position():
     assert torch.equal(score(layer, tokens), drawn)
     # A token's number does not depend on who else is scored, nor on queries, keys and masks.
     assert torch.equal(score(layer, tokens[4:7]), drawn[:, 4:7])
-    other = dataclasses.replace(layer, q=layer.q + 1, masked=~layer.masked, block=slice(0, 1))
+    other = dataclasses.replace(layer, q=layer.q + 1, masked=~layer.masked, window=slice(0, 1))
     assert torch.equal(score(other, tokens), drawn)
     for changed in ({"seed": 12}, {"layer": 4}):
         assert not (score(dataclasses.replace(layer, **changed), tokens) == drawn).any()
@@ -154,7 +154,7 @@ def test_ranks_know_their_first_head(monkeypatch, kv_heads, world, first_heads):
     from types import SimpleNamespace
 
     canvas = SimpleNamespace(known=np.arange(3), spec=SimpleNamespace(prompt_length=2), seed=1)
-    plan = SimpleNamespace(block=(2, 3))
+    plan = SimpleNamespace(window=(2, 3))
     monkeypatch.setattr(scorers, "get_tensor_model_parallel_world_size", lambda: world)
     seen = []
     for rank in range(world):
