@@ -49,11 +49,13 @@ class WarmUp:
         self.num_pages = 0 if runner.pages is None else runner.pages.memory.shape[0] - 1
 
     def spec(self, canvas_length: int, temperature: float = 0.0) -> DecodingSpec:
-        """A request of the engine's defaults, but for the steps; half of its canvas is the response, or less."""
+        """A request of the engine's defaults, but for the steps and with one block at a time; half of its canvas is the
+        response, or less."""
         gen_length = min(DEFAULT_GEN_LENGTH, canvas_length // 2)
         params = SamplingParams(max_tokens=gen_length, temperature=temperature)
         spec = resolve_decoding(params, canvas_length - gen_length, self.family, self.runner.options)
-        return replace(spec, steps=max(spec.num_blocks, spec.steps // TOKENS_PER_STEP))
+        steps = max(spec.num_blocks, spec.steps // TOKENS_PER_STEP)
+        return replace(spec, steps=steps, block_add_threshold=None)
 
     def compile(self) -> None:
         """Answer requests until every kernel was launched with each of its tiles: requests alone and together, greedy

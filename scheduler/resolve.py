@@ -46,7 +46,7 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
     except ValidationError as error:
         raise ValueError(f"{where}: {explain(error, 'request default')}") from None
     for family in FAMILIES.values():
-        resolve_unmasking(options, family)
+        _check_several_blocks(options, resolve_unmasking(options, family)[1])
     return options
 
 

@@ -120,13 +120,21 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_rule(text: str) -> dict[str, Any]:
-    """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``."""
+    """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For several
+    blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
     if text == ONE:
         return {}
-    try:
-        name, value = key_value(text.replace("-", "_"))
-    except argparse.ArgumentTypeError:
-        name, value = text, None
-    if name not in RULES or value is None:
-        raise ValueError(f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE")
-    return {name: value}
+    rule, *more = text.split("+")
+    options = {}
+    for part, allowed in ((rule, RULES), *((part, ("block_add_threshold",)) for part in more)):
+        try:
+            name, value = key_value(part.replace("-", "_"))
+        except argparse.ArgumentTypeError:
+            name, value = part, None
+        if name not in allowed or value is None:
+            raise ValueError(
+                f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE, for "
+                f"several blocks at once with +block_add_threshold=VALUE"
+            )
+        options[name] = value
+    return options

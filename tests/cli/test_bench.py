@@ -107,11 +107,13 @@ def test_all_methods_are_measured_where_none_is_named():
 
 
 def test_policies_and_rules_say_how_to_unmask():
-    rules = bench.settings(bench.filled(parsed("--unmasking", "topk_margin,steps=8,entropy-bound=0.1"), {})).unmaskings
+    rules = bench.settings(
+        bench.filled(parsed("--unmasking", "topk_margin,steps=8,threshold=0.9+block-add-threshold=0.2"), {})
+    ).unmaskings
     assert rules == (
         Unmasking("topk_margin", {"unmasking": "topk_margin"}),
         Unmasking("steps=8", {"steps": 8}),
-        Unmasking("entropy-bound=0.1", {"entropy_bound": 0.1}),
+        Unmasking("threshold=0.9+block-add-threshold=0.2", {"threshold": 0.9, "block_add_threshold": 0.2}),
     )
 
 

@@ -68,6 +68,14 @@ def test_they_are_fitted_to_the_response(gen_length, block_length, steps):
     assert (spec.block_length, spec.steps) == (block_length, steps)
 
 
+def test_who_names_steps_runs_one_block_at_a_time():
+    defaults = {"entropy_threshold": 0.5, "block_add_threshold": 0.1}
+    assert resolved(defaults, gen_length=16).block_add_threshold == 0.1
+    assert resolved(defaults, gen_length=16, threshold=0.9).block_add_threshold == 0.1
+    stepped = resolved(defaults, gen_length=16, steps=8)
+    assert (stepped.block_add_threshold, stepped.parallel, stepped.steps) == (None, None, 8)
+
+
 def test_what_a_request_names_itself_is_not_fitted():
     with pytest.raises(InvalidRequestError, match="block_length=32 is out of range"):
         resolved({"block_length": 4}, gen_length=16, block_length=32)
@@ -84,6 +92,7 @@ def test_what_a_request_names_itself_is_not_fitted():
         ({"unmasking": "best"}, ("unmasking='best' is unknown", "low_confidence")),
         ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='none' evicts nothing")),
         ({"stream_granularity": "step"}, ("no 'stream_granularity'", "block_length, steps")),
+        ({"block_add_threshold": 0.1}, ("block_add_threshold=0.1", "need a rule")),
         ({"top_p": 0.9}, ("no 'top_p'",)),
         ({"stepz": 3}, ("no 'stepz'",)),
     ],

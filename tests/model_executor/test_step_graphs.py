@@ -100,7 +100,15 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
     assert filling_sizes(llm)
 
 
-@pytest.mark.parametrize("asked", [{"threshold": 0.2}, {"unmasking": "entropy"}, {"unmasking": "topk_margin"}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"threshold": 0.2},
+        {"unmasking": "entropy"},
+        {"unmasking": "topk_margin"},
+        {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
+    ],
+)
 def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_llada, asked):
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"), **asked)
     llm, _ = recording(tiny_llada, cache_method="dual")
