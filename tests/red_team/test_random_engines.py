@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.random_requests import random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-NUM_ENGINES, NUM_REQUESTS = 27, 14
+NUM_ENGINES, NUM_REQUESTS = 30, 14
 """Three engines of each cache method."""
-GUIDE_DECIDES = ("steps", "unmasking", "threshold", "factor", "entropy_bound", "margin", "delay_eos", "logprobs")
+GUIDE_DECIDES = ("steps", "unmasking", *PARALLEL_OPTIONS, "block_add_threshold", "delay_eos", "logprobs")
 """Options that a guided request cannot have."""
 CHOICES: dict[str, dict[str, list[Any]]] = {
     "none": {},
@@ -63,6 +64,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "redistribute": [True, False],
     },
     "freecache": {"include_suffix": [True, False]},
+    "delayed": {"cache_delay": [0, 1, 3], "refresh_interval": [1, 4, 10_000]},
 }
 
 

@@ -62,9 +62,11 @@ def test_streams_by_step_and_by_block_are_the_offline_response(expected):
     assert len(answers["blocks"]) == 4
     assert len(answers["whole"]) == 1
     blocks = [o.provisional for o in answers["steps"]]
-    assert [b.forward_pass for b in blocks] == list(range(1, 33))
+    passes = [b.forward_pass for b in blocks]
+    assert passes == sorted(set(passes))
+    assert set(passes) >= {8, 16, 24, 32}, "only steps within a block are left out for a slow reader"
     assert blocks[-1].token_ids == list(expected.token_ids)[24:]
-    assert blocks[0].text.count("░") == 7
+    assert [b.text.count("░") for b in blocks] == [-number % 8 for number in passes]
     logprobs = [entry for o in answers["steps"] for entry in o.logprobs]
     values = [entry[token].logprob for token, entry in zip(expected.token_ids, logprobs, strict=True)]
     assert values == pytest.approx([e[t].logprob for t, e in zip(expected.token_ids, expected.logprobs, strict=True)])
