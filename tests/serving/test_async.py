@@ -59,7 +59,7 @@ def test_streams_by_step_and_by_block_are_the_offline_response(expected):
         assert "".join(o.text for o in outputs) == expected.text, name
         assert [token for o in outputs for token in o.token_ids] == list(expected.token_ids), name
         assert outputs[-1].diffusion == expected.diffusion, name
-    assert len(answers["blocks"]) == 4
+    assert 1 < len(answers["blocks"]) <= 4, "vLLM joins what waits for a slow reader"
     assert len(answers["whole"]) == 1
     blocks = [o.provisional for o in answers["steps"]]
     passes = [b.forward_pass for b in blocks]
