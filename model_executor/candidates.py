@@ -143,7 +143,7 @@ class BatchCandidates:
                 found[Choice(UNMASKING_POLICIES[spec.unmasking].measures, rule)][i] = value
         return found
 
-    def progresses(self, plans: Sequence[StepPlan]) -> list[int]:
+    def guaranteed(self, plans: Sequence[StepPlan]) -> list[int]:
         """Offset of each request below which its plan fills one candidate at least; 0 where it leaves that to the
         rule."""
         found = [0] * len(plans)
@@ -151,15 +151,15 @@ class BatchCandidates:
             quota, canvas = plans[i].quota, self.batch.canvases[i]
             if quota.first_needed and canvas.known[quota.candidates.start] < 0:
                 found[i] = 1
-            elif quota.progresses is not None:
-                found[i] = quota.progresses.stop - quota.candidates.start
+            elif quota.guaranteed is not None:
+                found[i] = quota.guaranteed.stop - quota.candidates.start
         return found
 
     def choose(self, statistics: TokenStatistics, masked: torch.Tensor, plans: Sequence[StepPlan]) -> torch.Tensor:
         """Which candidates ``plans`` unmask; bool ``[num_candidates]``. None that is no longer ``masked``
         ``[num_candidates]``."""
-        offsets = self.progresses(plans)
-        progresses = on_device(offsets, masked.device) if any(offsets) else None
+        offsets = self.guaranteed(plans)
+        guaranteed = on_device(offsets, masked.device) if any(offsets) else None
         barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
         requests = range(len(self.batch.plans))
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
@@ -170,7 +170,7 @@ class BatchCandidates:
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
                 confidence = confidence.masked_fill(of_others, -torch.inf)
             values = on_device([of_requests.get(i, 0.0) for i in requests], confidence.device, confidence.dtype)
-            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width, progresses)
+            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width, guaranteed)
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:

@@ -200,6 +200,11 @@ class Progress:
         """Masked tokens left in the window."""
         return sum(self.masked)
 
+    def passed_multiple_of(self, interval: int) -> bool:
+        """Whether the tokens that the last pass unmasked brought their number to a multiple of ``interval``, or past
+        one."""
+        return self.num_unmasked // interval > (self.num_unmasked - self.last_unmasked) // interval
+
     @property
     def leftmost(self) -> int:
         """The first running block with masks left."""

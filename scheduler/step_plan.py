@@ -71,7 +71,7 @@ class UnmaskQuota:
     """Unmask as many candidates as this allows instead of ``count``."""
     first_needed: bool = False
     """Whether the first position must be filled in this step, because no later one can predict it."""
-    progresses: Span | None = None
+    guaranteed: Span | None = None
     """Where at least one candidate is filled, if there is any: the most confident one where the rule allows none."""
 
 
@@ -146,15 +146,15 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     if spec.schedule == "timestep" and in_blocks and step == 0 and steps != 1:
         return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
     may_pass_none = spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none
-    progresses = window if may_pass_none else None
+    guaranteed = window if may_pass_none else None
     if step >= steps - 1:
-        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, progresses=progresses)
+        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, guaranteed=guaranteed)
     if spec.schedule == "uniform":
         count = uniform_count(window.size, steps, step)
         ratio = count / max(progress.num_masked, 1)
     else:
         count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)
-    return UnmaskQuota(window, count, ratio, spec.parallel, progresses=progresses)
+    return UnmaskQuota(window, count, ratio, spec.parallel, guaranteed=guaranteed)
 
 
 def step_plan(

@@ -181,7 +181,7 @@ class PlainCanvas:
         ordered, order = confidence.sort(descending=True, stable=True)
         if quota.parallel is not None:
             passes = PARALLEL_RULES[quota.parallel.kind](ordered, quota.parallel.value)
-            if quota.progresses is not None:
+            if quota.guaranteed is not None:
                 passes[0] = True
             chosen = order[passes]
         else:

@@ -19,12 +19,12 @@ class FillingSize(NamedTuple):
     width: int
     """Candidates and positions of one request."""
     choice: Choice
-    progresses: bool
+    guaranteed: bool
     """Whether some request fills one candidate at least, whatever its rule says."""
 
 
 def filling_size(
-    group: BatchCandidates, choices: dict[Choice, dict[int, float]], progresses: list[int]
+    group: BatchCandidates, choices: dict[Choice, dict[int, float]], guaranteed: list[int]
 ) -> FillingSize | None:
     """The size of a graph that fills ``group``; None where there is none. Graphs are for greedy requests that choose
     alike and ask for tokens alone."""
@@ -37,7 +37,7 @@ def filling_size(
     num_candidates, width = padded(group.positions.numel()), padded(group.width)
     if choice.measure == "noise" or num_candidates is None or width is None:
         return None
-    return FillingSize(num_candidates, width, choice, any(progresses))
+    return FillingSize(num_candidates, width, choice, any(guaranteed))
 
 
 class FillingGraph:
@@ -63,7 +63,7 @@ class FillingGraph:
         self.filler = torch.tensor([num_requests, 0, 0, SPARE, 0], device=device)[:, None]
         self.table = self.filler.repeat(1, size.num_candidates)
         self.values = torch.zeros(num_requests + 1, device=device)
-        self.progresses = torch.zeros_like(self.values, dtype=torch.int64) if size.progresses else None
+        self.guaranteed = torch.zeros_like(self.values, dtype=torch.int64) if size.guaranteed else None
         self.holds: BatchCandidates | None = None
         self.held_values: tuple[list[float], list[int]] = [], []
         self.store, self.width = store, size.width
@@ -72,7 +72,7 @@ class FillingGraph:
         def fill() -> torch.Tensor:
             statistics = predictor.predict(self.hidden, GREEDY, None, measure == "entropy", measure == "margin")
             confidence = statistics.confidence(measure).masked_fill(~store.masked[places], -torch.inf)
-            chosen = select(size.choice.rule, confidence, requests, offsets, self.values, size.width, self.progresses)
+            chosen = select(size.choice.rule, confidence, requests, offsets, self.values, size.width, self.guaranteed)
             store.fill(places, statistics.token, chosen)
             return torch.stack((statistics.token, outcomes(statistics, chosen)))
 
@@ -87,25 +87,25 @@ class FillingGraph:
         self.table.copy_(torch.stack((requests, numbers % self.width, numbers, places, numbers)))
         self.hidden.copy_(torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(self.hidden))
         self.values.fill_(0.5)
-        if self.progresses is not None:
-            self.progresses.fill_(1)
+        if self.guaranteed is not None:
+            self.guaranteed.fill_(1)
         self.store.masked[places] = True
         self.holds, self.held_values = None, ([], [])
 
     def __call__(
-        self, hidden: torch.Tensor, group: BatchCandidates, values: list[float], progresses: list[int]
+        self, hidden: torch.Tensor, group: BatchCandidates, values: list[float], guaranteed: list[int]
     ) -> Filled:
-        """For each request of the batch: ``values`` of the rule, and ``progresses`` as ``select`` wants them."""
+        """For each request of the batch: ``values`` of the rule, and ``guaranteed`` as ``select`` wants them."""
         num_candidates = group.positions.numel()
         if self.holds is not group:
             self.table[:, :num_candidates] = group.table
             self.table[:, num_candidates:] = self.filler
             self.holds = group
-        if self.held_values != (values, progresses):
+        if self.held_values != (values, guaranteed):
             self.values[: len(values)] = on_device(values, hidden.device, self.values.dtype)
-            if self.progresses is not None:
-                self.progresses[: len(values)] = on_device(progresses, hidden.device)
-            self.held_values = values, progresses
+            if self.guaranteed is not None:
+                self.guaranteed[: len(values)] = on_device(guaranteed, hidden.device)
+            self.held_values = values, guaranteed
         torch.index_select(hidden, 0, self.rows, out=self.hidden)
         tokens, outcome = self.replay()[:, :num_candidates].clone().unbind()
         return Filled(group.requests, group.positions, tokens, outcome)

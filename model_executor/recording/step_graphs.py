@@ -86,10 +86,10 @@ class StepGraphs:
 
     def fill(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> Filled | None:
         """What the step fills of ``group``; None: launch it. ``hidden`` is of all rows of the batch."""
-        choices, progresses = group.choices(plans), group.progresses(plans)
-        size = filling_size(group, choices, progresses) if self.predictor.tp_group.world_size == 1 else None
+        choices, guaranteed = group.choices(plans), group.guaranteed(plans)
+        size = filling_size(group, choices, guaranteed) if self.predictor.tp_group.world_size == 1 else None
         if size is None:
             return None
         self._follow_store()
         of_requests = choices[size.choice]
-        return self.fillings[size](hidden, group, [of_requests.get(i, 0.0) for i in range(len(plans))], progresses)
+        return self.fillings[size](hidden, group, [of_requests.get(i, 0.0) for i in range(len(plans))], guaranteed)

@@ -12,7 +12,7 @@ def select(
     offsets: torch.Tensor,
     values: torch.Tensor,
     width: int,
-    progresses: torch.Tensor | None = None,
+    guaranteed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Which candidates ``rule`` chooses in each request; of equally confident ones the first.
 
@@ -21,7 +21,7 @@ def select(
         requests, offsets: int64 ``[num_candidates]``; whose it is, and a number below ``width`` that no other candidate
             of the request has and that ascends with its position.
         values: of each request, ``[num_requests]``.
-        progresses: int64 ``[num_requests]``; one of the candidates with ``offsets`` below it is chosen at least, the
+        guaranteed: int64 ``[num_requests]``; one of the candidates with ``offsets`` below it is chosen at least, the
             most confident. None: leave it to the rule.
 
     Returns:
@@ -32,8 +32,8 @@ def select(
     # What else is in the table must not matter, so that a request gets the same tokens in any batch: hence stable.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
     passes = rule(ordered, values[:, None])
-    if progresses is not None:
-        inside = order < progresses[:, None]
+    if guaranteed is not None:
+        inside = order < guaranteed[:, None]
         first_inside = inside & (inside.cumsum(dim=1) == 1)
         passes = passes | (first_inside & ~(passes & inside).any(dim=1, keepdim=True))
     passes = passes & (ordered > -torch.inf)

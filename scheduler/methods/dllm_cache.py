@@ -68,8 +68,7 @@ def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
     """
     if spec.parallel is None and spec.guidance is None:
         return progress.num_forwards % interval == 0
-    before = progress.num_unmasked - progress.last_unmasked
-    return progress.num_forwards == 0 or progress.num_unmasked // interval > before // interval
+    return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
 
 
 def live_start(spec: DecodingSpec) -> int:

@@ -114,12 +114,8 @@ def _due(options: ESDLLMOptions, spec: DecodingSpec, progress: Progress) -> tupl
     if spec.block_add_threshold is None:
         clock = progress.running.first * spec.block_length + progress.step
         return clock % options.block_refresh_interval == 0, clock % options.prompt_refresh_interval == 0
-    after, before = progress.num_unmasked, progress.num_unmasked - progress.last_unmasked
-    window_due, prompt_due = (
-        after // interval > before // interval
-        for interval in (options.block_refresh_interval, options.prompt_refresh_interval)
-    )
-    return window_due or progress.step == 0, prompt_due
+    window_due = progress.step == 0 or progress.passed_multiple_of(options.block_refresh_interval)
+    return window_due, progress.passed_multiple_of(options.prompt_refresh_interval)
 
 
 def copied_tokens(spec: DecodingSpec, running: Blocks) -> int:

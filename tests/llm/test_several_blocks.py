@@ -137,6 +137,27 @@ def test_what_makes_no_sense_is_refused_by_name(engines, llada, settings, messag
     assert_nothing_left(llm)
 
 
+CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
+
+
+def test_stop_strings_choices_and_inspections(engines, tmp_path):
+    llm = engines("demo", skip_tokenizer_init=False, cache_method="dual", page_size=8)
+    asked = {"gen_length": 32, "block_length": 8, "threshold": 0.9, "block_add_threshold": 0.0}
+
+    def completions(**settings):
+        return llm.chat(CHAT, DiffusionParams(**asked, **settings), use_tqdm=False)[0].outputs
+
+    (whole,), (stopped,) = completions(), completions(stop=["Tom"])
+    assert whole.text.strip() == "Ida=07, Tom=48"
+    assert (stopped.text.strip(), stopped.finish_reason, stopped.stop_reason) == ("Ida=07,", "stop", "Tom")
+    assert [c.text for c in completions(n=2, temperature=0.1, seed=3)] == [whole.text] * 2
+    inspection = llm.inspect(CHAT, DiffusionParams(**asked))
+    inspection.save(tmp_path / "page.html")
+    assert [window.span for window in inspection.windows] == sorted(set(whole.diffusion.windows))
+    assert "Blocks 1–2" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert_nothing_left(llm)
+
+
 @pytest.mark.parametrize("steps_per_dispatch", [1, 8])
 def test_workers_run_on_until_a_block_joins(engines, llada, steps_per_dispatch):
     expected = answer(engines(llada, cache_method="sparse"))

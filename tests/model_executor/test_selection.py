@@ -11,7 +11,14 @@ from dllm_engine.model_executor.unmasking.selection import select
 RULES = PARALLEL_RULES | {"count": first_of_all, "draws": drawn_below}
 
 
-def pick(rule: str, confidences: list[list[float]], values: list[float], offsets: list[list[int]], width: int):
+def pick(
+    rule: str,
+    confidences: list[list[float]],
+    values: list[float],
+    offsets: list[list[int]],
+    width: int,
+    guaranteed=None,
+):
     """Per request, the offsets of what is chosen."""
     requests = [i for i, of_request in enumerate(confidences) for _ in of_request]
     flat = [offset for of_request in offsets for offset in of_request]
@@ -22,6 +29,7 @@ def pick(rule: str, confidences: list[list[float]], values: list[float], offsets
         torch.tensor(flat, dtype=torch.int64),
         torch.tensor(values, dtype=torch.float32),
         width,
+        None if guaranteed is None else torch.tensor(guaranteed),
     )
     picked: list[list[int]] = [[] for _ in confidences]
     for request, offset, taken in zip(requests, flat, chosen.tolist(), strict=True):
@@ -41,6 +49,17 @@ def pick(rule: str, confidences: list[list[float]], values: list[float], offsets
 def test_every_request_goes_by_its_own_value(rule, values, expected):
     confidences = [[0.25, 0.5, 0.75], [0.25], [0.5], [0.875, 0.75]]
     assert pick(rule, confidences, values, [[0, 3, 5], [0], [1], [2, 4]], 6) == expected
+
+
+@pytest.mark.parametrize(
+    ("guaranteed", "expected"),
+    [([0, 0], [[], [3]]), ([1, 2], [[], [1, 3]]), ([3, 4], [[1], [3]]), ([9, 9], [[4], [3]])],
+)
+def test_a_part_of_the_window_gets_its_most_confident_candidate_at_least(guaranteed, expected):
+    """An entropy below 1 passes; where none does so in the part, its lowest, and of equal ones the first."""
+    confidences = [[-2.0, -2.0, -1.5], [-3.0, -0.5, -4.0]]
+    offsets = [[1, 2, 4], [1, 3, 5]]
+    assert pick("strict_entropy_threshold", confidences, [1.0, 1.0], offsets, 6, guaranteed) == expected
 
 
 @given(

@@ -193,15 +193,15 @@ class Decoding:
         return next(self.blocks[b] for b in self.running if self.masked(*self.blocks[b]))
 
     def commit_by_rule(
-        self, scored: list[Scored], progresses: tuple[int, int], *, strict: bool = False
+        self, scored: list[Scored], guaranteed: tuple[int, int], *, strict: bool = False
     ) -> list[Scored]:
-        """What a rule lets through, and one position of ``progresses`` at least. ``strict``: the threshold itself is
+        """What a rule lets through, and one position of ``guaranteed`` at least. ``strict``: the threshold itself is
         not enough."""
         count = self.count_by_rule(scored, strict=strict)
         if 0 < count < len(scored):
             self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
         chosen = scored[:count]
-        inside = [entry for entry in scored if progresses[0] <= entry.position < progresses[1]]
+        inside = [entry for entry in scored if guaranteed[0] <= entry.position < guaranteed[1]]
         if inside and inside[0] not in chosen:
             if len(inside) > 1:
                 self.decided(gap(inside[0].confidence, inside[1].confidence))

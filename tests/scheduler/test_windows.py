@@ -64,7 +64,7 @@ def test_the_leftmost_block_with_masks_gets_on():
         progress.advance(request, progress.num_masked - sum(left), left)
         quotas.append(plan_of(request, "none", progress).quota)
     assert [quota.candidates for quota in quotas] == [(10, 18), (10, 26), (10, 26)]
-    assert [quota.progresses for quota in quotas] == [(10, 18), (10, 18), (18, 26)]
+    assert [quota.guaranteed for quota in quotas] == [(10, 18), (10, 18), (18, 26)]
 
 
 def plans(request, method: str, masked: list[list[int]]) -> list[StepPlan]:
