@@ -38,6 +38,8 @@ class ParallelUnmasking:
     """Whether it goes by the plain softmax, in every family."""
     may_pass_none: bool = False
     """Whether it lets no position pass where none is confident enough."""
+    tuned: tuple[float, ...] = ()
+    """Values that `dllm tune` tries, the most careful first. Empty where requests do not name the rule."""
 
 
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
@@ -59,13 +61,13 @@ PARALLEL_RULES: dict[str, ParallelUnmasking] = {
     rule.name: rule
     for rule in (
         # Fast-dLLM's (arXiv 2505.22618). Its Dream sampler ignores a threshold with most policies.
-        ParallelUnmasking("threshold", "probability", else_counted=True),
-        ParallelUnmasking("factor", "probability"),
+        ParallelUnmasking("threshold", "probability", else_counted=True, tuned=(0.95, 0.9, 0.8, 0.65)),
+        ParallelUnmasking("factor", "probability", tuned=(0.5, 1.0, 2.0)),
         # EB-Sampler's (arXiv 2505.24857)
-        ParallelUnmasking("entropy_bound", "entropy"),
-        ParallelUnmasking("margin", "margin"),
+        ParallelUnmasking("entropy_bound", "entropy", tuned=(0.1, 0.5, 1.5)),
+        ParallelUnmasking("margin", "margin", tuned=(0.9, 0.75, 0.5)),
         # d3LLM's (arXiv 2601.07568), for LLaDA and for Dream; requests name the first.
-        ParallelUnmasking("entropy_threshold", "entropy", untempered=True),
+        ParallelUnmasking("entropy_threshold", "entropy", untempered=True, tuned=(0.2, 0.5, 1.0)),
         ParallelUnmasking("strict_entropy_threshold", "entropy", untempered=True, may_pass_none=True),
         # ES-dLLM's (arXiv 2603.10088) in place of `threshold`; no request names it.
         ParallelUnmasking("exceeded_threshold", "probability", else_counted=True),

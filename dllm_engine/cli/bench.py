@@ -12,6 +12,7 @@ from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positiv
 from dllm_engine.cli.engine import DTYPES
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
+from dllm_engine.evaluation.own_tasks import read_tasks
 from dllm_engine.options import EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
@@ -224,18 +225,10 @@ def _examples(name: str, args: argparse.Namespace) -> list[Example]:
     """Examples of a demo task, or of a .jsonl file."""
     if not name.endswith(".jsonl"):
         return make_examples(name, args.count, args.seed)
-    lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
-    examples = []
-    for number, line in enumerate(lines[: args.count], start=1):
-        try:
-            fields = json.loads(line)
-            prompt, answer = fields["prompt"], fields["answer"].strip()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f'{name}: task {number} must be {{"prompt": "…", "answer": "…"}}: {error!r}') from None
-        examples.append(Example(Path(name).stem, prompt, answer, (answer,)))
-    if not examples:
-        raise ValueError(f"{name} holds no tasks; give it a line per task")
-    return examples
+    tasks = read_tasks(Path(name))[: args.count]
+    if any(task.request.messages for task in tasks):
+        raise ValueError(f"{name}: a prompt is a list of messages; dllm bench takes text")
+    return [Example(Path(name).stem, task.request.prompt or "", task.answer, (task.answer,)) for task in tasks]
 
 
 def _read(path: Path) -> Report:

@@ -78,8 +78,9 @@ def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
-    """``with_model=False`` is for commands whose model is a positional argument."""
+def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True, with_cache: bool = True) -> None:
+    """``with_model=False`` is for commands whose model is a positional argument, ``with_cache=False`` for those that
+    choose a cache themselves."""
     group = parser.add_argument_group("engine")
     if with_model:
         group.add_argument(
@@ -96,7 +97,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
         default=[],
         help="any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5",
     )
-    add_cache_arguments(parser)
+    if with_cache:
+        add_cache_arguments(parser)
+    else:
+        no_cache = dict.fromkeys((*CACHE_ARGUMENTS, "retention_ratio")) | {"cache_method": "none", "cache_option": []}
+        parser.set_defaults(**no_cache)
 
 
 def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:

@@ -1,9 +1,11 @@
-"""``dllm eval``: how many of the demo tasks, or of lm-evaluation-harness's, a model solves, and what that costs.
+"""``dllm eval``: how many of the demo tasks, or of lm-evaluation-harness's, a model solves, and what that costs. And
+``dllm lm-eval``, the harness's own command.
 
 Not ``eval.py``: the module would hide Python's function from its importers.
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -38,6 +40,7 @@ from dllm_engine.evaluation.score import COLUMNS, score_task
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import format_table, json_rows
+from dllm_engine.vllm_hooks.release import check_release
 
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32
@@ -64,6 +67,44 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores and settings to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw accuracy against speed into a .png")
+    harness = add_harness_arguments(parser)
+    harness.add_argument(
+        "--mc-num",
+        type=positive_int,
+        default=NUM_SAMPLES,
+        metavar="N",
+        help="masks per continuation in likelihoods (default: %(default)s)",
+    )
+    compared = parser.add_argument_group(
+        "comparison", "A row per combination, over all demo tasks, instead of one per task."
+    )
+    compared.add_argument("--methods", metavar="NAME,…", help="cache methods, with their papers' settings; or `all`")
+    compared.add_argument(
+        "--unmasking-rules",
+        metavar="RULE,…",
+        help=f"`{ONE}` for one token per step, or NAME=VALUE with one of {', '.join(RULES)}",
+    )
+    add_decoding_arguments(parser)
+    add_engine_arguments(parser)
+    # It also draws the examples.
+    parser.set_defaults(run=run, seed=0)
+    _add_lm_eval_parser(commands)
+
+
+def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "lm-eval",
+        help="the command of lm-evaluation-harness, which then knows `--model dllm`",
+        usage="dllm lm-eval [arguments of `lm_eval`]",
+        description="For example: dllm lm-eval --model dllm --model_args pretrained=demo,cache_method=sparse --tasks "
+        "TASK. Releases of lm_eval that look for plugins know the model under their own command too.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run_lm_eval, passes_on_unknown=True)
+
+
+def add_harness_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """How tasks of lm_eval are asked."""
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
     harness.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks, as YAML files")
     harness.add_argument("--paper", metavar="NAME", help=f"whose settings: {', '.join(PAPERS)} (default: the first)")
@@ -81,30 +122,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--max-prompt-tokens", type=positive_int, metavar="N", help="cut longer prompts in their middle"
     )
     harness.add_argument(
-        "--mc-num",
-        type=positive_int,
-        default=NUM_SAMPLES,
-        metavar="N",
-        help="masks per continuation in likelihoods (default: %(default)s)",
-    )
-    harness.add_argument(
         "--confirm-run-unsafe-code",
         action="store_true",
         help="run the programs that the model writes, which tasks such as humaneval score",
     )
-    compared = parser.add_argument_group(
-        "comparison", "A row per combination, over all demo tasks, instead of one per task."
-    )
-    compared.add_argument("--methods", metavar="NAME,…", help="cache methods, with their papers' settings; or `all`")
-    compared.add_argument(
-        "--unmasking-rules",
-        metavar="RULE,…",
-        help=f"`{ONE}` for one token per step, or NAME=VALUE with one of {', '.join(RULES)}",
-    )
-    add_decoding_arguments(parser)
-    add_engine_arguments(parser)
-    # It also draws the examples.
-    parser.set_defaults(run=run, seed=0)
+    return harness
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,6 +148,19 @@ def run(args: argparse.Namespace) -> int:
     print(format_table([COLUMNS, *(score.row() for score in scores)]))
     if args.json:
         _write_json(args.json, args, scores)
+    return 0
+
+
+def run_lm_eval(args: argparse.Namespace) -> int:
+    """lm_eval's own command, with our model registered."""
+    check_release()
+    check_lm_eval()
+    from lm_eval.__main__ import cli_evaluate
+
+    import dllm_engine.evaluation.lm_eval_model  # noqa: F401 - registers the model
+
+    sys.argv = ["lm_eval", *args.unknown]
+    cli_evaluate()
     return 0
 
 

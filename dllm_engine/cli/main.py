@@ -12,11 +12,11 @@ from dllm_engine.cli import (
     evaluate,
     generate,
     inspect_cache,
-    lm_eval_command,
     models,
     plan,
     profile_layers,
     serve,
+    tune,
 )
 from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.text import one_line
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    running = (generate, chat, serve, evaluate, bench, inspect_cache, lm_eval_command, profile_layers)
+    running = (generate, chat, serve, evaluate, tune, bench, inspect_cache, profile_layers)
     for command in (*running, check, plan, models):
         command.add_parser(commands)
     return parser

@@ -87,17 +87,44 @@ class ComparedScore:
         )
 
 
+class OneEngine:
+    """The engine that runs, of those that are asked for one after the other: a device holds one at a time."""
+
+    def __init__(self, load: LoadEngine) -> None:
+        self._load = load
+        self._llm: LLM | None = None
+        self._arguments: dict[str, Any] | None = None
+
+    def runs(self, arguments: dict[str, Any]) -> bool:
+        """Whether the running engine has these arguments of ``LLM``."""
+        return self._arguments == arguments
+
+    def of(self, arguments: dict[str, Any]) -> "LLM":
+        """The engine with these arguments of ``LLM``; another one is stopped first."""
+        if self._llm is None or not self.runs(arguments):
+            self.stop()
+            self._llm = self._load(arguments)
+            self._arguments = arguments
+        return self._llm
+
+    def stop(self) -> None:
+        """End the running engine, if there is one."""
+        llm, self._llm, self._arguments = self._llm, None, None
+        if llm is not None:
+            _stop(llm)
+            del llm
+            gc.collect()
+
+
 def engines(wanted: list[Combination], load: LoadEngine) -> "Iterator[tuple[LLM, list[Combination]]]":
     """An engine per cache method, with the combinations to run on it before the next engine is asked for."""
     by_method: dict[str, list[Combination]] = {}
     for combination in wanted:
         by_method.setdefault(combination.cache_method, []).append(combination)
+    engine = OneEngine(load)
     for of_method in by_method.values():
-        llm = load(of_method[0].engine)
-        yield llm, of_method
-        _stop(llm)
-        del llm
-        gc.collect()
+        yield engine.of(of_method[0].engine), of_method
+        engine.stop()
 
 
 def compare(wanted: list[Combination], examples: dict[str, list[Example]], load: LoadEngine) -> Iterator[ComparedScore]:

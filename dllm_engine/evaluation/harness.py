@@ -134,9 +134,9 @@ def run_harness(
         ValueError: a task or its data is missing, an option is out of range, or a prompt does not fit.
     """
     # Check this before a model is loaded: the data is what is missing most often.
-    manager = _task_manager(tasks, settings.include_path)
+    manager = task_manager(tasks, settings.include_path)
     for task in tasks:
-        _check_data(manager, task.name)
+        check_data(manager, task.name)
     for together in _with_equal_engines(tasks):
         for llm, of_method in engines([_for_tasks(combination, together[0]) for combination in wanted], load):
             warm = False
@@ -146,7 +146,8 @@ def run_harness(
                     warm = True
 
 
-def _task_manager(tasks: list[HarnessTask], include_path: Path | None) -> Any:
+def task_manager(tasks: list[HarnessTask], include_path: Path | None) -> Any:
+    """lm_eval's index of tasks, as far as these need it."""
     from lm_eval.tasks import TaskManager
 
     # Its index of some ten thousand tasks takes seconds, and tasks that are files are not in it.
@@ -154,9 +155,11 @@ def _task_manager(tasks: list[HarnessTask], include_path: Path | None) -> Any:
     return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not only_files)
 
 
-def _check_data(manager: Any, name: str) -> None:
+def check_data(manager: Any, name: str) -> dict[str, Any]:
+    """lm_eval's tasks of a task or group, by name; raises ``ValueError`` where it is unknown or its data is missing."""
     try:
-        manager.load([name])
+        tasks: dict[str, Any] = manager.load([name])["tasks"]
+        return tasks
     except KeyError as error:
         raise ValueError(
             f"lm_eval knows no task {name!r}; name one of `lm_eval ls tasks`, a YAML file, or the folder of your own "
@@ -189,35 +192,16 @@ def _for_tasks(combination: Combination, task: HarnessTask) -> Combination:
 def _score(
     llm: "LLM", combination: Combination, task: HarnessTask, manager: Any, settings: HarnessSettings, *, warm_up: bool
 ) -> HarnessScore:
-    import lm_eval
-
     from dllm_engine.evaluation.lm_eval_model import Cost, DiffusionLM
 
     decoding = task.decoding | combination.decoding
     model = DiffusionLM(
         llm, decoding, mc_num=settings.mc_num, mc_seed=settings.seed, max_prompt_tokens=task.max_prompt_tokens
     )
-    chat = task.with_chat_template and settings.chat_template and llm.has_chat_template
-    if settings.confirm_run_unsafe_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
-
-    def evaluate(limit: int | None) -> dict[str, Any]:
-        return lm_eval.simple_evaluate(
-            model,
-            tasks=[task.name],
-            num_fewshot=task.num_fewshot,
-            limit=limit,
-            task_manager=manager,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=chat,
-            log_samples=False,
-            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-        )
-
     if warm_up:
-        evaluate(1)
+        evaluate(model, task, manager, settings, limit=1)
         model.cost = Cost()
-    results, cost = evaluate(settings.count), model.cost
+    results, cost = evaluate(model, task, manager, settings, limit=settings.count), model.cost
     metric, score, stderr = headline(results, task.name, task.metric)
     return HarnessScore(
         cache_method=combination.cache_method,
@@ -237,6 +221,25 @@ def _score(
             for name, entry in (results["results"] | (results.get("groups") or {})).items()
         },
     )
+
+
+def evaluate(model: Any, task: HarnessTask, manager: Any, settings: HarnessSettings, **which: Any) -> dict[str, Any]:
+    """lm_eval's results of a model. ``which`` holds more arguments of lm_eval, such as ``limit`` or ``samples``."""
+    import lm_eval
+
+    chat = task.with_chat_template and settings.chat_template and model.llm.has_chat_template
+    if settings.confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
+    results: dict[str, Any] = lm_eval.simple_evaluate(
+        model,
+        num_fewshot=task.num_fewshot,
+        task_manager=manager,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+        **{"tasks": [task.name], "log_samples": False} | which,
+    )
+    return results
 
 
 def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:

@@ -33,7 +33,7 @@ def check_plot(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValueError(
-            "--plot needs matplotlib, which is not installed; run pip install 'dllm-engine[eval]'"
+            "a plot needs matplotlib, which is not installed; run pip install 'dllm-engine[eval]'"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """What a cache method is to the scheduler: options, a plan for each step, and the pages that it holds."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -54,6 +54,8 @@ class CacheMethod:
     """Cache options that the paper has for a model, by its name and family, where one default does not serve all."""
     check: Callable[[Any, int, bool], None] = lambda options, num_layers, guided: None
     """Raise ``ValueError`` where the options do not suit a model of so many layers, or an engine with a guide."""
+    tuned: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """What `dllm tune` tries: values of the cache options that trade speed for accuracy most."""
     largest: Callable[[Any], CacheOptions] = lambda options: options
     """The options under which a request whose prompt length is open holds the most pages."""
 

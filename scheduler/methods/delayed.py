@@ -63,4 +63,11 @@ def finished_tokens(spec: DecodingSpec, running: Blocks) -> int:
     return spec.block_span(running.stop - 1).start
 
 
-DELAYED = CacheMethod(plan, hold_tokens(finished_tokens), DelayedOptions, recordable=True, launches=LAUNCHES_TO_RETAIN)
+DELAYED = CacheMethod(
+    plan,
+    hold_tokens(finished_tokens),
+    DelayedOptions,
+    recordable=True,
+    launches=LAUNCHES_TO_RETAIN,
+    tuned={"cache_delay": (0, 1, 2)},
+)

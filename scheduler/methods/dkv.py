@@ -49,4 +49,11 @@ def paper_settings(model: str, family: ModelFamily) -> dict[str, Any]:
     return {"refresh_interval": 4 if family.name == "Dream" else 8}
 
 
-DKV = CacheMethod(plan, hold_canvas, DKVOptions, paper_settings=paper_settings, launches=LAUNCHES)
+DKV = CacheMethod(
+    plan,
+    hold_canvas,
+    DKVOptions,
+    paper_settings=paper_settings,
+    launches=LAUNCHES,
+    tuned={"refresh_interval": (4, 8, 16)},
+)

@@ -105,4 +105,5 @@ def paper_settings(model: str, family: ModelFamily) -> dict[str, Any]:
     return {"prompt_refresh_interval": prompt, "response_refresh_interval": response}
 
 
-DLLM_CACHE = CacheMethod(plan, hold_canvas_and_features, DLLMCacheOptions, paper_settings=paper_settings)
+TUNED = {"response_refresh_interval": (4, 7, 14), "update_ratio": (0.1, 0.25, 0.5)}
+DLLM_CACHE = CacheMethod(plan, hold_canvas_and_features, DLLMCacheOptions, paper_settings=paper_settings, tuned=TUNED)

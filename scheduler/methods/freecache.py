@@ -32,5 +32,10 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 FREECACHE = CacheMethod(
-    plan, hold_tokens(tokens_before), FreeCacheOptions, recordable=True, launches=LAUNCHES_TO_RETAIN
+    plan,
+    hold_tokens(tokens_before),
+    FreeCacheOptions,
+    recordable=True,
+    launches=LAUNCHES_TO_RETAIN,
+    tuned={"include_suffix": (True, False)},
 )

@@ -143,4 +143,5 @@ def largest(options: MaskKVOptions) -> CacheOptions:
     return options.model_copy(update={"retention_ratio": 1.0})
 
 
-MASKKV = CacheMethod(plan, hold_budget_and_features, MaskKVOptions, check=check, largest=largest)
+TUNED = {"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)}
+MASKKV = CacheMethod(plan, hold_budget_and_features, MaskKVOptions, check=check, largest=largest, tuned=TUNED)

@@ -55,4 +55,5 @@ def retained(spec: DecodingSpec, running: Blocks) -> int:
     return int((start + suffix) * options.retention_ratio)
 
 
-SPARSE = CacheMethod(plan, hold_tokens(retained), SparseOptions, recordable=True, launches=LAUNCHES)
+TUNED = {"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1)}
+SPARSE = CacheMethod(plan, hold_tokens(retained), SparseOptions, recordable=True, launches=LAUNCHES, tuned=TUNED)

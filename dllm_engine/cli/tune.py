@@ -1,0 +1,279 @@
+"""``dllm tune``: the fastest setting of a model within a loss of accuracy, on the user's own tasks."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from dllm_engine.batch.files import BatchRequest
+from dllm_engine.checkpoints import load_config
+from dllm_engine.cli.arguments import RULES as RULE_NAMES
+from dllm_engine.cli.arguments import parse_rule, positive_int, positive_ints
+from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
+from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
+from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
+from dllm_engine.evaluation.own_tasks import MATCHES, OwnTask, read_tasks
+from dllm_engine.evaluation.tradeoff_plot import check_plot
+from dllm_engine.families import family_of
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.tuning.questions import OwnQuestions, Questions
+from dllm_engine.tuning.report import chosen, draw, report
+from dllm_engine.tuning.runner import EngineRunner
+from dllm_engine.tuning.search import Goal, Search
+from dllm_engine.tuning.space import RULES, Space
+from dllm_engine.tuning.trials import TrialFile
+
+DEMO_COUNT = 100
+"""Examples per demo task."""
+BUDGET, DEMO_BUDGET = 60.0, 9.0
+"""Minutes."""
+MIN_AT_ONCE = 16
+"""Requests at once while examples are answered, whatever the batch sizes: accuracy does not depend on them."""
+CHOSEN_ARGUMENTS = ("cache_method", "cache_options")
+"""Arguments of ``LLM`` that a setting has."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="find the fastest setting within a loss of accuracy, on your own tasks",
+        description="Searches cache method and its options, rule of parallel unmasking, several blocks at once and "
+        "block length for the fastest setting that loses at most so much accuracy against plain decoding (no cache, a "
+        "token per pass). Run again, the same command goes on where it stopped.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--tasks",
+        type=Path,
+        metavar="FILE",
+        help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for `demo`: '
+        "the demo model's tasks)",
+    )
+    asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
+    asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")
+    parser.add_argument(
+        "--match",
+        choices=MATCHES,
+        default="exact",
+        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
+        "answer, or its last number is the answer's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--loss",
+        type=float,
+        default=1.0,
+        metavar="POINTS",
+        help="the most accuracy to lose, in percentage points (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        "--batch-size",
+        type=positive_ints,
+        default=[1, 16],
+        metavar="N,…",
+        help="requests at once; each gets a setting of its own (default: 1,16)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="MINUTES",
+        help=f"the search plans for this time and ends in it (default: {BUDGET:g}; demo tasks: {DEMO_BUDGET:g})",
+    )
+    parser.add_argument("--count", type=positive_int, metavar="N", help="the most examples (default: all)")
+    parser.add_argument(
+        "--gen-length", type=positive_int, metavar="N", help="response tokens (default: the task's or checkpoint's)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("tune.json"),
+        metavar="FILE",
+        help="all trials and the chosen settings, with a plot of the same name beside it (default: %(default)s)",
+    )
+    narrowed = parser.add_argument_group("search", "To search less.")
+    narrowed.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all)")
+    narrowed.add_argument(
+        "--unmasking-rules",
+        metavar="RULE,…",
+        help=f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)",
+    )
+    add_harness_arguments(parser)
+    add_engine_arguments(parser, with_model=False, with_cache=False)
+    parser.set_defaults(run=run, seed=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    asks_demo_tasks = args.tasks is None and args.lm_eval is None and args.paper_task is None
+    if args.budget is None:
+        args.budget = DEMO_BUDGET if asks_demo_tasks else BUDGET
+    if asks_demo_tasks and args.gen_length is None:
+        args.gen_length = ANSWER_LENGTH
+    plot = _plot_beside(args.output)
+    prepare(args)
+    questions = _questions(args)
+    runner, search = _search(args, questions)
+    try:
+        with _bar(60 * args.budget) as tell:
+            search.tell = tell
+            search.run()
+    except KeyboardInterrupt:
+        print(f"\nWhat was measured is in {args.output}; the same command goes on from there.", file=sys.stderr)
+        raise
+    finally:
+        runner.stop()
+        _finish(args, search, plot)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 <= args.loss <= 100:
+        raise ValueError(f"--loss {args.loss:g} is out of range: give percentage points from 0 to 100")
+    if args.budget is not None and not args.budget > 0:
+        raise ValueError(f"--budget {args.budget:g} is out of range: give minutes, more than 0")
+    for method in _methods(args):
+        if method not in CACHE_METHODS:
+            raise ValueError(f"--methods: unknown cache method {method!r}; choose some of {', '.join(CACHE_METHODS)}")
+    if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model != DEMO_MODEL:
+        raise ValueError(
+            f"nothing says what {args.model} is to answer; give --tasks FILE with your own prompts and answers, or "
+            f"--lm-eval or --paper-task"
+        )
+    if args.output.suffix != ".json":
+        raise ValueError(f"--output {args.output}: the results are JSON; give the file the ending .json")
+
+
+def _methods(args: argparse.Namespace) -> list[str]:
+    return list(CACHE_METHODS) if args.methods in (None, "all") else args.methods.split(",")
+
+
+def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
+    if args.unmasking_rules is None:
+        return list(RULES)
+    rules = [rule for text in args.unmasking_rules.split(",") for rule in parse_rule(text).items()]
+    if any(name == "block_add_threshold" for name, _ in rules):
+        raise ValueError(
+            f"--unmasking-rules {args.unmasking_rules}: block_add_threshold is varied anyway; leave it out"
+        )
+    return rules
+
+
+def _plot_beside(output: Path) -> Path | None:
+    """Where the plot goes; None, with a word why, where none can be drawn."""
+    path = output.with_suffix(".png")
+    try:
+        check_plot(path)
+    except ValueError as error:
+        print(f"no plot will be drawn: {error}", file=sys.stderr)
+        return None
+    return path
+
+
+def _questions(args: argparse.Namespace) -> Questions:
+    if args.lm_eval is not None or args.paper_task is not None:
+        check_lm_eval()
+        from dllm_engine.tuning.harness_questions import HarnessQuestions
+
+        task, *others = harness_tasks(args)
+        if others:
+            raise ValueError(f"settings are compared on one task of lm_eval, or a group; leave out {others[0].name}")
+        settings = {field.name: getattr(args, field.name) for field in fields(HarnessSettings) if field.name in args}
+        return HarnessQuestions(task, HarnessSettings(**settings))
+    if args.tasks is not None:
+        tasks = read_tasks(args.tasks)[: args.count]
+        return OwnQuestions(str(args.tasks), tasks, args.match)
+    count = DEMO_COUNT if args.count is None else -(-args.count // len(TASKS))
+    examples = [example for task in TASKS for example in make_examples(task, count, args.seed)]
+    tasks = [OwnTask(BatchRequest(prompt=example.prompt), example.answer) for example in examples]
+    return OwnQuestions("demo", tasks[: args.count], args.match)
+
+
+def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunner, Search]:
+    """The search for what ``args`` ask, and what runs its settings.
+
+    Raises ``ValueError`` for an output of other tasks or another model.
+    """
+    from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH
+    from dllm_engine.scheduler.resolve import checkpoint_defaults
+
+    engine = {name: value for name, value in engine_arguments(args).items() if name not in CHOSEN_ARGUMENTS}
+    decoding = given(args, ("gen_length",))
+    at_once = engine.setdefault("max_num_seqs", max(MIN_AT_ONCE, *args.batch))
+    if at_once < max(args.batch):
+        raise ValueError(f"max_num_seqs={at_once} is less than --batch {max(args.batch)}; raise it, or leave it out")
+    config = load_config(args.model)
+    family = family_of(config)
+    defaults = questions.default_decoding | decoding
+    longest = defaults.get("gen_length") or DEFAULT_GEN_LENGTH
+    own_block = defaults.get("block_length") or checkpoint_defaults(config).get("block_length")
+    space = Space.of_model(
+        args.model,
+        family,
+        _methods(args),
+        default_block=min(own_block or family.block_length_of(longest), longest),
+        longest_block=longest,
+        rules=_rules(args),
+    )
+    subject = {"model": args.model, **questions.subject(), "decoding": decoding, "engine": engine}
+    runner = EngineRunner(questions, engine, decoding, at_once, load)
+    goal = Goal(args.loss / 100, tuple(dict.fromkeys(args.batch)), 60 * args.budget, questions.size)
+    return runner, Search(runner, TrialFile(args.output, subject), space, goal)
+
+
+@contextmanager
+def _bar(seconds: float) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar over the budget, as a function of what is measured now and the seconds left at most."""
+    with tqdm(total=seconds, bar_format="{percentage:3.0f}% |{bar:20}| {desc}", leave=False) as bar:
+
+        def tell(what: str, left: float) -> None:
+            bar.n = min(seconds, seconds - left)
+            bar.set_description_str(f"at most {tqdm.format_interval(max(0, left))} left, {what}")
+
+        yield tell
+
+
+def _finish(args: argparse.Namespace, search: Search, plot: Path | None) -> None:
+    """Print and write what was found, which may be of an interrupted search."""
+    if not set(search.goal.batches) <= search.file.plain.speeds.keys():
+        return  # not even plain decoding was measured
+    from dllm_engine.bench.machine import provenance
+
+    found = {batch: chosen(search, batch) for batch in search.goal.batches}
+    engine = _own_engine_arguments(args)
+    words = ["dllm", "serve", args.model, *(word for item in engine.items() for word in _as_words(*item))]
+    print(report(search, found, words, {"model": args.model} | engine, args.gen_length))
+    search.file.result = {
+        "command": shlex.join(["dllm", *args.argv]),
+        "machine": provenance(),
+        "chosen": {str(batch): values for batch, values in found.items()},
+    }
+    search.file.save()
+    print(f"\nwrote {args.output}; `dllm serve {args.model} --settings {args.output}` serves the chosen setting")
+    if plot is not None:
+        draw(search, plot)
+        print(f"wrote {plot}")
+
+
+def _own_engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``LLM`` that the user has given."""
+    unset = {"dtype": "auto", "tensor_parallel_size": 1, "max_model_len": None, "cuda_graphs": None}
+    own = {name: getattr(args, name) for name, value in unset.items() if getattr(args, name) != value}
+    return own | ({"batch_invariant": True} if args.batch_invariant else {}) | dict(args.engine_arg)
+
+
+def _as_words(name: str, value: Any) -> list[str]:
+    """An engine argument as words of ``dllm serve``."""
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
+    return [option, value if isinstance(value, str) else json.dumps(value)]

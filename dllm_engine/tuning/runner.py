@@ -1,0 +1,66 @@
+"""Settings run on engines, one engine at a time."""
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+from dllm_engine.evaluation.comparison import NUM_WARMUP, LoadEngine, OneEngine
+from dllm_engine.tuning.questions import Answers, Questions, run_requests
+from dllm_engine.tuning.space import Setting
+from dllm_engine.tuning.trials import Timing
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+
+
+class EngineRunner:
+    """Answers questions and measures speed; an engine is started when a setting first needs it.
+
+    Args:
+        questions: what is asked.
+        engine: arguments of ``LLM`` beside a setting's own.
+        decoding: arguments of ``DiffusionParams`` beside a setting's own.
+        at_once: requests in the engine while questions are answered.
+        load: starts an engine.
+    """
+
+    def __init__(
+        self, questions: Questions, engine: dict[str, Any], decoding: dict[str, Any], at_once: int, load: LoadEngine
+    ) -> None:
+        self.questions, self.at_once = questions, at_once
+        self.start_seconds = 0.0
+        """What the last start of an engine took, with its first answers."""
+        self._arguments, self._decoding = engine, decoding
+        self._engine = OneEngine(load)
+
+    def runs(self, setting: Setting) -> bool:
+        """Whether the setting needs no other engine than the running one."""
+        return self._engine.runs(self._arguments | setting.engine)
+
+    def answer(self, setting: Setting, indices: range) -> Answers:
+        """Ask these questions; raises ``ValueError`` where the setting cannot be run."""
+        llm = self._started(setting)
+        return self.questions.answer(llm, self._decoding | setting.decoding, indices, self.at_once)
+
+    def measure(self, setting: Setting, count: int, batch: int) -> Timing:
+        """Speed of the first ``count`` questions, ``batch`` at a time; few questions are asked several times."""
+        llm = self._started(setting)
+        first = range(min(count, self.questions.size))
+        requests = self.questions.requests(llm, self._decoding | setting.decoding, first)
+        _, timing = run_requests(llm, list(itertools.islice(itertools.cycle(requests), count)), batch)
+        return timing
+
+    def stop(self) -> None:
+        """End the running engine."""
+        self._engine.stop()
+
+    def _started(self, setting: Setting) -> "LLM":
+        arguments = self._arguments | setting.engine
+        if self._engine.runs(arguments):
+            return self._engine.of(arguments)
+        start = time.monotonic()
+        llm = self._engine.of(arguments)
+        warm_up = self.questions.requests(llm, self._decoding, range(min(NUM_WARMUP, self.questions.size)))
+        run_requests(llm, warm_up, NUM_WARMUP)
+        self.start_seconds = time.monotonic() - start
+        return llm

@@ -1,0 +1,328 @@
+"""The search: rungs that vary one factor after the other, give the best settings more examples, and drop the others.
+
+A rung takes the best settings so far and everything that differs from them in one factor. Each is asked a few examples
+first. It goes on to the rung's share of examples unless its accuracy is refuted or it is much slower than the best. The
+next rung doubles the examples and halves how many settings are varied. At the end the best settings are asked all
+examples, until those on top have been, and the winner is measured in turns with plain decoding.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from dllm_engine.text import one_line
+from dllm_engine.tuning.loss import NO_LOSS, Loss
+from dllm_engine.tuning.questions import Answers
+from dllm_engine.tuning.space import PLAIN, Factor, Setting, Space
+from dllm_engine.tuning.trials import Timing, Trial, TrialFile, Turns
+
+
+class Rung(NamedTuple):
+    """A stage of the search."""
+
+    factor: Factor
+    """What is varied."""
+    kept: int
+    """How many settings per batch size are varied."""
+    growth: int
+    """Examples, as a multiple of the first rung's."""
+
+
+RUNGS = (
+    Rung("rule", 1, 1),
+    Rung("window", 6, 1),
+    Rung("block_length", 4, 1),
+    Rung("cache_method", 3, 2),
+    Rung("cache_options", 2, 4),
+    Rung("rule", 2, 8),  # again, because a cache changes what a rule may risk
+)
+FIRST_EXAMPLES = 32
+"""Asked before a setting is judged at all."""
+MIN_TIMED = 8
+"""Requests that a speed is measured on, or twice the batch size if that is more."""
+SLOW = 0.6
+"""A setting below this share of the best worth at every batch size is asked nothing more."""
+SETTLED = 3
+"""Settings on top, per batch size, that are asked all examples."""
+ROUNDS = 3
+"""Turns of plain decoding and the chosen setting."""
+PLAIN_SHARE = 0.2
+"""Of the budget, for the answers of plain decoding; they decide how many examples there are."""
+
+
+class Runner(Protocol):
+    """What runs settings; ``EngineRunner`` is one."""
+
+    at_once: int
+    start_seconds: float
+
+    def runs(self, setting: Setting) -> bool: ...
+
+    def answer(self, setting: Setting, indices: range) -> Answers: ...
+
+    def measure(self, setting: Setting, count: int, batch: int) -> Timing: ...
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is searched for."""
+
+    loss: float
+    """The most accuracy that may be lost, as a fraction."""
+    batches: tuple[int, ...]
+    """Requests at once."""
+    budget: float
+    """Seconds."""
+    num_examples: int
+    """How many there are."""
+
+
+class OutOfTimeError(Exception):
+    """The budget is spent."""
+
+
+class Search:
+    """Finds the fastest setting within a loss, for each batch size.
+
+    Args:
+        runner: runs settings.
+        file: trials so far; each is written as soon as it is measured.
+        space: what is varied.
+        goal: what is searched for.
+        tell: called with what is measured now and the seconds left at most.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        file: TrialFile,
+        space: Space,
+        goal: Goal,
+        tell: Callable[[str, float], None] = lambda what, left: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.file, self.space, self.goal = runner, file, space, goal
+        file.start({"loss": goal.loss, "batches": list(goal.batches), "space": space.to_json()})
+        self.ran_out = False
+        """Whether the budget ended the search before it was through."""
+        self.tell, self._clock = tell, clock
+        self._deadline = clock() + goal.budget
+        self._chunk = max(FIRST_EXAMPLES, 2 * runner.at_once)
+        self._num_examples = goal.num_examples
+        self._trial_seconds: list[float] = []
+        self._losses: dict[tuple[Setting, int], Loss] = {}
+        self._stage = ""
+
+    # What is known
+
+    def loss(self, trial: Trial) -> Loss:
+        """Against plain decoding, on the examples of both."""
+        if trial.setting == PLAIN:
+            return NO_LOSS
+        key = trial.setting, min(len(trial.scores), len(self.file.plain.scores))
+        if key not in self._losses:
+            self._losses[key] = Loss.between(self.file.plain.scores, trial.scores)
+        return self._losses[key]
+
+    def is_refuted(self, trial: Trial) -> bool:
+        """Whether the setting loses too much, by its confidence interval."""
+        return self.loss(trial).lowest > self.goal.loss
+
+    def worth(self, trial: Trial, batch: int) -> float:
+        """Tokens per second times the probability that the loss is allowed. Speed alone would keep what has not been
+        caught yet."""
+        if trial.error or batch not in trial.speeds or self.is_refuted(trial):
+            return 0.0
+        return trial.speeds[batch].tokens_per_second * self.loss(trial).probability_within(self.goal.loss)
+
+    def ranked(self, batch: int) -> list[Trial]:
+        """The settings that may be run, the best first."""
+        worths = {setting: self.worth(trial, batch) for setting, trial in self.file.trials.items()}
+        return [self.file.trials[s] for s in sorted(worths, key=lambda s: -worths[s]) if worths[s] > 0]
+
+    def chosen(self, batch: int) -> Trial:
+        """The best setting whose observed loss is allowed, of those with the most examples; plain if there is none."""
+        allowed = [trial for trial in self.ranked(batch) if self.loss(trial).observed <= self.goal.loss]
+        settled = [trial for trial in allowed if len(trial.scores) >= len(self.file.plain.scores)]
+        others = [trial for trial in settled if trial.setting != PLAIN]
+        # Out of time: what has been asked less is still better than to have found nothing.
+        return (settled if others else allowed or [self.file.plain])[0]
+
+    @property
+    def time_left(self) -> float:
+        return self._deadline - self._clock()
+
+    # The search
+
+    def run(self) -> None:
+        """Search within the budget. Interrupted, it leaves what it has measured in the file."""
+        try:
+            self._measure_plain()
+            for number, rung in enumerate(RUNGS):
+                self._stage = f"{number + 1}/{len(RUNGS) + 2} {rung.factor}"
+                examples = min(self._chunk * rung.growth, self._num_examples)
+                if number == len(self.file.rungs):
+                    self.file.rungs.append(self._candidates(rung, len(RUNGS) - number))
+                self._measure_all(self.file.rungs[number], examples)
+            self._stage = f"{len(RUNGS) + 1}/{len(RUNGS) + 2} settling"
+            self._settle()
+        except OutOfTimeError:
+            self.ran_out = True
+        self._stage = f"{len(RUNGS) + 2}/{len(RUNGS) + 2} turns"
+        self._take_turns()
+
+    def _measure_plain(self) -> None:
+        """Plain decoding answers first, and says how many examples the budget allows."""
+        plain = self.file.plain
+        self._stage = "plain decoding"
+        self._measure(plain, min(self._chunk, self._num_examples))
+        if plain.error:
+            raise ValueError(plain.error)
+        affordable = int(PLAIN_SHARE * self.goal.budget * len(plain.scores) / max(plain.seconds, 1e-9))
+        self._num_examples = min(self._num_examples, max(affordable, self._chunk, len(plain.scores)))
+        self._measure(plain, self._num_examples)
+
+    def _candidates(self, rung: Rung, rungs_left: int) -> list[Setting]:
+        """The best settings and what differs from them in the rung's factor, as many as the rung has time for."""
+        share = (self.time_left - self._time_for_turns()) / (rungs_left + 1)
+        made: list[Setting] = []
+        for kept in range(rung.kept, 0, -1):
+            parents = [trial.setting for batch in self.goal.batches for trial in self.ranked(batch)[:kept]]
+            varied = [other for parent in parents for other in self.space.varied(parent, rung.factor)]
+            made = list(dict.fromkeys([*parents, *varied]))
+            if self._estimate(made) <= share:
+                break
+        return made
+
+    def _estimate(self, settings: Iterable[Setting]) -> float:
+        """Seconds that the trials of these settings take."""
+        new = [setting for setting in settings if not self.file.trial(setting).scores]
+        starts = {str(setting.engine) for setting in new if not self.runner.runs(setting)}
+        recent = self._trial_seconds[-20:]
+        return len(starts) * self.runner.start_seconds + len(new) * (sum(recent) / len(recent) if recent else 0.0)
+
+    def _measure_all(self, settings: Iterable[Setting], examples: int) -> None:
+        """Settings of the running engine come first, then engine by engine."""
+        by_engine: dict[str, list[Setting]] = {}
+        for setting in sorted(settings, key=lambda setting: not self.runner.runs(setting)):
+            by_engine.setdefault(str(setting.engine), []).append(setting)
+        for of_engine in by_engine.values():
+            for setting in of_engine:
+                self._measure(self.file.trial(setting), examples)
+
+    def _settle(self) -> None:
+        while unsettled := [
+            trial.setting
+            for batch in self.goal.batches
+            for trial in self.ranked(batch)[:SETTLED]
+            if len(trial.scores) < self._num_examples and not self._is_slow(trial)
+        ]:
+            self._measure_all(dict.fromkeys(unsettled), self._num_examples)
+
+    def _is_slow(self, trial: Trial) -> bool:
+        """Whether the setting is far from the best at every batch size."""
+        return all(
+            best[0] is not trial and self.worth(trial, batch) < SLOW * self.worth(best[0], batch)
+            for batch in self.goal.batches
+            if (best := self.ranked(batch))
+        )
+
+    def _measure(self, trial: Trial, examples: int) -> None:
+        """Ask a setting until it has answered so many examples, or is refuted, or slow.
+
+        Raises ``OutOfTimeError`` when the budget, less what the turns need, is spent.
+        """
+        if not self._needs_more(trial, examples):
+            return
+        start, is_new, has_started = self._clock(), not trial.scores, not self.runner.runs(trial.setting)
+        try:
+            while self._needs_more(trial, examples):
+                self._check_time(trial.setting)
+                self._ask(trial, range(len(trial.scores), min(len(trial.scores) + self._chunk, examples)))
+        finally:
+            self.file.save()
+        if is_new and trial.scores and trial.setting != PLAIN:
+            self._trial_seconds.append(self._clock() - start - has_started * self.runner.start_seconds)
+
+    def _needs_more(self, trial: Trial, examples: int) -> bool:
+        if trial.error or (trial.scores and self.is_refuted(trial)):
+            return False
+        if not trial.scores or self._untimed(trial):
+            return True
+        return len(trial.scores) < examples and not self._is_slow(trial)
+
+    def _untimed(self, trial: Trial) -> list[int]:
+        return [batch for batch in self.goal.batches if batch not in trial.speeds]
+
+    def _ask(self, trial: Trial, indices: range) -> None:
+        """The next examples, or where some were asked already, a speed that is missing."""
+        untimed = self._untimed(trial) if trial.scores else []
+        try:
+            if untimed:
+                trial.speeds[untimed[0]] = self.runner.measure(trial.setting, _timed(untimed[0]), untimed[0])
+            else:
+                self._count(trial, self.runner.answer(trial.setting, indices))
+        except ValueError as error:
+            # A method and a rule may exclude each other; the other settings go on.
+            trial.error = one_line(error)
+
+    def _count(self, trial: Trial, answers: Answers) -> None:
+        trial.scores += answers.scores
+        trial.seconds += answers.timing.seconds
+        trial.forward_passes += answers.forward_passes
+        trial.tokens_unmasked += answers.tokens_unmasked
+        at_once = self.runner.at_once
+        if at_once in self.goal.batches and answers.timing.requests >= 2 * at_once:
+            trial.speeds.setdefault(at_once, Timing()).add(answers.timing)
+
+    def _check_time(self, setting: Setting) -> None:
+        left = self.time_left
+        self.tell(f"{self._stage}: {setting}", left)
+        start = 0.0 if self.runner.runs(setting) else self.runner.start_seconds
+        if self.file.plain.scores and left - start < self._time_for_turns():
+            raise OutOfTimeError
+
+    # In turns with plain decoding
+
+    def _time_for_turns(self) -> float:
+        """Seconds that the turns will take, about."""
+        speeds = self.file.plain.speeds
+        answers = sum(
+            _timed(batch) * 1.5 * speeds[batch].seconds / max(speeds[batch].requests, 1)
+            for batch in self.goal.batches
+            if batch in speeds
+        )
+        return ROUNDS * (answers + (1 + len(self.goal.batches)) * self.runner.start_seconds)
+
+    def _take_turns(self) -> None:
+        """Round by round, every second one backwards, so that a machine that slows down meets both alike and engines
+        are started less often."""
+        pairs: dict[int, Turns] = {}
+        for batch in self.goal.batches:
+            setting = self.chosen(batch).setting
+            stored = self.file.turns.get(batch)
+            pairs[batch] = stored if stored is not None and stored.setting == setting else Turns(setting)
+        self.file.turns = {batch: turns for batch, turns in pairs.items() if turns.setting != PLAIN}
+        while missing := [turns for turns in self.file.turns.values() if len(turns.ratios) < ROUNDS]:
+            number = min(len(turns.ratios) for turns in missing)
+            if number and self.time_left < 0:
+                self.ran_out = True
+                break
+            order = [PLAIN, *dict.fromkeys(turns.setting for turns in missing)]
+            for setting in order if number % 2 == 0 else reversed(order):
+                self._turn(setting, number)
+            self.file.save()
+
+    def _turn(self, setting: Setting, number: int) -> None:
+        for batch, turns in self.file.turns.items():
+            rates = turns.plain if setting == PLAIN else turns.chosen
+            if len(rates) == number and setting in (PLAIN, turns.setting):
+                self.tell(f"{self._stage}: {setting}", self.time_left)
+                rates.append(self.runner.measure(setting, _timed(batch), batch).tokens_per_second)
+
+
+def _timed(batch: int) -> int:
+    """Requests that a speed is measured on."""
+    return max(MIN_TIMED, 2 * batch)
