@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
@@ -19,6 +20,7 @@ from dllm_engine.cli.engine import (
 from dllm_engine.demo import DEMO_MODEL, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.text import one_line
+from dllm_engine.tuning.trials import chosen_setting
 from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
@@ -83,6 +85,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         ADDITIONAL_CONFIG,
         metavar="JSON",
         help=f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}",
+    )
+    other.add_argument(
+        "--settings",
+        type=Path,
+        metavar="FILE",
+        help="a result of `dllm tune`: cache and request defaults are those it chose, where other arguments do not say "
+        "otherwise",
+    )
+    other.add_argument(
+        "--settings-batch",
+        type=positive_int,
+        metavar="N",
+        help="which of its batch sizes is the load to expect (default: the largest)",
     )
     other.add_argument(
         "--config", metavar="FILE", help="YAML with options of this command and of `vllm serve`, without the dashes"
@@ -168,6 +183,8 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
         raise ValueError(
             f"{ADDITIONAL_CONFIG}={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
         )
+    if args.settings_batch is not None and args.settings is None:
+        raise ValueError(f"--settings-batch {args.settings_batch} says which setting of --settings to take; give both")
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
         options = {name: value for name, value in options.items() if name != "cache_options"}  # another method's
     stated = given(args, ENGINE_ARGUMENTS)
@@ -179,9 +196,34 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
         check_release()  # what checks them needs it
         stated["request_defaults"] = defaults
     options = merged(options, stated)
+    if args.settings is not None:
+        options = above_settings(options, args)
     engine = EngineOptions.parse(options)
     if engine.request_defaults:
         from dllm_engine.scheduler.resolve import check_request_defaults
 
         check_request_defaults(engine)
     return additional | {OPTIONS_KEY: options} if options else additional
+
+
+def above_settings(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Engine options laid over those that ``dllm tune`` chose.
+
+    A model of another name may be a copy of the same one, or tuned further, so it is a warning and no error. Raises
+    ``ValueError`` for a file that holds no chosen setting.
+    """
+    check_release()  # what knows which request options exclude each other needs it
+    from dllm_engine.scheduler.request_options import with_defaults
+
+    model, chosen = chosen_setting(args.settings, args.settings_batch)
+    if model != args.model:
+        print(
+            f"dllm: warning: {args.settings} was made with model {model}, this is {args.model}: its accuracy and speed "
+            f"say nothing here; run `dllm tune {args.model}`",
+            file=sys.stderr,
+        )
+    below = chosen["engine"]
+    if options.get("cache_method", below["cache_method"]) != below["cache_method"]:
+        below = {}  # its cache options are another method's
+    defaults = with_defaults(options.get("request_defaults", {}), chosen["decoding"])
+    return merged(below, options) | {"request_defaults": defaults}

@@ -58,7 +58,7 @@ def _parse(line: str) -> OwnTask:
         raise ValueError(f"'prompt' is neither text nor messages: {one_line(error)}") from None
 
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> float | None:

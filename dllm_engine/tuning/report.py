@@ -67,7 +67,7 @@ def report(search: Search, found: dict[int, Chosen], serve: list[str], engine: d
         parts.append(_table(search, batch))
         parts.append(_sentence(values, batch, search.goal.loss))
         parts.append("\n".join(f"    {line}" for line in [serve_line(serve, values), *python(engine, values, length)]))
-    tried, errors = list(search.file.trials.values()), 0
+    tried = list(search.file.trials.values())
     errors = sum(trial.error is not None for trial in tried)
     refuted = sum(search.is_refuted(trial) for trial in tried if trial.scores)
     asked = sum(bool(trial.scores) for trial in tried)
@@ -75,6 +75,11 @@ def report(search: Search, found: dict[int, Chosen], serve: list[str], engine: d
         f"{asked} settings were asked {sum(len(trial.scores) for trial in tried)} examples in all; {refuted} lose too "
         f"much by their interval, {errors} cannot be run."
     )
+    if (point := 1 / len(search.file.plain.scores)) > search.goal.loss > 0:
+        parts.append(
+            f"One wrong answer is {100 * point:.1f} points here, more than the allowed {100 * search.goal.loss:g}: "
+            f"give more tasks, or more time to ask them."
+        )
     if search.ran_out:
         parts.append("The budget ended the search early; the same command goes on where it stopped.")
     return "\n\n".join(parts)

@@ -1,13 +1,15 @@
 """The search: rungs that vary one factor after the other, give the best settings more examples, and drop the others.
 
-A rung takes the best settings so far and everything that differs from them in one factor. Each is asked a few examples
-first. It goes on to the rung's share of examples unless its accuracy is refuted or it is much slower than the best. The
-next rung doubles the examples and halves how many settings are varied. At the end the best settings are asked all
-examples, until those on top have been, and the winner is measured in turns with plain decoding.
+A rung takes the best settings so far and everything that differs from them in one factor. All are asked a few examples,
+the better half twice as many, and so on, up to the examples of the rung (successive halving). A setting is asked nothing
+more as soon as its accuracy is refuted or it is far behind. After the rungs, those on top are asked all examples, and
+the winner is measured in turns with plain decoding.
 """
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -26,15 +28,15 @@ class Rung(NamedTuple):
     kept: int
     """How many settings per batch size are varied."""
     growth: int
-    """Examples, as a multiple of the first rung's."""
+    """Examples for the best, as a multiple of those that all are asked."""
 
 
 RUNGS = (
     Rung("rule", 1, 1),
     Rung("window", 6, 1),
     Rung("block_length", 4, 1),
-    Rung("cache_method", 3, 2),
-    Rung("cache_options", 2, 4),
+    Rung("cache_method", 3, 1),
+    Rung("cache_options", 2, 2),
     Rung("rule", 2, 8),  # again, because a cache changes what a rule may risk
 )
 FIRST_EXAMPLES = 32
@@ -45,8 +47,12 @@ SLOW = 0.6
 """A setting below this share of the best worth at every batch size is asked nothing more."""
 SETTLED = 3
 """Settings on top, per batch size, that are asked all examples."""
+SETTLING_RUNGS = 3
+"""The time kept for that, in rungs."""
 ROUNDS = 3
 """Turns of plain decoding and the chosen setting."""
+SLACK = 1.5
+"""Of a rung's share of the time; what it planned may take longer."""
 PLAIN_SHARE = 0.2
 """Of the budget, for the answers of plain decoding; they decide how many examples there are."""
 
@@ -162,10 +168,8 @@ class Search:
             self._measure_plain()
             for number, rung in enumerate(RUNGS):
                 self._stage = f"{number + 1}/{len(RUNGS) + 2} {rung.factor}"
-                examples = min(self._chunk * rung.growth, self._num_examples)
-                if number == len(self.file.rungs):
-                    self.file.rungs.append(self._candidates(rung, len(RUNGS) - number))
-                self._measure_all(self.file.rungs[number], examples)
+                if number not in self.file.done:
+                    self._climb(number, rung)
             self._stage = f"{len(RUNGS) + 1}/{len(RUNGS) + 2} settling"
             self._settle()
         except OutOfTimeError:
@@ -184,9 +188,30 @@ class Search:
         self._num_examples = min(self._num_examples, max(affordable, self._chunk, len(plain.scores)))
         self._measure(plain, self._num_examples)
 
-    def _candidates(self, rung: Rung, rungs_left: int) -> list[Setting]:
-        """The best settings and what differs from them in the rung's factor, as many as the rung has time for."""
-        share = (self.time_left - self._time_for_turns()) / (rungs_left + 1)
+    def _climb(self, number: int, rung: Rung) -> None:
+        """One rung. Its time is a share of what is left; what does not fit is left to a later run."""
+        share = (self.time_left - self._time_for_turns()) / (len(RUNGS) - number + SETTLING_RUNGS)
+        until = self._clock() + SLACK * share
+        if number == len(self.file.rungs):
+            self.file.rungs.append(self._candidates(rung, share))
+        settings, examples = self.file.rungs[number], self._chunk
+        through = self._measure_all(settings, min(examples, self._num_examples), until)
+        while through and examples < min(self._chunk * rung.growth, self._num_examples):
+            examples *= 2
+            settings = self._better_half(settings)
+            through = self._measure_all(settings, min(examples, self._num_examples), until)
+        if through:
+            self.file.done.append(number)
+
+    def _better_half(self, settings: Sequence[Setting]) -> list[Setting]:
+        """For each batch size."""
+        kept = -(-len(settings) // 2)
+        ranked = [[trial.setting for trial in self.ranked(batch)] for batch in self.goal.batches]
+        halves = [[setting for setting in order if setting in settings][:kept] for order in ranked]
+        return list(dict.fromkeys(itertools.chain(*halves)))
+
+    def _candidates(self, rung: Rung, share: float) -> list[Setting]:
+        """The best settings and what differs from them in the rung's factor, as many as there are seconds for."""
         made: list[Setting] = []
         for kept in range(rung.kept, 0, -1):
             parents = [trial.setting for batch in self.goal.batches for trial in self.ranked(batch)[:kept]]
@@ -203,14 +228,17 @@ class Search:
         recent = self._trial_seconds[-20:]
         return len(starts) * self.runner.start_seconds + len(new) * (sum(recent) / len(recent) if recent else 0.0)
 
-    def _measure_all(self, settings: Iterable[Setting], examples: int) -> None:
-        """Settings of the running engine come first, then engine by engine."""
+    def _measure_all(self, settings: Iterable[Setting], examples: int, until: float = math.inf) -> bool:
+        """Engine by engine, the running one first. Returns whether all were measured before a time."""
         by_engine: dict[str, list[Setting]] = {}
         for setting in sorted(settings, key=lambda setting: not self.runner.runs(setting)):
             by_engine.setdefault(str(setting.engine), []).append(setting)
         for of_engine in by_engine.values():
             for setting in of_engine:
+                if self._clock() > until:
+                    return False
                 self._measure(self.file.trial(setting), examples)
+        return True
 
     def _settle(self) -> None:
         while unsettled := [
@@ -251,7 +279,7 @@ class Search:
             return False
         if not trial.scores or self._untimed(trial):
             return True
-        return len(trial.scores) < examples and not self._is_slow(trial)
+        return len(trial.scores) < examples and (trial.setting == PLAIN or not self._is_slow(trial))
 
     def _untimed(self, trial: Trial) -> list[int]:
         return [batch for batch in self.goal.batches if batch not in trial.speeds]

@@ -104,6 +104,8 @@ class TrialFile:
         self.goal: dict[str, Any] = {}
         self.rungs: list[list[Setting]] = []
         """Settings of each rung of the search for the goal, so that a run takes the same way as the one before it."""
+        self.done: list[int] = []
+        """Rungs that are through."""
         self.result: dict[str, Any] = {}
         """What is written beside them: the chosen settings, the machine."""
         if not path.parent.is_dir():
@@ -123,7 +125,7 @@ class TrialFile:
         """Search for a goal; what another goal has led to is forgotten, but no trial."""
         goal = json.loads(json.dumps(goal))
         if goal != self.goal:
-            self.goal, self.rungs = goal, []
+            self.goal, self.rungs, self.done = goal, [], []
 
     def save(self) -> None:
         """Write all of it, so that an interruption leaves the old file or the new one."""
@@ -132,8 +134,9 @@ class TrialFile:
             "subject": self.subject,
             "goal": self.goal,
             **self.result,
+            "rungs_done": self.done,
             "rungs": [[setting.to_json() for setting in rung] for rung in self.rungs],
-            "turns": {batch: turns.to_json() for batch, turns in self.turns.items()},
+            "turns": {str(batch): turns.to_json() for batch, turns in self.turns.items()},
             "trials": [trial.to_json() for trial in self._measured()],
         }
         beside = self.path.with_name(self.path.name + ".part")
@@ -152,14 +155,14 @@ class TrialFile:
                     f"choose another --output, or remove the file"
                 )
         self.turns = {int(batch): Turns.from_json(turns) for batch, turns in stored["turns"].items()}
-        self.goal = stored["goal"]
+        self.goal, self.done = stored["goal"], stored["rungs_done"]
         self.rungs = [list(map(Setting.from_json, rung)) for rung in stored["rungs"]]
         trials = map(Trial.from_json, stored["trials"])
         self.trials = {trial.setting: trial for trial in trials}
 
 
-def chosen_setting(path: Path, batch: int | None) -> tuple[str, int, dict[str, Any]]:
-    """The model, the batch size and the chosen setting in what ``dllm tune`` wrote; None takes the largest batch size.
+def chosen_setting(path: Path, batch: int | None) -> tuple[str, dict[str, Any]]:
+    """The model and the chosen setting in what ``dllm tune`` wrote; None takes the largest batch size.
 
     Raises ``ValueError`` for any other file, one without a chosen setting, or not at the batch size.
     """
@@ -171,7 +174,7 @@ def chosen_setting(path: Path, batch: int | None) -> tuple[str, int, dict[str, A
         batch = max(map(int, chosen))
     if str(batch) not in chosen:
         raise ValueError(f"{path} has no setting for batch size {batch}; it has some for {', '.join(chosen)}")
-    return stored["subject"]["model"], batch, chosen[str(batch)]
+    return stored["subject"]["model"], chosen[str(batch)]
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""``dllm tune`` searches, writes what it found, goes on with it; and ``dllm serve`` takes it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dllm_engine.cli import tune
+from dllm_engine.cli.arguments import key_value
+from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.evaluation import comparison
+from dllm_engine.tuning import search, space
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "1,2", "--budget", "1"]
+
+
+@pytest.fixture
+def started(demo, monkeypatch):
+    """Every engine is the demo's; holds the arguments that they were asked for with."""
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    monkeypatch.setattr(search, "MIN_TIMED", 1)
+    for name in ("WINDOWS", "BLOCK_LENGTHS"):
+        monkeypatch.setattr(space, name, ())
+    settings = []
+
+    def load(arguments):
+        settings.append(arguments)
+        return demo
+
+    monkeypatch.setattr(tune, "load", load)
+    return settings
+
+
+def tuned(output, *arguments):
+    return main(["tune", "demo", "--output", str(output), *NARROW, *arguments])
+
+
+def served(*argv):
+    """The engine options and request defaults of a `dllm serve` command line."""
+    args, args.unknown = build_parser().parse_known_args(["serve", *argv])
+    words = vllm_arguments(args)
+    return json.loads(words[words.index("--additional-config") + 1])["dllm"]
+
+
+def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, capsys):
+    output = tmp_path / "tune.json"
+    assert tuned(output, "--count", "12", "--loss", "20") == 0
+    printed = capsys.readouterr().out
+    assert "Batch 1:" in printed
+    assert "Chosen at batch 2:" in printed
+    assert "threshold=0.9" in printed
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    written = json.loads(output.read_text())
+    assert written["subject"]["model"] == "demo"
+    plain = written["trials"][0]
+    assert plain["setting"] == {"engine": {"cache_method": "none", "cache_options": {}}, "decoding": {}}
+    assert len(plain["scores"]) == 12
+    assert plain["forward_passes"] == plain["tokens_unmasked"]
+    chosen = written["chosen"]["2"]
+    assert chosen["decoding"]["threshold"] == 0.9
+    assert chosen["times_plain"] > 1
+    assert chosen["rounds"] == 3
+    assert {arguments["max_num_seqs"] for arguments in started} == {tune.MIN_AT_ONCE}
+
+    started.clear()
+    assert tuned(output, "--count", "12", "--loss", "20") == 0
+    assert started == []
+    assert json.loads(output.read_text())["trials"] == written["trials"]
+
+
+def test_serve_takes_the_result_as_it_takes_the_printed_line(started, tmp_path, capsys):
+    output = tmp_path / "tune.json"
+    assert tuned(output, "--count", "6", "--loss", "50") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    dllm serve")]
+    for batch, line in zip(("1", "2"), lines, strict=True):
+        assert line[:3] == ["dllm", "serve", "demo"]
+        taken = served("demo", "--settings", str(output), "--settings-batch", batch)
+        assert taken == {"cache_options": {}} | served(*line[2:])
+
+
+def test_tasks_of_ones_own(started, tmp_path):
+    file, output = tmp_path / "tasks.jsonl", tmp_path / "tune.json"
+    file.write_text(
+        '{"prompt": "Reverse: Rome Tom Oslo", "answer": "Oslo Tom Rome"}\n\n'
+        '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome Tom "}\n'
+        '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n'
+    )
+    assert tuned(output, "--tasks", str(file), "--gen-length", "16", "--loss", "40") == 0
+    written = json.loads(output.read_text())
+    assert sorted(written["trials"][0]["scores"]) == [0, 1, 1]
+    assert written["subject"]["decoding"] == {"gen_length": 16}
+    # Other tasks do not go into the same file.
+    file.write_text('{"prompt": "Copy: Rome", "answer": "Rome"}\n')
+    assert tuned(output, "--tasks", str(file), "--gen-length", "16") == 2
+
+
+def test_a_task_of_lm_eval(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(CHECKOUT)
+    output = tmp_path / "tune.json"
+    names = ["--lm-eval", "examples/lm_eval/names.yaml", "--count", "5"]
+    assert tuned(output, *names, "--loss", "50") == 0
+    written = json.loads(output.read_text())
+    assert written["trials"][0]["scores"] == [1] * 5
+    assert written["chosen"]["2"]["decoding"]["threshold"] == 0.9
+    assert written["chosen"]["2"]["times_plain"] > 1
+
+
+def test_an_interruption_leaves_what_was_measured(started, demo, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "tune.json"
+    monkeypatch.setattr(
+        "dllm_engine.tuning.search.Search._candidates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    assert tuned(output, "--count", "6") == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert len(json.loads(output.read_text())["trials"][0]["scores"]) == 6
+
+
+def test_without_matplotlib_it_says_so_and_goes_on(started, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert tuned(tmp_path / "tune.json", "--count", "2") == 0
+    assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "tune.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss", "-1"], "--loss -1 is out of range"),
+        (["--budget", "0"], "--budget 0 is out of range"),
+        (["--methods", "none,fast"], "unknown cache method 'fast'"),
+        (["--unmasking-rules", "speed=2"], "unmasking rule 'speed=2' is unknown"),
+        (["--unmasking-rules", "threshold=0.9+block_add_threshold=0.5"], "block_add_threshold is varied anyway"),
+        (["--output", "tune.txt"], "give the file the ending .json"),
+        (["--output", "nowhere/tune.json"], "there is no folder nowhere"),
+        (["--tasks", "nothing.jsonl"], "nothing.jsonl: No such file"),
+        (["--engine-arg", "max_num_seqs=4"], "max_num_seqs=4 is less than --batch 16"),
+        (["--lm-eval", "examples/lm_eval/facts.yaml"], "there is nothing to tune"),
+        (["--paper-task", "gsm8k,mbpp"], "leave out mbpp"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(arguments, message, started, capsys, monkeypatch):
+    monkeypatch.chdir(CHECKOUT)
+    assert main(["tune", "demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_batch_of_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "demo", "--batch", "0"])
+    assert "'0' must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_model_needs_tasks(capsys):
+    assert main(["tune", "some/model"]) == 2
+    assert "nothing says what some/model is to answer; give --tasks FILE" in capsys.readouterr().err
+
+
+# The result in `dllm serve`
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A result with a setting for two batch sizes."""
+    file = tmp_path / "tune.json"
+    few = {"engine": {"cache_method": "dual", "cache_options": {}}, "decoding": {"threshold": 0.9}}
+    many = {
+        "engine": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}},
+        "decoding": {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16},
+    }
+    result = {"schema": 1, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
+    file.write_text(json.dumps(result))
+    return str(file)
+
+
+SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}
+MANY = {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], SPARSE | {"request_defaults": MANY}),
+        (["--settings-batch", "1"],
+         {"cache_method": "dual", "cache_options": {}, "request_defaults": {"threshold": 0.9}}),
+        (["--retention-ratio", "0.5", "--page-size", "16"],
+         SPARSE | {"cache_options": {"retention_ratio": 0.5}, "page_size": 16, "request_defaults": MANY}),
+        (["--cache-method", "dual"], {"cache_method": "dual", "request_defaults": MANY}),
+        # A rule takes the place of another, a length that of the other length.
+        (["--threshold", "0.8", "--block-length", "8"],
+         SPARSE | {"request_defaults": {"threshold": 0.8, "block_add_threshold": 0.5, "block_length": 8}}),
+        (["--additional-config", '{"dllm": {"cache_method": "none"}}'],
+         {"cache_method": "none", "request_defaults": MANY}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_other_arguments_stand_above_the_settings(settings, arguments, expected):
+    assert served("demo", "--settings", settings, *arguments) == expected
+
+
+def test_settings_of_another_model_are_a_warning(settings, capsys):
+    assert served("some/model", "--settings", settings)["cache_method"] == "sparse"
+    assert "was made with model demo, this is some/model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ("nonsense", [], "is not JSON"),
+        ("{}", [], "is no result of this version's `dllm tune`"),
+        ('{"schema": 1, "subject": {}}', [], "has no chosen setting yet"),
+        (None, ["--settings-batch", "8"], "no setting for batch size 8; it has some for 1, 16"),
+    ],
+)
+def test_what_is_no_settings_file_is_refused(settings, content, arguments, message):
+    if content is not None:
+        Path(settings).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        served("demo", "--settings", settings, *arguments)
+
+
+def test_a_batch_needs_a_settings_file():
+    with pytest.raises(ValueError, match="--settings-batch 8"):
+        served("demo", "--settings-batch", "8")
+
+
+def test_engine_arguments_are_in_the_printed_line():
+    assert [tune._as_words(*key_value(text)) for text in ("seed=3", "enforce_eager=true", "enforce_eager=false")] == [
+        ["--seed", "3"],
+        ["--enforce-eager"],
+        ["--no-enforce-eager"],
+    ]

@@ -1,0 +1,57 @@
+"""A user's own tasks: files, and when a response is right."""
+
+import pytest
+
+from dllm_engine.evaluation.own_tasks import MATCHES, last_number, read_tasks
+
+
+def test_prompts_are_text_or_messages(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    messages = '[{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi!"}]'
+    file.write_text(
+        f'{{"prompt": "Hi!", "answer": " Hello \\n"}}\n\n{{"prompt": {messages}, "answer": "Hello", "x": 1}}\n'
+    )
+    text, chat = read_tasks(file)
+    assert (text.request.prompt, text.answer) == ("Hi!", "Hello")
+    assert [message["role"] for message in chat.request.messages] == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n", "holds no tasks"),
+        ("nonsense", "task 1 must be"),
+        ("[]", "task 1 must be .* it is no object"),
+        ('{"prompt": "x", "answer": "y"}\n\n{"prompt": "x"}', "task 3 must be .* 'answer' is missing"),
+        ('{"answer": "x"}', "'prompt' is missing"),
+        ('{"prompt": "x", "answer": 3}', "'answer' is 3; it must be text"),
+        ('{"prompt": 3, "answer": "x"}', "'prompt' is neither text nor messages"),
+        ('{"prompt": [{"content": "x"}], "answer": "x"}', "'prompt' is neither text nor messages"),
+    ],
+)
+def test_a_line_that_is_no_task_is_named(tmp_path, content, message):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_tasks(file)
+
+
+@pytest.mark.parametrize(
+    ("match", "response", "answer", "is_right"),
+    [
+        ("exact", " Oslo\n", "Oslo", True),
+        ("exact", "Oslo.", "Oslo", False),
+        ("contains", "It is Oslo.", "Oslo", True),
+        ("contains", "It is Rome.", "Oslo", False),
+        ("last-number", "4 + 5 = 9, so $1,009.0.", "He has 1,009\n#### 1009", True),
+        ("last-number", "It is -3.", "3", False),
+        ("last-number", "no idea", "3", False),
+        ("last-number", "no idea", "none either", False),
+    ],
+)
+def test_matches(match, response, answer, is_right):
+    assert MATCHES[match](response, answer) is is_right
+
+
+def test_the_last_number_of_a_text():
+    assert [last_number(text) for text in ("a", "1 and 2.5", "1,234,567.", "7-3")] == [None, 2.5, 1234567, 3]

@@ -1,0 +1,69 @@
+"""Settings and what is varied of them."""
+
+import json
+
+import pytest
+
+from dllm_engine.families import FAMILIES
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.tuning.space import PLAIN, RULES, Setting, Space
+
+LLADA, DREAM = FAMILIES["llada"], FAMILIES["Dream"]
+
+
+def space(family=LLADA, **changes):
+    values = {"methods": list(CACHE_METHODS), "default_block": 8, "longest_block": 32}
+    return Space.of_model("demo", family, **values | changes)
+
+
+@pytest.mark.parametrize("method", CACHE_METHODS)
+def test_methods_name_options_that_they_have(method):
+    for name, values in CACHE_METHODS[method].tuned.items():
+        for value in values:
+            EngineOptions.parse({"cache_method": method, "cache_options": {name: value}})
+
+
+def test_every_rule_that_requests_name_is_searched():
+    from dllm_engine.params import DiffusionParams
+    from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
+
+    assert {name for name, _ in RULES} == set(PARALLEL_OPTIONS)
+    for rule in RULES:
+        DiffusionParams(**Setting(rule=rule).decoding)
+
+
+def test_options_differ_from_the_papers_of_the_model():
+    assert space().methods["dkv"] == [(("refresh_interval", 4),), (("refresh_interval", 16),)]
+    assert space(DREAM).methods["dkv"] == [(("refresh_interval", 8),), (("refresh_interval", 16),)]
+    assert space().methods["none"] == []
+
+
+def test_blocks_are_at_most_the_response():
+    assert space().block_lengths == [4, 16, 32]
+    assert space(default_block=256, longest_block=256).block_lengths == [32, 64, 128]
+
+
+def test_one_factor_is_varied():
+    setting = Setting("sparse", (("retention_ratio", 0.25),), ("threshold", 0.9), None, 16)
+    varied = {factor: space().varied(setting, factor) for factor in ("rule", "window", "block_length", "cache_method")}
+    assert {other.rule for other in varied["rule"]} == set(RULES) - {("threshold", 0.9)}
+    assert [other.block_add_threshold for other in varied["window"]] == [0.75, 0.5, 0.1]
+    assert [other.block_length for other in varied["block_length"]] == [None, 4, 32]
+    # Another method's options would mean nothing; the same one's are those of the paper again.
+    assert {other.cache_method for other in varied["cache_method"]} == set(CACHE_METHODS)
+    assert all(other.cache_options == () for other in varied["cache_method"])
+    others = {other.cache_options for other in space().varied(setting, "cache_options")}
+    assert others == {(), (("retention_ratio", 0.75),), (("update_delay", 0),)}
+
+
+def test_a_fixed_count_of_tokens_runs_one_block_at_a_time():
+    assert space().varied(PLAIN, "window") == []
+    assert space().varied(Setting(rule=("steps", 8)), "window") == []
+
+
+def test_a_setting_goes_through_json():
+    setting = Setting("sparse", (("retention_ratio", 0.25),), ("factor", 1.0), 0.5, 16)
+    assert Setting.from_json(json.loads(json.dumps(setting.to_json()))) == setting
+    assert Setting.from_json(json.loads(json.dumps(PLAIN.to_json()))) == PLAIN
+    assert str(setting) == "sparse retention_ratio=0.25 factor=1.0 block_length=16 block_add_threshold=0.5"
