@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     finally:
         runner.stop()
-        _finish(args, search, plot)
+        _finish(args, search, questions, plot)
     return 0
 
 
@@ -242,16 +242,19 @@ def _bar(seconds: float) -> Iterator[Callable[[str, float], None]]:
         yield tell
 
 
-def _finish(args: argparse.Namespace, search: Search, plot: Path | None) -> None:
+def _finish(args: argparse.Namespace, search: Search, questions: Questions, plot: Path | None) -> None:
     """Print and write what was found, which may be of an interrupted search."""
     if not set(search.goal.batches) <= search.file.plain.speeds.keys():
         return  # not even plain decoding was measured
     from dllm_engine.bench.machine import provenance
 
-    found = {batch: chosen(search, batch) for batch in search.goal.batches}
+    brought = questions.default_decoding
+    blocks = {"block_length": brought["block_length"]} if "block_length" in brought else {}
+    found = {batch: chosen(search, batch, blocks) for batch in search.goal.batches}
     engine = _own_engine_arguments(args)
     words = ["dllm", "serve", args.model, *(word for item in engine.items() for word in _as_words(*item))]
-    print(report(search, found, words, {"model": args.model} | engine, args.gen_length))
+    length = args.gen_length or brought.get("gen_length")
+    print(report(search, found, words, {"model": args.model} | engine, length))
     search.file.result = {
         "command": shlex.join(["dllm", *args.argv]),
         "machine": provenance(),

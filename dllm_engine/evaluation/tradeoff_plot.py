@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
-COLOURS = ("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f", "#8b95a1", "#a5673f", "#1b2026")
+COLOURS = ("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f", "#8b95a1", "#a5673f", "#1b2026", "#d97fb8")
 """Of the cache methods, in order of appearance."""
 MARKS = "os^DvPX*<>"
 """Of the unmasking rules."""
@@ -21,6 +21,7 @@ class TradeoffPoint(NamedTuple):
     accuracy: float
     """A fraction."""
     stderr: float | None = None
+    is_chosen: bool = False
 
 
 def check_plot(path: Path) -> None:
@@ -38,7 +39,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
-    """A panel per task, a colour per cache method, a mark per unmasking rule."""
+    """A panel per task, a colour per cache method, a mark per unmasking rule; a ring around what was chosen."""
     from matplotlib.figure import Figure
 
     tasks, methods, rules = (
@@ -57,6 +58,10 @@ def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
                 elinewidth=0.9,
                 linestyle="none",
             )
+            if point.is_chosen:
+                axes.plot(
+                    point.tokens_per_second, 100 * point.accuracy, "o", markersize=14, fillstyle="none", color=INK
+                )
         axes.set_title(task, size=10, color=INK)
         axes.set_xlabel("response tokens per second", color=INK, size=9)
         axes.set_xlim(left=0)

@@ -15,15 +15,18 @@ from dllm_engine.tuning.trials import Trial
 
 COLUMNS = ("", "SETTING", "ACCURACY", "±", "LOSS", "90 % INTERVAL", "EXAMPLES", "PASSES/TOKEN", "TOKENS/S")
 SHOWN = 6
-"""Settings per batch size in the table."""
+"""Settings per batch size in the table, and errors."""
 Chosen = dict[str, Any]
 """A setting and its figures, as the result file has it."""
 
 
-def chosen(search: Search, batch: int) -> Chosen:
-    """The fastest setting within the loss at a batch size, with what is known of it. Rates are fractions."""
-    trial, turns = search.chosen(batch), search.file.turns.get(batch)
-    loss, plain = search.loss(trial), search.file.plain
+def chosen(search: Search, batch: int, brought: dict[str, Any]) -> Chosen:
+    """The fastest setting within the loss at a batch size, with what is known of it. Rates are fractions.
+
+    ``brought`` holds the request options that the tasks bring with them, where the setting leaves them open.
+    """
+    trial, turns = search.standings.chosen(batch), search.file.turns.get(batch)
+    loss, plain = search.standings.loss(trial), search.file.plain
     accuracy, stderr = mean_and_error(trial.scores)
     plain_accuracy, plain_stderr = mean_and_error(plain.scores[: len(trial.scores)])
     figures = {
@@ -48,10 +51,13 @@ def chosen(search: Search, batch: int) -> Chosen:
             "times_plain_highest": max(turns.ratios),
             "rounds": len(turns.ratios),
         }
-    return trial.setting.to_json() | figures
+    is_plain = trial.setting == PLAIN
+    return trial.setting.to_json() | {"decoding": brought | trial.setting.decoding, "is_plain": is_plain} | figures
 
 
-def report(search: Search, found: dict[int, Chosen], serve: list[str], engine: dict[str, Any], length: Any) -> str:
+def report(
+    search: Search, found: dict[int, Chosen], serve: list[str], engine: dict[str, Any], length: int | None
+) -> str:
     """Tables and the chosen settings.
 
     Args:
@@ -68,13 +74,14 @@ def report(search: Search, found: dict[int, Chosen], serve: list[str], engine: d
         parts.append(_sentence(values, batch, search.goal.loss))
         parts.append("\n".join(f"    {line}" for line in [serve_line(serve, values), *python(engine, values, length)]))
     tried = list(search.file.trials.values())
-    errors = sum(trial.error is not None for trial in tried)
-    refuted = sum(search.is_refuted(trial) for trial in tried if trial.scores)
+    errors = {trial.error: str(trial.setting) for trial in tried if trial.error}
+    refuted = sum(search.standings.is_refuted(trial) for trial in tried if trial.scores)
     asked = sum(bool(trial.scores) for trial in tried)
     parts.append(
         f"{asked} settings were asked {sum(len(trial.scores) for trial in tried)} examples in all; {refuted} lose too "
-        f"much by their interval, {errors} cannot be run."
+        f"much by their interval."
     )
+    parts += [f"Cannot be run: {setting}: {error}" for error, setting in list(errors.items())[:SHOWN]]
     if (point := 1 / len(search.file.plain.scores)) > search.goal.loss > 0:
         parts.append(
             f"One wrong answer is {100 * point:.1f} points here, more than the allowed {100 * search.goal.loss:g}: "
@@ -86,17 +93,18 @@ def report(search: Search, found: dict[int, Chosen], serve: list[str], engine: d
 
 
 def _table(search: Search, batch: int) -> str:
-    shown = search.ranked(batch)[:SHOWN]
+    ranked, best = search.standings.ranked(batch), search.standings.chosen(batch)
+    shown = [trial for place, trial in enumerate(ranked) if place < SHOWN or trial is best]
     rows = [_row(search, trial, batch) for trial in shown if trial.setting != PLAIN]
     return format_table([COLUMNS, *rows, _row(search, search.file.plain, batch)])
 
 
 def _row(search: Search, trial: Trial, batch: int) -> tuple[str, ...]:
     accuracy, stderr = mean_and_error(trial.scores)
-    loss = search.loss(trial)
+    loss = search.standings.loss(trial)
     is_plain = trial.setting == PLAIN
     return (
-        "*" if trial is search.chosen(batch) else "",
+        "*" if trial is search.standings.chosen(batch) else "",
         "plain decoding" if is_plain else str(trial.setting),
         f"{accuracy:.1%}",
         f"{stderr:.1%}",
@@ -110,13 +118,14 @@ def _row(search: Search, trial: Trial, batch: int) -> tuple[str, ...]:
 
 def _sentence(values: Chosen, batch: int, allowed: float) -> str:
     """What is known of a chosen setting, and how surely."""
-    if values["engine"] == PLAIN.engine and not values["decoding"]:
+    if values["is_plain"]:
         return f"At batch {batch}, nothing faster than plain decoding was found within {100 * allowed:g} points."
     speed = f"{values['tokens_per_second']:.0f} tokens/s"
     if "times_plain" in values:
         speed += (
-            f", {values['times_plain']:.1f} times plain decoding ({values['times_plain_lowest']:.1f} … "
-            f"{values['times_plain_highest']:.1f} in {values['rounds']} turns)"
+            f", plain decoding in turns with it {values['plain_tokens_per_second']:.0f}: {values['times_plain']:.1f} "
+            f"times as fast ({values['times_plain_lowest']:.1f} … {values['times_plain_highest']:.1f} in "
+            f"{values['rounds']} turns)"
         )
     interval = f"{100 * values['loss_lowest']:.1f} … {100 * values['loss_highest']:.1f}"
     sure = (
@@ -156,18 +165,18 @@ def python(engine: dict[str, Any], values: Chosen, length: int | None) -> list[s
 
 
 def draw(search: Search, path: Path) -> None:
-    """A panel per batch size, a point per setting that has been asked as much as plain decoding, or is on top."""
+    """A panel per batch size, a point per setting that was measured, a ring around the chosen one."""
     points = []
     for batch in search.goal.batches:
         for trial in search.file.trials.values():
             if trial.scores and batch in trial.speeds:
-                points.append(_point(trial, batch))
+                points.append(_point(trial, batch, trial is search.standings.chosen(batch)))
     draw_tradeoff(points, path)
 
 
-def _point(trial: Trial, batch: int) -> TradeoffPoint:
+def _point(trial: Trial, batch: int, is_chosen: bool) -> TradeoffPoint:
     accuracy, stderr = mean_and_error(trial.scores)
     setting = trial.setting
     unmasking = "one" if setting.rule is None else setting.rule[0]
     rate = trial.speeds[batch].tokens_per_second
-    return TradeoffPoint(f"batch {batch}", setting.cache_method, unmasking, rate, accuracy, stderr)
+    return TradeoffPoint(f"batch {batch}", setting.cache_method, unmasking, rate, accuracy, stderr, is_chosen)

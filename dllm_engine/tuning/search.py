@@ -1,9 +1,9 @@
 """The search: rungs that vary one factor after the other, give the best settings more examples, and drop the others.
 
 A rung takes the best settings so far and everything that differs from them in one factor. All are asked a few examples,
-the better half twice as many, and so on, up to the examples of the rung (successive halving). A setting is asked nothing
-more as soon as its accuracy is refuted or it is far behind. After the rungs, those on top are asked all examples, and
-the winner is measured in turns with plain decoding.
+the better half twice as many, and so on, up to the examples of the rung (successive halving). A setting whose accuracy
+is refuted, or that is far behind, is asked nothing more. After the rungs, those on top are asked all examples, and the
+winner is measured in turns with plain decoding.
 """
 
 import itertools
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from dllm_engine.text import one_line
-from dllm_engine.tuning.loss import NO_LOSS, Loss
 from dllm_engine.tuning.questions import Answers
 from dllm_engine.tuning.space import PLAIN, Factor, Setting, Space
+from dllm_engine.tuning.standings import Standings
 from dllm_engine.tuning.trials import Timing, Trial, TrialFile, Turns
 
 
@@ -69,6 +69,8 @@ class Runner(Protocol):
 
     def measure(self, setting: Setting, count: int, batch: int) -> Timing: ...
 
+    def stop(self) -> None: ...
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -110,6 +112,7 @@ class Search:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.file, self.space, self.goal = runner, file, space, goal
+        self.standings = Standings(file, goal.loss)
         file.start({"loss": goal.loss, "batches": list(goal.batches), "space": space.to_json()})
         self.ran_out = False
         """Whether the budget ended the search before it was through."""
@@ -118,43 +121,7 @@ class Search:
         self._chunk = max(FIRST_EXAMPLES, 2 * runner.at_once)
         self._num_examples = goal.num_examples
         self._trial_seconds: list[float] = []
-        self._losses: dict[tuple[Setting, int], Loss] = {}
         self._stage = ""
-
-    # What is known
-
-    def loss(self, trial: Trial) -> Loss:
-        """Against plain decoding, on the examples of both."""
-        if trial.setting == PLAIN:
-            return NO_LOSS
-        key = trial.setting, min(len(trial.scores), len(self.file.plain.scores))
-        if key not in self._losses:
-            self._losses[key] = Loss.between(self.file.plain.scores, trial.scores)
-        return self._losses[key]
-
-    def is_refuted(self, trial: Trial) -> bool:
-        """Whether the setting loses too much, by its confidence interval."""
-        return self.loss(trial).lowest > self.goal.loss
-
-    def worth(self, trial: Trial, batch: int) -> float:
-        """Tokens per second times the probability that the loss is allowed. Speed alone would keep what has not been
-        caught yet."""
-        if trial.error or batch not in trial.speeds or self.is_refuted(trial):
-            return 0.0
-        return trial.speeds[batch].tokens_per_second * self.loss(trial).probability_within(self.goal.loss)
-
-    def ranked(self, batch: int) -> list[Trial]:
-        """The settings that may be run, the best first."""
-        worths = {setting: self.worth(trial, batch) for setting, trial in self.file.trials.items()}
-        return [self.file.trials[s] for s in sorted(worths, key=lambda s: -worths[s]) if worths[s] > 0]
-
-    def chosen(self, batch: int) -> Trial:
-        """The best setting whose observed loss is allowed, of those with the most examples; plain if there is none."""
-        allowed = [trial for trial in self.ranked(batch) if self.loss(trial).observed <= self.goal.loss]
-        settled = [trial for trial in allowed if len(trial.scores) >= len(self.file.plain.scores)]
-        others = [trial for trial in settled if trial.setting != PLAIN]
-        # Out of time: what has been asked less is still better than to have found nothing.
-        return (settled if others else allowed or [self.file.plain])[0]
 
     @property
     def time_left(self) -> float:
@@ -206,7 +173,7 @@ class Search:
     def _better_half(self, settings: Sequence[Setting]) -> list[Setting]:
         """For each batch size."""
         kept = -(-len(settings) // 2)
-        ranked = [[trial.setting for trial in self.ranked(batch)] for batch in self.goal.batches]
+        ranked = [[trial.setting for trial in self.standings.ranked(batch)] for batch in self.goal.batches]
         halves = [[setting for setting in order if setting in settings][:kept] for order in ranked]
         return list(dict.fromkeys(itertools.chain(*halves)))
 
@@ -214,7 +181,7 @@ class Search:
         """The best settings and what differs from them in the rung's factor, as many as there are seconds for."""
         made: list[Setting] = []
         for kept in range(rung.kept, 0, -1):
-            parents = [trial.setting for batch in self.goal.batches for trial in self.ranked(batch)[:kept]]
+            parents = [trial.setting for batch in self.goal.batches for trial in self.standings.ranked(batch)[:kept]]
             varied = [other for parent in parents for other in self.space.varied(parent, rung.factor)]
             made = list(dict.fromkeys([*parents, *varied]))
             if self._estimate(made) <= share:
@@ -244,7 +211,7 @@ class Search:
         while unsettled := [
             trial.setting
             for batch in self.goal.batches
-            for trial in self.ranked(batch)[:SETTLED]
+            for trial in self.standings.ranked(batch)[:SETTLED]
             if len(trial.scores) < self._num_examples and not self._is_slow(trial)
         ]:
             self._measure_all(dict.fromkeys(unsettled), self._num_examples)
@@ -252,9 +219,9 @@ class Search:
     def _is_slow(self, trial: Trial) -> bool:
         """Whether the setting is far from the best at every batch size."""
         return all(
-            best[0] is not trial and self.worth(trial, batch) < SLOW * self.worth(best[0], batch)
+            best[0] is not trial and self.standings.worth(trial, batch) < SLOW * self.standings.worth(best[0], batch)
             for batch in self.goal.batches
-            if (best := self.ranked(batch))
+            if (best := self.standings.ranked(batch))
         )
 
     def _measure(self, trial: Trial, examples: int) -> None:
@@ -275,7 +242,7 @@ class Search:
             self._trial_seconds.append(self._clock() - start - has_started * self.runner.start_seconds)
 
     def _needs_more(self, trial: Trial, examples: int) -> bool:
-        if trial.error or (trial.scores and self.is_refuted(trial)):
+        if trial.error or (trial.scores and self.standings.is_refuted(trial)):
             return False
         if not trial.scores or self._untimed(trial):
             return True
@@ -292,9 +259,11 @@ class Search:
                 trial.speeds[untimed[0]] = self.runner.measure(trial.setting, _timed(untimed[0]), untimed[0])
             else:
                 self._count(trial, self.runner.answer(trial.setting, indices))
-        except ValueError as error:
-            # A method and a rule may exclude each other; the other settings go on.
+        except (ValueError, RuntimeError) as error:
+            # A method and a rule may exclude each other, or memory may not suffice; the other settings go on.
             trial.error = one_line(error)
+            if isinstance(error, RuntimeError):
+                self.runner.stop()  # it may be in any state
 
     def _count(self, trial: Trial, answers: Answers) -> None:
         trial.scores += answers.scores
@@ -329,7 +298,7 @@ class Search:
         are started less often."""
         pairs: dict[int, Turns] = {}
         for batch in self.goal.batches:
-            setting = self.chosen(batch).setting
+            setting = self.standings.chosen(batch).setting
             stored = self.file.turns.get(batch)
             pairs[batch] = stored if stored is not None and stored.setting == setting else Turns(setting)
         self.file.turns = {batch: turns for batch, turns in pairs.items() if turns.setting != PLAIN}
