@@ -46,10 +46,11 @@ class Loss:
         return self.centre + _DEVIATIONS * self.error
 
     def probability_within(self, limit: float) -> float:
-        """How likely the loss is at most ``limit``."""
+        """How likely the loss is at most ``limit``. What a setting gains over plain decoding counts as luck: otherwise
+        those with few examples would seem the safest."""
         if self.error in (0, math.inf):
             return 0.5 if self.error else float(self.centre <= limit)
-        return NormalDist(self.centre, self.error).cdf(limit)
+        return NormalDist(max(self.centre, 0.0), self.error).cdf(limit)
 
 
 NO_LOSS = Loss(0.0, 0.0, 0.0)

@@ -32,12 +32,12 @@ class Rung(NamedTuple):
 
 
 RUNGS = (
-    Rung("rule", 1, 1),
-    Rung("window", 6, 1),
-    Rung("block_length", 4, 1),
-    Rung("cache_method", 3, 1),
+    Rung("rule", 1, 4),
+    Rung("window", 6, 2),
+    Rung("block_length", 4, 2),
+    Rung("cache_method", 3, 2),
     Rung("cache_options", 2, 2),
-    Rung("rule", 2, 8),  # again, because a cache changes what a rule may risk
+    Rung("rule", 2, 4),  # again, because a cache changes what a rule may risk
 )
 FIRST_EXAMPLES = 32
 """Asked before a setting is judged at all."""
@@ -47,11 +47,11 @@ SLOW = 0.6
 """A setting below this share of the best worth at every batch size is asked nothing more."""
 SETTLED = 3
 """Settings on top, per batch size, that are asked all examples."""
-SETTLING_RUNGS = 3
+SETTLING_RUNGS = 4
 """The time kept for that, in rungs."""
 ROUNDS = 3
 """Turns of plain decoding and the chosen setting."""
-SLACK = 1.5
+SLACK = 1.25
 """Of a rung's share of the time; what it planned may take longer."""
 PLAIN_SHARE = 0.2
 """Of the budget, for the answers of plain decoding; they decide how many examples there are."""
@@ -217,11 +217,12 @@ class Search:
             self._measure_all(dict.fromkeys(unsettled), self._num_examples)
 
     def _is_slow(self, trial: Trial) -> bool:
-        """Whether the setting is far from the best at every batch size."""
+        """Whether the setting is far from the best at every batch size, of those that have answered as much: the best
+        of many that have answered little is mostly lucky."""
+        known = [other for other in self.file.trials.values() if len(other.scores) >= len(trial.scores)]
         return all(
-            best[0] is not trial and self.standings.worth(trial, batch) < SLOW * self.standings.worth(best[0], batch)
+            self.standings.worth(trial, batch) < SLOW * max(self.standings.worth(other, batch) for other in known)
             for batch in self.goal.batches
-            if (best := self.standings.ranked(batch))
         )
 
     def _measure(self, trial: Trial, examples: int) -> None:
