@@ -1,6 +1,7 @@
 """Settings run on engines, one engine at a time."""
 
 import itertools
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,14 @@ class EngineRunner:
         self, questions: Questions, engine: dict[str, Any], decoding: dict[str, Any], at_once: int, load: LoadEngine
     ) -> None:
         self.questions, self.at_once = questions, at_once
-        self.start_seconds = 0.0
-        """What the last start of an engine took, with its first answers."""
+        self._starts: list[float] = []
         self._arguments, self._decoding = engine, decoding
         self._engine = OneEngine(load)
+
+    @property
+    def start_seconds(self) -> float:
+        """What the start of an engine takes, with its first answers; the median, as a machine may falter."""
+        return statistics.median(self._starts) if self._starts else 0.0
 
     def runs(self, setting: Setting) -> bool:
         """Whether the setting needs no other engine than the running one."""
@@ -62,5 +67,5 @@ class EngineRunner:
         llm = self._engine.of(arguments)
         warm_up = self.questions.requests(llm, self._decoding, range(min(NUM_WARMUP, self.questions.size)))
         run_requests(llm, warm_up, NUM_WARMUP)
-        self.start_seconds = time.monotonic() - start
+        self._starts.append(time.monotonic() - start)
         return llm

@@ -61,7 +61,9 @@ class Runner(Protocol):
     """What runs settings; ``EngineRunner`` is one."""
 
     at_once: int
-    start_seconds: float
+
+    @property
+    def start_seconds(self) -> float: ...
 
     def runs(self, setting: Setting) -> bool: ...
 
