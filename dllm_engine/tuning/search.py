@@ -171,6 +171,8 @@ class Search:
             through = self._measure_all(settings, min(examples, self._num_examples), until)
         if through:
             self.file.done.append(number)
+        else:
+            self.ran_out = True
 
     def _better_half(self, settings: Sequence[Setting]) -> list[Setting]:
         """For each batch size."""
