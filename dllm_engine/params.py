@@ -61,6 +61,9 @@ class DiffusionParams(SamplingParams):
     block_add_threshold: float | None = None
     """Several blocks at once (d3LLM): the next block joins the running ones once this share of the last one is decided.
     0: one more block in every step; 1 or unset: one block at a time. Needs a rule of parallel unmasking."""
+    suffix_blocks: int | None = None
+    """Masked blocks behind the running ones that a step computes (DPad). Unset: all of them. Cache methods that keep
+    the whole canvas refuse it."""
     early_stop: bool | None = None
     """Give up everything behind the first end token as soon as it is decided, though tokens before it are masked still
     (d3LLM)."""

@@ -85,6 +85,8 @@ class DecodingSpec:
     block_add_threshold: float | None = None
     """Share of the last running block that is decided when the next block joins it (d3LLM, arXiv 2601.07568). None:
     blocks run one at a time."""
+    suffix_blocks: int | None = None
+    """Masked blocks behind the window that a forward pass computes; None: all."""
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end the response."""
     early_stop: bool = False
@@ -110,6 +112,12 @@ class DecodingSpec:
     @property
     def canvas_span(self) -> Span:
         return Span(0, self.canvas_length)
+
+    def visible(self, window: Span) -> Span:
+        """The canvas, without the masked blocks that are too far behind ``window`` to be computed with it."""
+        if self.suffix_blocks is None:
+            return self.canvas_span
+        return Span(0, min(window.stop + self.suffix_blocks * self.block_length, self.canvas_length))
 
     @property
     def num_blocks(self) -> int:
@@ -169,6 +177,8 @@ class Progress:
     """Masked tokens left in each running block."""
     before: Blocks = FIRST_BLOCK
     """The running blocks before the last one joined, if one has."""
+    steps_before: int = 0
+    """Denoising steps of these."""
     completed_at: list[int] = field(default_factory=list)
     """For each complete block with no mask before it: the forward passes after which that was so."""
     ended: bool = False
@@ -245,4 +255,4 @@ class Progress:
             return
         self.before, self.running = self.running, Blocks(self.leftmost, joining + 1)
         self.masked = [*self.masked[self.running.first - self.before.first :], spec.block_span(joining).size]
-        self.step = 0
+        self.steps_before, self.step = self.step, 0

@@ -14,10 +14,11 @@ DEFAULT_GEN_LENGTH = 256
 PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 DEFAULTABLE_OPTIONS = (
-    *("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "block_add_threshold", "early_stop", "retention_ratio"),
+    *("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "block_add_threshold"),
+    *("suffix_blocks", "early_stop", "retention_ratio"),
 )
 """Request options that an engine may have a default for."""
-CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
+CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name not in ("suffix_blocks", "retention_ratio"))
 """Request options that a checkpoint may have a default for: those that mean the same with every cache method."""
 _MOST_TOKENS = (1 << 31) - 1
 """More than any model's context or vocabulary holds."""
@@ -44,6 +45,7 @@ class RequestOptions(BaseModel):
     margin: float | None = Field(default=None, gt=0, le=1)
     entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
+    suffix_blocks: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     early_stop: bool | None = None
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
     delay_eos: bool | None = None

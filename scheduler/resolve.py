@@ -25,7 +25,9 @@ from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 
 def check_request_defaults(engine: EngineOptions) -> None:
     """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
-    resolve_cache(_check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS), engine)
+    options = _check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS)
+    resolve_cache(options, engine)
+    _check_suffix(options, engine)
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
@@ -167,6 +169,15 @@ def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None
         )
 
 
+def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
+    """What keeps the whole canvas must compute all of it."""
+    if options.suffix_blocks is not None and not engine.method.trims_suffix:
+        raise InvalidRequestError(
+            f"suffix_blocks={options.suffix_blocks}: cache_method={engine.cache_method!r} keeps the whole canvas; "
+            f"leave suffix_blocks unset, or start the engine with another cache method"
+        )
+
+
 def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
     """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
     ends = set(params.stop_token_ids or ())
@@ -201,6 +212,7 @@ def resolve_decoding(
     decides = options if guidance is None else own
     unmasking, parallel = resolve_unmasking(decides, family)
     _check_several_blocks(decides, parallel)
+    _check_suffix(options, engine)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
             "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
@@ -225,6 +237,7 @@ def resolve_decoding(
         parallel=parallel,
         guidance=guidance,
         block_add_threshold=decides.block_add_threshold,
+        suffix_blocks=options.suffix_blocks,
         early_stop=bool(options.early_stop),
         delay_eos=bool(options.delay_eos),
         cache=resolve_cache(options, engine),

@@ -1,5 +1,6 @@
 """Step plans: the vocabulary in which a refresh plan says what one denoising step computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -76,6 +77,25 @@ class UnmaskQuota:
 
 
 @dataclass(frozen=True)
+class Retention:
+    """Positions of which every layer retains some."""
+
+    spans: tuple[Span, ...]
+    """Of the canvas, ascending."""
+    count: int
+    """How many of them."""
+
+    @property
+    def num_positions(self) -> int:
+        return sum(span.size for span in self.spans)
+
+    @classmethod
+    def whole(cls, *spans: Span) -> "Retention":
+        """All of them."""
+        return cls(spans, sum(span.size for span in spans))
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One denoising step of one request."""
 
@@ -95,6 +115,9 @@ class StepPlan:
     """Tokens per layer that the rows attend to in pages."""
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
+    adds: tuple[Retention, ...] = ()
+    """What an UPDATE step adds to pages, behind the tokens that it reads there. Methods that keep the whole canvas by
+    position have no use for it."""
     num_updated: int | None = None
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV). One of no rows still renews what
     the rows are compared by; None: no adaptive update."""
@@ -166,9 +189,10 @@ def step_plan(
     *,
     window_alone: bool = True,
     read: int = 0,
-    retained: int = 0,
+    adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """A step that computes all rows of ``span``; ``window_alone`` as in ``unmask_quota``."""
+    """A step that computes all rows of ``span``; ``window_alone`` as in ``unmask_quota``. After it, pages hold what it
+    reads and what it adds."""
     return StepPlan(
         state=state,
         scope=scope,
@@ -179,5 +203,6 @@ def step_plan(
         quota=unmask_quota(spec, progress, window_alone),
         forward=progress.num_forwards,
         read=read,
-        retained=retained,
+        retained=read + sum(retention.count for retention in adds),
+        adds=tuple(adds),
     )

@@ -16,7 +16,9 @@ ONE = "one"
 """The unmasking rule of one token per step."""
 RULES = ("steps", "threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 """Options that another unmasking rule may set."""
-DENOISING = ("block_length", "unmasking", *RULES, "block_add_threshold", "early_stop")
+MORE_OF_RULE = ("block_add_threshold", "suffix_blocks")
+"""Options that may follow an unmasking rule."""
+DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop")
 """Arguments about how a response is denoised, under the names of request options."""
 
 
@@ -122,19 +124,17 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def parse_rule(text: str) -> dict[str, Any]:
     """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For several
     blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
-    if text == ONE:
-        return {}
     rule, *more = text.split("+")
     options = {}
-    for part, allowed in ((rule, RULES), *((part, ("block_add_threshold",)) for part in more)):
+    for part, allowed in (*([] if rule == ONE else [(rule, RULES)]), *((part, MORE_OF_RULE) for part in more)):
         try:
             name, value = key_value(part.replace("-", "_"))
         except argparse.ArgumentTypeError:
             name, value = part, None
         if name not in allowed or value is None:
             raise ValueError(
-                f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE, for "
-                f"several blocks at once with +block_add_threshold=VALUE"
+                f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE, and "
+                f"{' or '.join(MORE_OF_RULE)} behind it as +NAME=VALUE"
             )
         options[name] = value
     return options

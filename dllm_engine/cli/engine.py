@@ -143,6 +143,12 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
         "run one at a time)",
     )
     group.add_argument(
+        "--suffix-blocks",
+        type=whole_number,
+        metavar="N",
+        help="compute no more than so many masked blocks behind the running ones (default: all)",
+    )
+    group.add_argument(
         "--early-stop",
         action=argparse.BooleanOptionalAction,
         default=None,

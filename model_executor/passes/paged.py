@@ -1,7 +1,7 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,8 @@ from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
-
-RetentionRule = Callable[[DecodingSpec, StepPlan], np.ndarray]
-"""Which canvas positions an UPDATE step may retain, ascending. The first ``plan.read`` are in pages already."""
 
 
 class PagedPass(LayerPass):
@@ -39,22 +36,21 @@ class UpdateGroup:
 
     members: Sequence[int]
     """Their numbers in the batch."""
-    spec: DecodingSpec
     plan: StepPlan
-    """Of the first; the others' have the same lengths, window and counts."""
+    """Of the first; the others' compute and add the same."""
     rows: torch.Tensor
-    """int64 ``[group, num_allowed]``: the batch rows that they may add to pages."""
+    """int64 ``[group, positions]``: the batch rows of the positions that ``plan.adds`` names."""
 
 
 class RetentionPass(PagedPass):
     """A paged pass in which UPDATE requests retain tokens.
 
     Requests in every refresh state share the pass: each attends to its own rows and to what its plan reads in pages,
-    and in each layer UPDATE requests write what they retain behind what they read. Without more, that is all that the
-    rule allows.
+    and in each layer UPDATE requests write what they retain behind what they read. This class retains every position
+    that a plan names; a subclass may choose.
     """
 
-    def __init__(self, batch: StepBatch, pages: PageMemory, rule: RetentionRule) -> None:
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
         self.pages = pages
         self.device = batch.positions.device
@@ -66,10 +62,10 @@ class RetentionPass(PagedPass):
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
 
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for i, (canvas, plan) in enumerate(zip(batch.canvases, batch.plans, strict=True)):
+        for i, plan in enumerate(batch.plans):
             if plan.state is RefreshState.UPDATE:
-                alike[canvas.spec.canvas_length, plan.span, plan.window, plan.read, plan.retained].append(i)
-        self.groups = [self._group(members, rule) for members in alike.values()]
+                alike[plan.span, plan.window, plan.read, plan.adds].append(i)
+        self.groups = [self._group(members) for members in alike.values()]
         self.updating = [i for group in self.groups for i in group.members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
         self.retained: list[torch.Tensor] = []
@@ -85,13 +81,13 @@ class RetentionPass(PagedPass):
             self.places = tables[:, requests, page_numbers].long() * pages.page_size + offsets
             """Per layer, the place in pages of each token that is retained."""
             self.heads = torch.arange(pages.num_kv_heads, device=self.device)
-            self.allowed_rows = torch.cat([group.rows.flatten() for group in self.groups])
+            self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
 
-    def _group(self, members: list[int], rule: RetentionRule) -> UpdateGroup:
-        spec, plan = self.batch.canvases[members[0]].spec, self.batch.plans[members[0]]
+    def _group(self, members: list[int]) -> UpdateGroup:
+        plan = self.batch.plans[members[0]]
         firsts = np.array([self.batch.rows(i).start for i in members])
-        rows = firsts[:, None] + rule(spec, plan)[plan.read :] - plan.span.start
-        return UpdateGroup(members, spec, plan, on_device(rows, self.device))
+        positions = positions_of([span for retention in plan.adds for span in retention.spans])
+        return UpdateGroup(members, plan, on_device(firsts[:, None] + positions - plan.span.start, self.device))
 
     @property
     def repeats(self) -> bool:
@@ -106,28 +102,25 @@ class RetentionPass(PagedPass):
         return out
 
     def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Batch rows that a layer adds to pages: of each request of ``updating`` those of its ``plan.retained −
-        plan.read`` positions, ascending. The same on every rank."""
-        return self.allowed_rows
+        """Batch rows that a layer adds to pages: of each request of ``updating``, as many as ``plan.adds`` says, in its
+        order. The same on every rank."""
+        return self.named_rows
 
     def record(self, index: int) -> dict[str, Any]:
         if index not in self.updating:
             return {}
         at = self.updating.index(index)
-        in_pages, added = range(self.batch.plans[index].read), slice(*self.bounds[at : at + 2])
-        return {
-            "retained_positions": [[*in_pages, *self.batch.positions[rows[added]].tolist()] for rows in self.retained]
-        }
+        added, read = slice(*self.bounds[at : at + 2]), self.batch.plans[index].read
+        canvas = self.batch.canvases[index]
+        # Of each layer, what pages held before comes first.
+        before = canvas.cache_state or [[] for _ in self.retained]
+        canvas.cache_state = [
+            [*held[:read], *self.batch.positions[rows[added]].tolist()]
+            for held, rows in zip(before, self.retained, strict=True)
+        ]
+        return {"retained_positions": [sorted(held) for held in canvas.cache_state]}
 
 
-# Retention rules
-
-
-def retain_beginning(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
-    """The first positions, as many as the plan says: the prompt and finished blocks."""
-    return np.arange(plan.retained)
-
-
-def retain_outside_window(spec: DecodingSpec, plan: StepPlan) -> np.ndarray:
-    """Everything outside the window, the masked suffix included."""
-    return np.delete(np.arange(spec.canvas_length), slice(*plan.window))
+def positions_of(spans: Sequence[Span]) -> np.ndarray:
+    """The positions of spans, one behind the other."""
+    return np.concatenate([np.arange(0), *(np.arange(*span) for span in spans)])

@@ -1,16 +1,18 @@
 """Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the window that its queries find important."""
 
+import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.paged import RetentionPass, retain_outside_window
+from dllm_engine.model_executor.passes.paged import RetentionPass, positions_of
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.sparse import SparseOptions
+from dllm_engine.scheduler.step_plan import Retention, StepPlan
 
 
 class SparsePass(RetentionPass):
@@ -24,49 +26,76 @@ class SparsePass(RetentionPass):
         options = batch.canvases[0].spec.cache
         assert isinstance(options, SparseOptions)
         self.options = options
-        super().__init__(batch, pages, retain_outside_window)
-        plans = [batch.plans[i] for i in self.updating]
-        sizes = [group.rows.shape[1] for group in self.groups for _ in group.members]
-        self.num_candidates = [
-            plan.window.start if options.scope == "prefix" else size for plan, size in zip(plans, sizes, strict=True)
+        super().__init__(batch, pages)
+        scored = [[_scored(group.plan, retention) for retention in group.plan.adds] for group in self.groups]
+        self.num_scored = [
+            max((int(columns[-1]) + 1 for columns in of_group if columns is not None), default=0)
+            for group, of_group in zip(self.groups, scored, strict=True)
+            for _ in group.members
         ]
-        """Of each request of ``updating``: they come first among what it may retain; the rest is retained anyway."""
-        spans = [
-            (rows.start, plan.window.start, plan.window.size, count, rows.start + plan.window.start, plan.window.size)
-            for rows, plan, count in zip(map(batch.rows, self.updating), plans, self.num_candidates, strict=True)
+        """Of each request of ``updating``."""
+        self.columns = [
+            [None if columns is None else on_device(columns, self.device) for columns in of_group]
+            for of_group in scored
         ]
+        """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
+        all of them are retained."""
+        spans = []
+        for i, count in zip(self.updating, self.num_scored, strict=True):
+            first, plan = batch.rows(i).start, batch.plans[i]
+            before = plan.window.start - plan.span.start
+            spans.append((first, min(before, count), plan.window.size, count, first + before, plan.window.size))
         self.spans = on_device(spans, self.device)
 
     def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not any(self.num_scored):
+            return self.named_rows
         # Every rank scores with its own heads; all must retain the same tokens. Only the order counts, not the scale.
         scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
         retained, first = [], 0
-        for group in self.groups:
-            count, of_group = self.num_candidates[first], slice(first, first + len(group.members))
-            candidates, rest = group.rows[:, :count], group.rows[:, count:]
-            chosen = select_retained(
-                scores[of_group, :count], group.plan.retained - rest.shape[1], self.options.pool_kernel_size
-            )
-            retained += [torch.cat((candidates.gather(1, chosen), rest), dim=1).flatten()]
-            first = of_group.stop
+        for group, of_group in zip(self.groups, self.columns, strict=True):
+            members = slice(first, first + len(group.members))
+            parts = [group.rows[:, :0]]  # a plan may add nothing
+            named = group.rows.split([retention.num_positions for retention in group.plan.adds], dim=1)
+            for rows, retention, columns in zip(named, group.plan.adds, of_group, strict=True):
+                if columns is not None:
+                    of_part = scores[members].index_select(1, columns)
+                    rows = rows.gather(1, select_retained(of_part, retention.count, self.options.pool_kernel_size))
+                parts.append(rows)
+            retained.append(torch.cat(parts, dim=1).flatten())
+            first = members.stop
         return torch.cat(retained)
 
     def _scores(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Scores of each request's candidates, summed over this rank's heads, float32 ``[len(updating), most]``; what
-        lies behind a request's last candidate is no score."""
-        options, most = self.options, max(self.num_candidates)
+        """Scores of each request's computed positions outside its window, as far as ``num_scored`` says, summed over
+        this rank's heads: float32 ``[len(updating), most]``. What lies behind is no score."""
+        options, most = self.options, max(self.num_scored)
         if options.scorer == "mean_query":
             # The paper's: raw products, so that heads with large queries and keys count for more.
             return mean_query_scores(q, k, self.spans, most)
         scorer = SCORERS[options.scorer]
         scores = torch.zeros(len(self.updating), most, device=self.device)
-        for of_request, i, count in zip(scores, self.updating, self.num_candidates, strict=True):
+        for of_request, i, count in zip(scores, self.updating, self.num_scored, strict=True):
             rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
             own = q[rows], k[rows], v[rows]
-            lse = attention_with_lse(*own, [0, canvas.spec.canvas_length])[1] if scorer.needs_lse else None
+            lse = attention_with_lse(*own, [0, plan.span.size])[1] if scorer.needs_lse else None
             scored = ScoredLayer.of(
                 canvas, plan, *own[:2], lse, layer, self.pages.total_kv_heads, options.observation_window
             )
-            candidates = on_device(retain_outside_window(canvas.spec, plan)[:count], self.device)
+            candidates = on_device(_outside_window(plan)[:count], self.device)
             of_request[:count] = scorer.score(scored, candidates).sum(dim=0)
         return scores
+
+
+def _outside_window(plan: StepPlan) -> np.ndarray:
+    """The positions that a step computes, without its window."""
+    return np.setdiff1d(np.arange(*plan.span), np.arange(*plan.window))
+
+
+def _scored(plan: StepPlan, retention: Retention) -> np.ndarray | None:
+    """Places of positions among those that a step computes outside its window, ascending; None where all are
+    retained."""
+    positions = positions_of(retention.spans)
+    if retention.count == positions.size:
+        return None
+    return np.searchsorted(_outside_window(plan), positions)

@@ -20,16 +20,17 @@ from dllm_engine.scheduler.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of one request in a forward pass, which to be scored must be of its whole canvas."""
+    """One layer of one request in a forward pass, which must compute the canvas from its beginning. Its length, the
+    canvas's unless masks far behind the window are left out, is ``n`` here."""
 
     q: torch.Tensor
-    """``[canvas_length, num_heads, head_dim]``, after RoPE."""
+    """``[n, num_heads, head_dim]``, after RoPE."""
     k: torch.Tensor
-    """``[canvas_length, num_kv_heads, head_dim]``, after RoPE."""
+    """``[n, num_kv_heads, head_dim]``, after RoPE."""
     lse: torch.Tensor | None
-    """float32 ``[canvas_length, num_heads]``: logarithm of each softmax's denominator; for scorers that need it."""
+    """float32 ``[n, num_heads]``: logarithm of each softmax's denominator; for scorers that need it."""
     masked: np.ndarray
-    """``[canvas_length]`` bool, on the host."""
+    """``[n]`` bool, on the host."""
     window: slice
     """Of the running blocks."""
     prompt_length: int
@@ -58,7 +59,7 @@ class ScoredLayer:
             q=q,
             k=k,
             lse=lse,
-            masked=canvas.known < 0,
+            masked=canvas.known[: q.shape[0]] < 0,
             window=slice(*plan.window),
             prompt_length=canvas.spec.prompt_length,
             seed=canvas.seed,

@@ -1,7 +1,7 @@
 """What a cache method is to the scheduler: options, a plan for each step, and the pages that it holds."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Progress
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 Plan = Callable[[DecodingSpec, Progress], StepPlan]
 HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
@@ -42,6 +42,8 @@ class CacheMethod:
     so that they can be reserved."""
     options: type[CacheOptions] = CacheOptions
     """What ``cache_options`` are validated with."""
+    trims_suffix: bool = False
+    """Whether its steps can leave out masked blocks far behind the window (``suffix_blocks``)."""
     recordable: bool = False
     """Whether its REUSE steps do the same work on different numbers, so that ``cuda_graphs`` can record them."""
     launches: Mapping[RefreshState, int] | None = None
@@ -69,6 +71,8 @@ class CacheMethod:
 
     def page_demand(self, spec: DecodingSpec, geometry: PoolGeometry) -> int:
         """The most pages a request holds at any time of its life."""
+        # What is left out behind a window would only make it hold less.
+        spec = replace(spec, suffix_blocks=None)
         return max(_total(self.held(spec, running, geometry)) for running in spec.extreme_windows)
 
     def longest_demand(self, options: CacheOptions, geometry: PoolGeometry, max_model_len: int) -> int:
@@ -115,25 +119,9 @@ LAUNCHES_TO_RETAIN = {RefreshState.UPDATE: 6}
 """Gather keys and values, compute slots from places (2), and write both: ``RetentionPass.attend``."""
 
 
-def evict_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int, retained: int) -> StepPlan:
-    """Since a block joined: FULL steps before ``update_step``, one UPDATE that retains ``retained`` tokens, then the
-    window alone."""
-    if progress.step < update_step:
-        return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span)
-    if progress.step == update_step:
-        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=retained)
-    window = spec.span_of(progress.running)
-    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, window, read=retained, retained=retained)
-
-
 def tokens_before(spec: DecodingSpec, blocks: Blocks) -> int:
     """Tokens before these blocks."""
     return spec.span_of(blocks).start
-
-
-def tokens_outside(spec: DecodingSpec, blocks: Blocks) -> int:
-    """Tokens outside these blocks."""
-    return spec.canvas_length - spec.span_of(blocks).size
 
 
 def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:

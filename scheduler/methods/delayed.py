@@ -4,7 +4,7 @@ from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
 
 class DelayedOptions(CacheOptions):
@@ -32,18 +32,19 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         keeping = end if keeps <= number else keeping
         waits = waits or arrives <= number < keeps
 
-    def planned(state: RefreshState, span: Span, retained: int) -> StepPlan:
-        scope = Scope.ALL if span == spec.canvas_span else Scope.ACTIVE
-        return step_plan(spec, progress, state, scope, span, window_alone=False, read=span.start, retained=retained)
+    def planned(state: RefreshState, start: int, stop_keeping: int) -> StepPlan:
+        span = Span(start, spec.visible(spec.span_of(progress.running)).stop)
+        adds = [Retention.whole(Span(start, stop_keeping))] if stop_keeping > start else []
+        scope = Scope.ACTIVE if start else Scope.ALL
+        return step_plan(spec, progress, state, scope, span, window_alone=False, read=start, adds=adds)
 
-    rest = Span(kept, spec.canvas_length)
     if keeping > kept:
-        return planned(RefreshState.UPDATE, rest, keeping)
+        return planned(RefreshState.UPDATE, kept, keeping)
     if not kept:
-        return planned(RefreshState.FULL, spec.canvas_span, 0)
+        return planned(RefreshState.FULL, 0, 0)
     if waits or number % options.refresh_interval == 0:
-        return planned(RefreshState.UPDATE, spec.canvas_span, kept)
-    return planned(RefreshState.REUSE, rest, kept)
+        return planned(RefreshState.UPDATE, 0, kept)
+    return planned(RefreshState.REUSE, kept, kept)
 
 
 def _schedule(spec: DecodingSpec, progress: Progress, delay: int) -> list[tuple[int, int, int]]:
@@ -67,6 +68,7 @@ DELAYED = CacheMethod(
     plan,
     hold_tokens(finished_tokens),
     DelayedOptions,
+    trims_suffix=True,
     recordable=True,
     launches=LAUNCHES_TO_RETAIN,
     tuned={"cache_delay": (0, 1, 2)},

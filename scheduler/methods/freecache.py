@@ -2,7 +2,7 @@
 
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, tokens_before
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
 
 class FreeCacheOptions(CacheOptions):
@@ -20,21 +20,24 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     options = spec.cache
     assert isinstance(options, FreeCacheOptions)
     window, clean = spec.span_of(progress.running), tokens_before(spec, progress.running)
-    stop = spec.canvas_length if options.include_suffix else window.stop
+    visible = spec.visible(window)
+    stop = visible.stop if options.include_suffix else window.stop
     if progress.num_forwards == 0:
-        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, retained=clean)
+        kept = Retention.whole(Span(0, clean))
+        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, visible, adds=[kept])
     clean_before = tokens_before(spec, progress.before) if progress.step == 0 else clean
     if clean_before < clean:
-        span = Span(clean_before, stop)
-        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, span, read=clean_before, retained=clean)
+        span, finished = Span(clean_before, stop), Retention.whole(Span(clean_before, clean))
+        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, span, read=clean_before, adds=[finished])
     span = Span(window.start, stop)
-    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=clean, retained=clean)
+    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=clean)
 
 
 FREECACHE = CacheMethod(
     plan,
     hold_tokens(tokens_before),
     FreeCacheOptions,
+    trims_suffix=True,
     recordable=True,
     launches=LAUNCHES_TO_RETAIN,
     tuned={"include_suffix": (True, False)},

@@ -7,8 +7,10 @@ from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Every step is FULL."""
-    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, spec.canvas_span, window_alone=False)
+    return step_plan(
+        spec, progress, RefreshState.FULL, Scope.ALL, spec.visible(spec.span_of(progress.running)), window_alone=False
+    )
 
 
 # ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos` asks for that.
-NONE = CacheMethod(plan, launches={}, uniform_sampler="with_delay_eos")
+NONE = CacheMethod(plan, trims_suffix=True, launches={}, uniform_sampler="with_delay_eos")

@@ -1,22 +1,16 @@
 """Sparse-dLLM (arXiv 2508.02558): each layer retains the tokens outside the window that matter most to it."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dllm_engine.scheduler.methods.base import (
-    LAUNCHES_TO_RETAIN,
-    CacheMethod,
-    ScorerName,
-    WindowWidth,
-    evict_then_reuse,
-    hold_tokens,
-)
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, ScorerName, WindowWidth
+from dllm_engine.scheduler.methods.window_refresh import RefreshOptions, hold_retained, refresh_then_reuse, split
+from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import RefreshState, Retention, StepPlan
 
 
-class SparseOptions(CacheOptions):
+class SparseOptions(RefreshOptions):
     """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the paper's."""
 
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
@@ -33,6 +27,15 @@ class SparseOptions(CacheOptions):
     """``bidirectional``: candidates lie on both sides of the window (Algorithm 4). ``prefix``: they lie before the
     window, and everything behind it is retained (Algorithm 5)."""
 
+    @model_validator(mode="after")
+    def _scores_what_is_refreshed(self) -> Self:
+        if self.refresh != "all" and self.scorer != "mean_query":
+            raise ValueError(
+                f"refresh={self.refresh!r} needs scorer='mean_query', since scorer={self.scorer!r} looks at the whole "
+                f"canvas; change one of them"
+            )
+        return self
+
 
 LAUNCHES = {RefreshState.UPDATE: LAUNCHES_TO_RETAIN[RefreshState.UPDATE] + 8}
 """Score (2), pool, choose, sort, gather and join (2): ``SparsePass``, with its own scorer."""
@@ -41,19 +44,30 @@ LAUNCHES = {RefreshState.UPDATE: LAUNCHES_TO_RETAIN[RefreshState.UPDATE] + 8}
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the window alone."""
     assert isinstance(spec.cache, SparseOptions)
-    return evict_then_reuse(spec, progress, spec.cache.update_delay, retained(spec, progress.running))
+    return refresh_then_reuse(spec, progress, spec.cache.update_delay, retain)
 
 
-def retained(spec: DecodingSpec, running: Blocks) -> int:
-    """The retention ratio of the candidates, rounded down; with ``scope="prefix"`` the suffix is kept whole."""
+def retain(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[Retention]]:
+    """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what lies behind the window is
+    retained whole. The part that only whole refreshes renew has its share, rounded down as well."""
     options = spec.cache
     assert isinstance(options, SparseOptions)
-    start, stop = spec.span_of(running)
-    suffix = spec.canvas_length - stop
-    if options.scope == "prefix":
-        return int(start * options.retention_ratio) + suffix
-    return int((start + suffix) * options.retention_ratio)
+    stop = window.start if options.scope == "prefix" else spec.canvas_length
+    parts = split(spec, window)
+    old, new = (tuple(span for span in part if span.start < stop) for part in parts)
+    behind = ([span for span in part if span.start >= stop] for part in parts)
+    candidates = [sum(span.size for span in part) for part in (old, new)]
+    count, of_old = (int(number * options.retention_ratio) for number in (sum(candidates), candidates[0]))
+    old_behind, new_behind = (Retention.whole(*part) for part in behind)
+    return [Retention(old, of_old), old_behind], [Retention(new, count - of_old), new_behind]
 
 
-TUNED = {"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1)}
-SPARSE = CacheMethod(plan, hold_tokens(retained), SparseOptions, recordable=True, launches=LAUNCHES, tuned=TUNED)
+SPARSE = CacheMethod(
+    plan,
+    hold_retained(retain),
+    SparseOptions,
+    trims_suffix=True,
+    recordable=True,
+    launches=LAUNCHES,
+    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1)},
+)

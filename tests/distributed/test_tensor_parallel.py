@@ -54,6 +54,7 @@ RULES: list[dict[str, float]] = [
     {"entropy_threshold": 1.5, "block_add_threshold": 0.2},
 ]
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
+REFRESHED = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4, "refresh": "response"}}
 RETAINED = ("unmasked_per_step", "retained_positions")
 SKIPPED = ("selected_positions", "retained_positions")
 
@@ -64,7 +65,7 @@ def es_dllm(**options):
 
 CASES = {
     "sparse llada": ("llada-tiny-a", SPARSE, RULES, RETAINED),
-    "sparse dream": ("dream-tiny-a", SPARSE, RULES, RETAINED),
+    "sparse dream": ("dream-tiny-a", REFRESHED, RULES, RETAINED),
     "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
     "freecache dream": ("dream-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
     "delayed dream": ("dream-tiny-a", {"cache_method": "delayed"}, RULES, RETAINED),

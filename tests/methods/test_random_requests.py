@@ -22,7 +22,11 @@ def refreshes(prompt: int, response: int, ratio: float, **more: Any) -> dict[str
 ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     "none": [(16, 1, {})],
     "prefix": [(4, 4, {})],
-    "dual": [(8, 1, {})],
+    "dual": [
+        (8, 1, {}),
+        (8, 4, {"refresh": "response", "prompt_refresh_interval": 3}),
+        (4, 1, {"refresh": "near", "prompt_refresh_interval": 2, "near_tokens": 4}),
+    ],
     "sparse": [
         (1, 4, {"retention_ratio": 0.5, "pool_kernel_size": 1}),
         (1, 4, {"retention_ratio": 1.0, "pool_kernel_size": 5, "update_delay": 2}),
@@ -30,6 +34,9 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (32, 1, {"retention_ratio": 0.7, "pool_kernel_size": 1, "update_delay": 0, "scope": "prefix"}),
         (32, 1, {"retention_ratio": 0.05, "pool_kernel_size": 99, "update_delay": 1}),
         (32, 1, {"retention_ratio": 0.0}),
+        (4, 1, {"refresh": "response", "prompt_refresh_interval": 8, "update_delay": 0}),
+        (8, 4, {"refresh": "response", "retention_ratio": 0.3, "scope": "prefix"}),
+        (8, 1, {"refresh": "near", "retention_ratio": 0.4, "prompt_refresh_interval": 2, "near_tokens": 6}),
     ],
     "dkv": [(4, 1, {"refresh_interval": interval}) for interval in (1, 3)]
     + [(32, 4, {"refresh_interval": interval}) for interval in (2, 5, 100)],
@@ -89,9 +96,12 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
     if method != "dkv":  # which feeds what an end token has given up once more
         for _, asked in requests[1::4]:
             asked |= {"stop_token_ids": list(ENDS), "early_stop": True}
+    if CACHE_METHODS[method].trims_suffix:
+        for number, (_, asked) in enumerate(requests[::3]):
+            asked["suffix_blocks"] = number % 3
     if method == "sparse":
         for prompt, asked in requests[::3]:
-            asked["retention_ratio"] = options["retention_ratio"] / (2 + len(prompt) % 3)
+            asked["retention_ratio"] = options.get("retention_ratio", 0.5) / (2 + len(prompt) % 3)
     return requests
 
 

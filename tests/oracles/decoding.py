@@ -87,6 +87,7 @@ class Decoding:
     margin: float | None = None
     entropy_threshold: float | None = None
     block_add_threshold: float | None = None
+    suffix_blocks: int | None = None
     early_stop: bool = False
     stop_token_ids: list[int] = field(default_factory=list)
     temperature: float = 0.0
@@ -107,8 +108,10 @@ class Decoding:
     """Numbers of the running blocks."""
     step: int = 0
     """Since a block joined them."""
-    start_before: int | None = None
-    """Where the window began before that."""
+    running_before: list[int] = field(default_factory=list)
+    """The running blocks before that; empty if no block has joined."""
+    steps_before: int = 0
+    """The passes of these."""
     window_alone: bool = False
     """Whether later passes of a window feed no row before it."""
 
@@ -136,6 +139,21 @@ class Decoding:
         """First canvas position of the running blocks, and the one behind them."""
         return self.blocks[self.running[0]][0], self.blocks[self.running[-1]][1]
 
+    @property
+    def start_before(self) -> int | None:
+        """Where the window began before the last block joined."""
+        return self.blocks[self.running_before[0]][0] if self.running_before else None
+
+    @property
+    def seen(self) -> list[int]:
+        """The canvas positions that exist for a pass of this window."""
+        return self.seen_with(self.window[1])
+
+    def seen_with(self, end: int) -> list[int]:
+        """Those of a window that ends there."""
+        blocks = len(self.blocks) if self.suffix_blocks is None else self.suffix_blocks
+        return list(range(min(end + blocks * self.block_length, self.length)))
+
     def passes(self) -> Iterator[int]:
         """The step since a block joined, of each forward pass until the response is done."""
         last = len(self.blocks) - 1
@@ -145,7 +163,7 @@ class Decoding:
                 self.canvas[end:] = [self.canvas[end]] * (self.length - end)
                 last = self.running[-1]
             if self.running[-1] < last and self.next_joins():
-                self.start_before, self.step = self.window[0], 0
+                self.running_before, self.steps_before, self.step = self.running, self.step, 0
                 self.running = [b for b in self.running if self.masked(*self.blocks[b])] + [self.running[-1] + 1]
             yield self.step
             self.step += 1

@@ -133,7 +133,7 @@ class PlainESDLLM:
             keys, values = self.buffer.k[layer], self.buffer.v[layer]
             if records:
                 outside = [row for row in range(self.run.length) if row not in self.block]
-                retained = select(self.run, q, keys, outside, self.retention_ratio, 3)
+                retained = select(self.run, q, keys, outside, int(len(outside) * self.retention_ratio), 3)
                 recorded.append((retained, keys[retained].clone(), values[retained].clone()))
             if self.retained:
                 _, old_keys, old_values = self.retained[layer]

@@ -3,29 +3,48 @@
 With a cache every window starts with a pass over the whole canvas. Later passes of the window compute it and all
 behind it (``prefix``) or the window alone (``dual``); they read everything else as that first pass left it. The
 authors' code makes one more pass of a block that its first pass completed; here a block ends when it holds no mask.
+
+``dual`` may refresh less than the canvas: see ``refreshes.py``.
 """
+
+from typing import Any
 
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding
+from tests.oracles.refreshes import Refreshes
 
 
 def plain_none(run: Decoding) -> None:
     for _ in run.passes():
-        run.fill(run.model.logits(run.canvas), range(run.length))
+        seen = run.seen
+        logits = Buffer(run.model, run.length).forward(run.canvas, seen, [seen] * len(run.model.layers))[0]
+        run.fill(logits, seen)
 
 
 def plain_prefix(run: Decoding) -> None:
-    plain_cached(run, whole_suffix=True)
-
-
-def plain_dual(run: Decoding) -> None:
-    plain_cached(run, whole_suffix=False)
-
-
-def plain_cached(run: Decoding, *, whole_suffix: bool) -> None:
     run.window_alone = True
-    buffer = Buffer(run.model, run.length)
+    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
     for step in run.passes():
-        first, end = run.window
-        rows = range(run.length) if step == 0 else range(first, run.length if whole_suffix else end)
-        run.fill(buffer.forward(run.canvas, rows)[0], rows)
+        rows = run.seen if step == 0 else run.seen[run.window[0] :]
+        run.fill(buffer.forward(run.canvas, rows, [run.seen] * num_layers)[0], rows)
+
+
+def plain_dual(run: Decoding, **options: Any) -> None:
+    run.window_alone = True
+    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
+    refreshes, retained = Refreshes(run, **options), []
+    kept: list[int] = []
+    for step in run.passes():
+        window = list(range(*run.window))
+        if step > 0:
+            rows, read = window, retained
+        elif refreshes.whole_is_due(0):
+            rows = read = run.seen
+            kept = refreshes.never_renewed()
+            retained = sorted({*kept, *refreshes.renewed()} - {*window})
+        else:
+            rows = refreshes.renewed()
+            read = kept
+            retained = sorted({*kept, *rows} - {*window})
+        logits, _ = buffer.forward(run.canvas, rows, [sorted({*read, *rows})] * num_layers)
+        run.fill(logits, rows)

@@ -27,13 +27,13 @@ def plain_freecache(run: Decoding, *, include_suffix: bool = True) -> None:
         if not run.order or (step == 0 and first != run.start_before):
             # What later passes of the window find in the cache.
             retained.append([list(range(first))] * num_layers)
-        last_fed = run.length if include_suffix else end
+        last_fed = len(run.seen) if include_suffix else end
         if step > 0:
             fed, clean = range(first, last_fed), range(first)
         elif run.order:
             start = run.start_before
             fed, clean = range(start, last_fed), range(start)
         else:
-            fed, clean = range(run.length), range(0)
+            fed, clean = range(len(run.seen)), range(0)
         logits, _ = buffer.forward(run.canvas, fed, [[*clean, *fed]] * num_layers)
         run.fill(logits, fed)

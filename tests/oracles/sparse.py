@@ -2,12 +2,19 @@
 
 Within a block: ``update_delay`` passes over the whole canvas, one more that also selects what each layer retains, then
 passes over the block alone, which read the retained positions, as that one left them, and the block.
+
+Where a refresh computes less than the canvas (``refreshes.py``), what only whole refreshes compute and the rest are two
+sets of candidates. The first gives its share of them, rounded down, when the whole canvas is computed; the second what
+is missing to the share of both.
 """
+
+from typing import Any
 
 import torch
 
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding, gap
+from tests.oracles.refreshes import Refreshes
 
 
 def plain_sparse(
@@ -17,33 +24,50 @@ def plain_sparse(
     pool_kernel_size: int = 3,
     update_delay: int = 1,
     scope: str = "bidirectional",
+    **options: Any,
 ) -> None:
     run.window_alone = True
-    buffer = Buffer(run.model, run.length)
+    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
+    refreshes = Refreshes(run, **options)
     retained_by_block = run.traces["retained_positions"] = []
+    kept: list[list[int]] = [[]] * num_layers
+    due = True
     for step in run.passes():
-        first, end = run.window
-        block, behind = list(range(first, end)), list(range(end, run.length))
+        block = list(range(*run.window))
         if step > update_delay:
-            logits, _ = buffer.forward(run.canvas, block, [kept + block for kept in retained_by_block[-1]])
+            logits, _ = buffer.forward(run.canvas, block, [sorted(k + block) for k in retained_by_block[-1]])
             run.fill(logits, block)
             continue
-        logits, queries = buffer.forward(run.canvas, range(run.length))
+        if step == 0:
+            due = refreshes.whole_is_due(update_delay)
+        if due:
+            rows, kept = run.seen, [[]] * num_layers
+        else:
+            rows = refreshes.renewed()
+        logits, queries = buffer.forward(run.canvas, rows, [sorted({*k, *rows}) for k in kept])
         if step == update_delay:
-            candidates, always = (range(first), behind) if scope == "prefix" else ([*range(first), *behind], [])
-            retained_by_block.append(
-                [
-                    select(run, q[block], keys, list(candidates), retention_ratio, pool_kernel_size) + always
-                    for keys, q in zip(buffer.k, queries, strict=True)
-                ]
-            )
-        run.fill(logits, range(run.length))
+            old, new = refreshes.never_renewed(), [p for p in refreshes.renewed() if p not in block]
+            behind = block[-1] if scope == "prefix" else run.length
+            candidates = [[p for p in part if p < behind] for part in (old, new)]
+            always = [p for p in (old if due else []) + new if p > behind]
+            of_old = int(len(candidates[0]) * retention_ratio)
+            of_new = int(len(candidates[0] + candidates[1]) * retention_ratio) - of_old
+            retained = []
+            for number, (keys, q) in enumerate(zip(buffer.k, queries, strict=True)):
+                of_block = q[[list(rows).index(p) for p in block]]
+                if due:
+                    chosen = select(run, of_block, keys, candidates[0], of_old, pool_kernel_size)
+                    kept[number : number + 1] = [sorted(chosen + [p for p in old if p > behind])]
+                chosen = select(run, of_block, keys, candidates[1], of_new, pool_kernel_size)
+                retained.append(sorted({*kept[number], *chosen, *always}))
+            retained_by_block.append(retained)
+        run.fill(logits, rows)
 
 
 def select(
-    run: Decoding, queries: torch.Tensor, keys: torch.Tensor, candidates: list[int], ratio: float, kernel_size: int
+    run: Decoding, queries: torch.Tensor, keys: torch.Tensor, candidates: list[int], count: int, kernel_size: int
 ) -> list[int]:
-    """The candidates that a layer retains, by the mean of ``queries`` ``[row, head, element]``, ascending."""
+    """The ``count`` candidates that a layer retains, by the mean of ``queries`` ``[row, head, element]``, ascending."""
     mean_query, num_heads = queries.mean(0), queries.shape[1]
     importance = []
     for j in candidates:
@@ -51,7 +75,6 @@ def select(
         importance.append(sum(scores) / num_heads)
     reach = kernel_size // 2
     pooled = [max(importance[max(i - reach, 0) : i + reach + 1]) for i in range(len(importance))]
-    count = int(len(candidates) * ratio)
     by_score = sorted(range(len(candidates)), key=lambda i: (-pooled[i], i))
     if 0 < count < len(candidates):
         run.decided(gap(pooled[by_score[count - 1]], pooled[by_score[count]], floor=1.0))

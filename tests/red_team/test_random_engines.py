@@ -26,11 +26,13 @@ NUM_ENGINES, NUM_REQUESTS = 30, 14
 """Three engines of each cache method."""
 GUIDE_DECIDES = ("steps", "unmasking", *PARALLEL_OPTIONS, "block_add_threshold", "delay_eos", "logprobs")
 """Options that a guided request cannot have."""
+REFRESHES = {"refresh": ["all", "response", "near"], "prompt_refresh_interval": [1, 2, 3], "near_tokens": [1, 8]}
 CHOICES: dict[str, dict[str, list[Any]]] = {
     "none": {},
     "prefix": {},
-    "dual": {},
-    "sparse": {
+    "dual": REFRESHES,
+    "sparse": REFRESHES
+    | {
         "retention_ratio": [0.0, 0.3, 1.0],
         "update_delay": [0, 1, 4],
         "scope": ["prefix", "bidirectional"],
@@ -91,10 +93,13 @@ def tiny_guide(tmp_path_factory) -> str:
 def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> dict[str, Any]:
     """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
     guided = guide is not None and method != "es_dllm" and draw.random() < 0.4
+    options = {name: draw.choice(values) for name, values in CHOICES[method].items()}
+    if options.get("refresh", "all") != "all":
+        options.pop("scorer", None)  # the others look at the whole canvas
     return {
         "guide_model": guide if guided else None,
         "cache_method": method,
-        "cache_options": {name: draw.choice(values) for name, values in CHOICES[method].items()},
+        "cache_options": options,
         "page_size": draw.choice([8, 16, 32]),
         "refresh_ratio": draw.choice([None, 0.1, 1.0]),
         "steps_per_dispatch": draw.choice([1, 1, 4]),
@@ -105,7 +110,7 @@ def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> d
 
 
 def draw_requests(
-    draw: random.Random, is_dream: bool, *, has_guide: bool = False
+    draw: random.Random, is_dream: bool, *, has_guide: bool = False, trims_suffix: bool = False
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
     back."""
@@ -119,6 +124,8 @@ def draw_requests(
             asked["logprobs"] = draw.choice([0, 3])
         if draw.random() < 0.2:
             asked["delay_eos"] = True
+        if trims_suffix and draw.random() < 0.3:
+            asked["suffix_blocks"] = draw.randrange(3)
         if has_guide and draw.random() < 0.3:
             asked["guided"] = False
         elif has_guide:
@@ -169,7 +176,8 @@ def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_d
     method = list(CHOICES)[number % len(CHOICES)]
     is_dream = draw.random() < 0.5
     settings = draw_engine(draw, method, tiny_guide)
-    requests = draw_requests(draw, is_dream, has_guide=settings["guide_model"] is not None)
+    trims_suffix = CACHE_METHODS[method].trims_suffix
+    requests = draw_requests(draw, is_dream, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
     llm = engines(tiny_dream if is_dream else tiny_llada, **settings)
 
     answers = answer_with_aborts(llm, requests, draw)

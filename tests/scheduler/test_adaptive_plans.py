@@ -164,12 +164,18 @@ _ADAPTIVE = {
     "exclude_prompt_states": st.booleans(),
     "refresh_first_layer": st.booleans(),
 }
+_REFRESH = {
+    "refresh": st.sampled_from(["all", "response", "near"]),
+    "prompt_refresh_interval": st.integers(1, 5),
+    "near_tokens": st.integers(1, 20),
+}
 METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
     "none": {},
     "delayed": {"cache_delay": st.integers(0, 5), "refresh_interval": st.integers(1, 9)},
     "prefix": {},
-    "dual": {},
-    "sparse": {
+    "dual": _REFRESH,
+    "sparse": _REFRESH
+    | {
         "retention_ratio": _RATIO,
         "update_delay": st.integers(0, 3),
         "scope": st.sampled_from(["bidirectional", "prefix"]),
@@ -223,6 +229,7 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
         block_length=data.draw(st.integers(1, gen_length), label="block_length"),
         block_add_threshold=data.draw(st.none() | _RATIO, label="block_add_threshold"),
         shifts_logits=data.draw(st.booleans(), label="shifts_logits"),
+        suffix_blocks=data.draw(st.none() | st.integers(0, 5), label="suffix_blocks"),
     )
     assert page_demand(request, engine, geometry) <= longest_demand(engine, geometry, max_model_len)
     first = data.draw(st.integers(0, request.num_blocks - 1), label="first running block")

@@ -107,7 +107,7 @@ def test_states_and_retained_tokens_of_a_cache_method(method, options, first_blo
 
 
 def test_dream_with_a_cache_decodes_in_blocks_even_where_there_is_one():
-    request = spec(schedule="timestep", gen_length=8, block_length=8, steps=4)
+    request = spec(schedule="timestep", gen_length=8, block_length=8, steps=4, cache=cache_of("dual"))
     assert [plan.quota.candidates for plan in plans_of(request, "dual")] == [(10, 11)] + [(10, 18)] * 3
 
 
