@@ -67,6 +67,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores and settings to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw accuracy against speed into a .png")
+    parser.add_argument(
+        "--plot-per",
+        choices=("second", "forward"),
+        default="second",
+        help="unit of its speed: tokens per second or pass",
+    )
     harness = add_harness_arguments(parser)
     harness.add_argument(
         "--mc-num",
@@ -204,10 +210,22 @@ def _compare(args: argparse.Namespace, examples: dict[str, list[Example]]) -> in
     if args.plot is not None:
         name = "exact match: " + ", ".join(examples)
         draw_tradeoff(
-            [TradeoffPoint(name, s.cache_method, s.unmasking, s.tokens_per_second, s.exact_match) for s in scores],
+            [
+                TradeoffPoint(name, s.cache_method, s.unmasking, speed, s.exact_match, s.exact_match_error)
+                for s in scores
+                if (speed := _speed(s, args.plot_per)) is not None
+            ],
             args.plot,
+            args.plot_per,
         )
     return 0
+
+
+def _speed(score: ComparedScore | HarnessScore, per: str) -> float | None:
+    """Response tokens per second or per forward pass; None where no response was asked for."""
+    if score.forwards_per_token is None:
+        return None
+    return score.tokens_per_second if per == "second" else 1 / score.forwards_per_token
 
 
 def _run_harness(args: argparse.Namespace) -> int:
@@ -217,13 +235,13 @@ def _run_harness(args: argparse.Namespace) -> int:
     scores: list[HarnessScore] = _collected(found, HARNESS_COLUMNS, args)
     if args.plot is not None:
         points = [
-            TradeoffPoint(f"{s.task}: {s.metric}", s.cache_method, s.unmasking, s.tokens_per_second, s.score, s.stderr)
+            TradeoffPoint(f"{s.task}: {s.metric}", s.cache_method, s.unmasking, speed, s.score, s.stderr)
             for s in scores
-            if s.tokens_per_second is not None
+            if (speed := _speed(s, args.plot_per)) is not None
         ]
         if not points:
             raise ValueError("nothing to plot: likelihoods are computed without a cache, so no method is faster")
-        draw_tradeoff(points, args.plot)
+        draw_tradeoff(points, args.plot, args.plot_per)
     return 0
 
 

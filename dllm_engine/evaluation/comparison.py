@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
 LoadEngine = Callable[[dict[str, Any]], "LLM"]
 """Starts an engine with arguments of ``LLM``."""
-COLUMNS = ("METHOD", "UNMASKING", "EXACT", "±", "ITEMS", "FORWARDS/TOKEN", "COMPUTED/TOKEN", "TOKENS/S")
+COLUMNS = (
+    "METHOD",
+    "UNMASKING",
+    "EXACT",
+    "±",
+    "ITEMS",
+    "FORWARDS/ANSWER",
+    "TOKENS/FORWARD",
+    "COMPUTED/TOKEN",
+    "TOKENS/S",
+)
 NUM_WARMUP = 4
 """Examples per task that an engine answers before it is timed."""
 
@@ -50,6 +60,8 @@ class ComparedScore:
     exact_match_error: float
     """Standard error of the exact match; the examples of each task are a random sample."""
     item_match: float
+    forwards_per_answer: float
+    """What counts for the reader: several blocks at once also fill tokens behind the end of an answer."""
     forwards_per_token: float
     computed_per_token: float
     tokens_per_second: float
@@ -59,6 +71,7 @@ class ComparedScore:
     def of(cls, combination: Combination, tasks: list[TaskScore]) -> "ComparedScore":
         """Matches are means over examples, costs are means over tokens."""
         examples, tokens = sum(task.examples for task in tasks), sum(task.tokens for task in tasks)
+        forwards = sum(task.forwards_per_token * task.tokens for task in tasks)
         return cls(
             cache_method=combination.cache_method,
             unmasking=combination.rule,
@@ -68,7 +81,8 @@ class ComparedScore:
             )
             / examples,
             item_match=sum(task.item_match * task.examples for task in tasks) / examples,
-            forwards_per_token=sum(task.forwards_per_token * task.tokens for task in tasks) / tokens,
+            forwards_per_answer=forwards / examples,
+            forwards_per_token=forwards / tokens,
             computed_per_token=sum(task.computed_per_token * task.tokens for task in tasks) / tokens,
             tokens_per_second=tokens / sum(task.seconds for task in tasks),
             tasks=tasks,
@@ -81,7 +95,8 @@ class ComparedScore:
             f"{self.exact_match:.1%}",
             f"{self.exact_match_error:.1%}",
             f"{self.item_match:.1%}",
-            f"{self.forwards_per_token:.2f}",
+            f"{self.forwards_per_answer:.2f}",
+            f"{1 / self.forwards_per_token:.2f}",
             f"{self.computed_per_token:.1f}",
             f"{self.tokens_per_second:.0f}",
         )

@@ -17,7 +17,8 @@ class TradeoffPoint(NamedTuple):
     task: str
     cache_method: str
     unmasking: str
-    tokens_per_second: float
+    speed: float
+    """Response tokens per second, or per forward pass."""
     accuracy: float
     """A fraction."""
     stderr: float | None = None
@@ -38,7 +39,7 @@ def check_plot(path: Path) -> None:
         ) from error
 
 
-def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
+def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path, per: str = "second") -> None:
     """A panel per task, a colour per cache method, a mark per unmasking rule; a ring around what was chosen."""
     from matplotlib.figure import Figure
 
@@ -49,7 +50,7 @@ def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         for point in (point for point in points if point.task == task):
             axes.errorbar(
-                point.tokens_per_second,
+                point.speed,
                 100 * point.accuracy,
                 yerr=None if point.stderr is None else 100 * point.stderr,
                 color=COLOURS[methods.index(point.cache_method) % len(COLOURS)],
@@ -59,11 +60,9 @@ def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
                 linestyle="none",
             )
             if point.is_chosen:
-                axes.plot(
-                    point.tokens_per_second, 100 * point.accuracy, "o", markersize=14, fillstyle="none", color=INK
-                )
+                axes.plot(point.speed, 100 * point.accuracy, "o", markersize=14, fillstyle="none", color=INK)
         axes.set_title(task, size=10, color=INK)
-        axes.set_xlabel("response tokens per second", color=INK, size=9)
+        axes.set_xlabel(f"response tokens per {per}", color=INK, size=9)
         axes.set_xlim(left=0)
         axes.margins(y=0.15)
         axes.grid(color=LINE, linewidth=0.7)

@@ -14,7 +14,7 @@ Factor = Literal["rule", "window", "block_length", "cache_method", "cache_option
 RULES: tuple[tuple[str, float], ...] = tuple(
     (name, value) for name, rule in PARALLEL_RULES.items() for value in rule.tuned
 )
-WINDOWS = (0.75, 0.5, 0.1)
+WINDOWS = (0.75, 0.5, 0.1, 0.0)
 """Values of ``block_add_threshold``."""
 BLOCK_LENGTHS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
 """Of the default block length."""

@@ -1,7 +1,13 @@
 """Fast-dLLM (arXiv 2505.22618): ``prefix`` keeps what lies before the window, ``dual`` everything outside it."""
 
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, tokens_before
-from dllm_engine.scheduler.methods.window_refresh import RefreshOptions, hold_retained, refresh_then_reuse, split
+from dllm_engine.scheduler.methods.window_refresh import (
+    TUNED_REFRESH,
+    RefreshOptions,
+    hold_retained,
+    refresh_then_reuse,
+    split,
+)
 from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
@@ -42,4 +48,5 @@ DUAL = CacheMethod(
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES_TO_RETAIN,
+    tuned=TUNED_REFRESH,
 )

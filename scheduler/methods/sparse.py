@@ -5,7 +5,13 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, ScorerName, WindowWidth
-from dllm_engine.scheduler.methods.window_refresh import RefreshOptions, hold_retained, refresh_then_reuse, split
+from dllm_engine.scheduler.methods.window_refresh import (
+    TUNED_REFRESH,
+    RefreshOptions,
+    hold_retained,
+    refresh_then_reuse,
+    split,
+)
 from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, StepPlan
 
@@ -69,5 +75,5 @@ SPARSE = CacheMethod(
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES,
-    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1)},
+    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1)} | TUNED_REFRESH,
 )

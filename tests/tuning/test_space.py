@@ -48,13 +48,14 @@ def test_one_factor_is_varied():
     setting = Setting("sparse", (("retention_ratio", 0.25),), ("threshold", 0.9), None, 16)
     varied = {factor: space().varied(setting, factor) for factor in ("rule", "window", "block_length", "cache_method")}
     assert {other.rule for other in varied["rule"]} == set(RULES) - {("threshold", 0.9)}
-    assert [other.block_add_threshold for other in varied["window"]] == [0.75, 0.5, 0.1]
+    assert [other.block_add_threshold for other in varied["window"]] == [0.75, 0.5, 0.1, 0.0]
     assert [other.block_length for other in varied["block_length"]] == [None, 4, 32]
     # Another method's options would mean nothing; the same one's are those of the paper again.
     assert {other.cache_method for other in varied["cache_method"]} == set(CACHE_METHODS)
     assert all(other.cache_options == () for other in varied["cache_method"])
     others = {other.cache_options for other in space().varied(setting, "cache_options")}
-    assert others == {(), (("retention_ratio", 0.75),), (("update_delay", 0),)}
+    refreshes = {(("refresh", value),) for value in ("response", "near")}
+    assert others == {(), (("retention_ratio", 0.75),), (("update_delay", 0),)} | refreshes
 
 
 def test_a_fixed_count_of_tokens_runs_one_block_at_a_time():
