@@ -42,4 +42,5 @@ DUAL = CacheMethod(
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES_TO_RETAIN,
+    tuned={"refresh": ("all", "response", "near")},
 )

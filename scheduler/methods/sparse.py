@@ -69,5 +69,5 @@ SPARSE = CacheMethod(
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES,
-    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1)},
+    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response", "near")},
 )

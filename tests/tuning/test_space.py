@@ -54,7 +54,7 @@ def test_one_factor_is_varied():
     assert {other.cache_method for other in varied["cache_method"]} == set(CACHE_METHODS)
     assert all(other.cache_options == () for other in varied["cache_method"])
     others = {other.cache_options for other in space().varied(setting, "cache_options")}
-    assert others == {(), (("retention_ratio", 0.75),), (("update_delay", 0),)}
+    assert {(), (("retention_ratio", 0.75),), (("update_delay", 0),)} <= others
 
 
 def test_a_fixed_count_of_tokens_runs_one_block_at_a_time():
