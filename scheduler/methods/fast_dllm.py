@@ -2,7 +2,6 @@
 
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, tokens_before
 from dllm_engine.scheduler.methods.window_refresh import (
-    TUNED_REFRESH,
     RefreshOptions,
     hold_retained,
     refresh_then_reuse,
@@ -48,5 +47,5 @@ DUAL = CacheMethod(
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES_TO_RETAIN,
-    tuned=TUNED_REFRESH,
+    tuned={"refresh": ("all", "response", "near")},
 )

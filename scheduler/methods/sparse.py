@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, ScorerName, WindowWidth
 from dllm_engine.scheduler.methods.window_refresh import (
-    TUNED_REFRESH,
     RefreshOptions,
     hold_retained,
     refresh_then_reuse,
@@ -75,5 +74,5 @@ SPARSE = CacheMethod(
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES,
-    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1)} | TUNED_REFRESH,
+    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response", "near")},
 )

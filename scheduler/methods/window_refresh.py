@@ -30,9 +30,6 @@ class RefreshOptions(CacheOptions):
     """Positions before and behind the blocks of an interval that are computed with them, with ``refresh="near"``."""
 
 
-TUNED_REFRESH = {"refresh": ("all", "response", "near")}
-
-
 def options_of(spec: DecodingSpec) -> RefreshOptions:
     assert isinstance(spec.cache, RefreshOptions)
     return spec.cache

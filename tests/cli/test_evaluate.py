@@ -88,9 +88,9 @@ def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, 
     assert header.split() == list(comparison.COLUMNS)
     assert [tuple(row.split()[:2]) for row in rows] == [(m, r) for m in ("none", "dual") for r in rules.split(",")]
     assert started == ["none", "dual"]
-    forwards = [float(row.split()[5]) for row in rows[:4]]
-    assert forwards[:2] == [1.0, 0.25]
-    assert max(forwards[2:]) < 1.0
+    per_forward = [float(row.split()[6]) for row in rows[:4]]
+    assert per_forward[:2] == [1.0, 4.0]
+    assert min(per_forward[2:]) > 1.0
     written = json.loads(report.read_text())
     assert [score["unmasking"] for score in written["scores"]] == rules.split(",") * 2
     assert [task["task"] for task in written["scores"][0]["tasks"]] == ["chat", "copy"]
