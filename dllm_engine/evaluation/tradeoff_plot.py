@@ -46,7 +46,7 @@ def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path, per: str = "secon
     tasks, methods, rules = (
         list(dict.fromkeys(getattr(p, name) for p in points)) for name in TradeoffPoint._fields[:3]
     )
-    figure = Figure(figsize=(max(5.2, 4.2 * len(tasks)), 4.2), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(4.2 * len(tasks) + 2.6, 4.2), dpi=150, facecolor="white", layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         for point in (point for point in points if point.task == task):
             axes.errorbar(

@@ -66,7 +66,7 @@ def test_scores_of_a_combination_weigh_examples_and_tokens():
 
     combination = comparison.Combination("dual", "one", engine={}, decoding={})
     score = comparison.ComparedScore.of(combination, [of_task(3, 1.0, 30, 1.0, 2.0), of_task(1, 0.0, 10, 0.2, 2.0)])
-    assert score.row() == ("dual", "one", "75.0%", "0.0%", "75.0%", "0.80", "10.0", "10")
+    assert score.row() == ("dual", "one", "75.0%", "0.0%", "75.0%", "8.00", "1.25", "10.0", "10")
     # Within a task: 9 and 16 examples of which a half and a fifth are right, the root of (9/4 + 16 · 4/25) / 25².
     score = comparison.ComparedScore.of(combination, [of_task(9, 0.5, 9, 1.0, 1.0), of_task(16, 0.2, 16, 1.0, 1.0)])
     assert score.exact_match_error == pytest.approx((2.25 + 2.56) ** 0.5 / 25)
