@@ -13,6 +13,7 @@ def select(
     values: torch.Tensor,
     width: int,
     guaranteed: torch.Tensor | None = None,
+    least: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Which candidates ``rule`` chooses in each request; of equally confident ones the first.
 
@@ -23,6 +24,7 @@ def select(
         values: of each request, ``[num_requests]``.
         guaranteed: int64 ``[num_requests]``; one of the candidates with ``offsets`` below it is chosen at least, the
             most confident. None: leave it to the rule.
+        least: int64 ``[num_requests]``; so many are chosen at least, the most confident. None: leave it to the rule.
 
     Returns:
         bool ``[num_candidates]``.
@@ -36,5 +38,7 @@ def select(
         inside = order < guaranteed[:, None]
         first_inside = inside & (inside.cumsum(dim=1) == 1)
         passes = passes | (first_inside & ~(passes & inside).any(dim=1, keepdim=True))
+    if least is not None:
+        passes = passes | (torch.arange(width, device=table.device) < least[:, None])
     passes = passes & (ordered > -torch.inf)
     return torch.zeros_like(passes).scatter_(1, order, passes)[requests, offsets]
