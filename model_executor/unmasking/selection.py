@@ -34,11 +34,11 @@ def select(
     # What else is in the table must not matter, so that a request gets the same tokens in any batch: hence stable.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
     passes = rule(ordered, values[:, None])
+    if least is not None:
+        passes = passes | (torch.arange(width, device=table.device) < least[:, None])
     if guaranteed is not None:
         inside = order < guaranteed[:, None]
         first_inside = inside & (inside.cumsum(dim=1) == 1)
         passes = passes | (first_inside & ~(passes & inside).any(dim=1, keepdim=True))
-    if least is not None:
-        passes = passes | (torch.arange(width, device=table.device) < least[:, None])
     passes = passes & (ordered > -torch.inf)
     return torch.zeros_like(passes).scatter_(1, order, passes)[requests, offsets]

@@ -66,6 +66,14 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "redistribute": [True, False],
     },
     "freecache": {"include_suffix": [True, False]},
+    "d2_cache": {
+        "rollout_p": [0.0, 0.1, 1.0],
+        "masked_rows": [1, 4, 32],
+        "sigma": [1.0, 10.0],
+        "gap_fill": [0, 4],
+        "confidence": ["first", "latest"],
+        "range_unit": ["masks", "block"],
+    },
     "delayed": {"cache_delay": [0, 1, 3], "refresh_interval": [1, 4, 10_000]},
 }
 
@@ -92,7 +100,7 @@ def tiny_guide(tmp_path_factory) -> str:
 
 def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> dict[str, Any]:
     """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
-    guided = guide is not None and method != "es_dllm" and draw.random() < 0.4
+    guided = guide is not None and method not in ("es_dllm", "d2_cache") and draw.random() < 0.4
     options = {name: draw.choice(values) for name, values in CHOICES[method].items()}
     if options.get("refresh", "all") != "all":
         options.pop("scorer", None)  # the others look at the whole canvas
