@@ -78,13 +78,13 @@ def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
 
 
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel unmasking
-    are alternatives: who names one of them gets no default for the others, and who names steps or tokens per step runs
-    one block at a time."""
+    """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
+    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps or tokens
+    per step runs one block at a time."""
     left_out: set[str] = set()
-    counts = {"steps", "tokens_per_step"}
-    if chosen.keys() & {*counts, *PARALLEL_OPTIONS}:
-        left_out.update((*counts, *PARALLEL_OPTIONS) if chosen.keys() & counts else ("tokens_per_step", *PARALLEL_OPTIONS))
-    if chosen.keys() & counts:
-        left_out.add("block_add_threshold")
+    counts = chosen.keys() & {"steps", "tokens_per_step"}
+    if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
+        left_out.update(("tokens_per_step", *PARALLEL_OPTIONS))
+    if counts:
+        left_out.update(("steps", "block_add_threshold"))
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

@@ -157,7 +157,8 @@ def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
     default = UNMASKING_POLICIES[family.default_unmasking]
     if options.certainty_sigma is None or default.measures in WEIGHTED_MEASURES:
         return default.name
-    return next(p.name for p in UNMASKING_POLICIES.values() if (p.measures, p.tempered) == ("probability", default.tempered))
+    wanted = "probability", default.tempered
+    return next(policy.name for policy in UNMASKING_POLICIES.values() if (policy.measures, policy.tempered) == wanted)
 
 
 _GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")

@@ -134,7 +134,6 @@ class StepPlan:
     num_copied: int = 0
     """Tokens outside the window that the copy holds per layer; the window follows them."""
 
-
     @property
     def predicted(self) -> Span:
         """Masked positions that are predicted, as far as rows that predict them are computed."""

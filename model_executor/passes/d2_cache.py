@@ -6,7 +6,6 @@ unmasked; and of all others those to which attention, rolled out over the layers
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch

@@ -10,6 +10,7 @@ Readings where neither paper nor code says more:
 """
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -66,7 +67,7 @@ def plain_d2_cache(
             if dream:
                 chosen = chosen - {start - 1} | ({start - 1} if of_first else set())
             rows = sorted(chosen)
-            for a, b in zip(rows, rows[1:], strict=False):
+            for a, b in pairwise(rows):
                 if b - a <= gap_fill:
                     chosen |= set(range(a, b))
             rows = sorted(chosen)
