@@ -39,9 +39,15 @@ class DiffusionParams(SamplingParams):
     steps: int | None = None
     """Denoising steps over the whole response, at most ``gen_length``. Blocks share them by their length; each block
     gets at least one."""
+    tokens_per_step: int | None = None
+    """Tokens that each step unmasks, in place of ``steps`` and of a family's schedule, or with a rule of parallel
+    unmasking the least (d2Cache)."""
     unmasking: str | None = None
     """Unmasking policy: which masked positions are filled first. With a rule of parallel unmasking, the default is the
     policy that measures what the rule needs."""
+    certainty_sigma: float | None = None
+    """Weight the confidences by how many tokens near a position are known, with a Gaussian of this many tokens as the
+    measure of near (the certainty prior of d2Cache). For policies that measure a probability or a margin."""
     threshold: float | None = None
     """Parallel unmasking (Fast-dLLM): fill every position of the block with at least this probability. For the policies
     ``low_confidence`` and ``maskgit_plus``. Other policies, if named, ignore it and keep their fixed count, as in

@@ -67,3 +67,28 @@ def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
     if lse.shape != q.shape[:2] or lse.dtype != torch.float32:
         raise ValueError(f"lse {list(lse.shape)} {lse.dtype} is not float32 {list(q.shape[:2])}, as q has it")
+
+
+_PROBABILITIES_AT_ONCE = 1 << 24
+"""Of some heads, that ``summed_probabilities`` holds: 64 MiB."""
+
+
+def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """The attention of each row to each key, summed over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}).
+
+    A few heads at a time, or one KV head's where these are more than fit. Arguments as of ``voting_scores``.
+
+    Returns:
+        float32 ``[num_rows, num_keys]``.
+    """
+    num_rows, sharing = q.shape[0], q.shape[1] // k.shape[1]
+    total = q.new_zeros(num_rows, k.shape[0], dtype=torch.float32)
+    # Query heads that share a KV head are further rows of it.
+    queries = (q.float() * q.shape[2] ** -0.5).unflatten(1, (-1, sharing)).permute(1, 2, 0, 3).flatten(1, 2)
+    minus_lse = lse.neg().unflatten(1, (-1, sharing)).permute(1, 2, 0).flatten(1, 2)[..., None]
+    heads = max(1, _PROBABILITIES_AT_ONCE // max(sharing * total.numel(), 1))
+    parts = (queries.split(heads), k.float().permute(1, 2, 0).split(heads), minus_lse.split(heads))
+    for of_queries, keys, of_lse in zip(*parts, strict=True):
+        probabilities = torch.baddbmm(of_lse, of_queries, keys).exp_()
+        total += probabilities.unflatten(1, (sharing, num_rows)).sum(dim=(0, 1))
+    return total

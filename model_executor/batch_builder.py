@@ -44,6 +44,9 @@ def page_table(page_ids: list[list[int]], device: torch.device) -> torch.Tensor:
 
 def _row_positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
     """The canvas positions of a plan's rows, ascending."""
+    if plan.rows is RowRule.CHOSEN:
+        assert canvas.next_rows is not None
+        return canvas.next_rows
     span, shift = plan.span, int(canvas.spec.shifts_logits)
     if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
         return np.arange(min(span.start, max(canvas.last_unmasked[0] - shift, 0)), span.stop)

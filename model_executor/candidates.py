@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
@@ -62,18 +64,19 @@ class Filled(NamedTuple):
 
 @dataclass
 class BatchCandidates:
-    """Masked positions that requests of a batch may fill, ascending by request and position."""
+    """Masked positions that requests of a batch may fill, or predict for their cache method alone, ascending by request
+    and position."""
 
     batch: StepBatch
     members: Sequence[int]
-    """Batch numbers of the requests that may fill any."""
+    """Batch numbers of the requests that predict any."""
     columns: np.ndarray
     """int64 ``[5, num_candidates]``: the columns below, in their order, on the host."""
 
     requests: torch.Tensor = field(init=False)
     """Batch number of each candidate's request."""
     offsets: torch.Tensor = field(init=False)
-    """Place in the plan's span of candidates."""
+    """Place in the plan's span of candidates; what is predicted alone lies behind these."""
     positions: torch.Tensor = field(init=False)
     """Canvas position."""
     places: torch.Tensor = field(init=False)
@@ -91,8 +94,9 @@ class BatchCandidates:
     def of(cls, batch: StepBatch) -> "BatchCandidates":
         """All masked candidates of the plans that some row of the batch predicts."""
         canvases = batch.canvases
-        members = [i for i in range(len(batch.plans)) if may_fill(batch.plans[i], canvases[i].spec)]
-        spans = [batch.plans[i].quota.candidates for i in members]
+        plans = batch.plans
+        members = [i for i, p in enumerate(plans) if p.predicts is not None or may_fill(p, canvases[i].spec)]
+        spans = [plans[i].predicted for i in members]
         masked = [np.flatnonzero(canvases[i].known[slice(*span)] < 0) for i, span in zip(members, spans, strict=True)]
         requests = np.repeat(np.array(members, dtype=np.int64), [len(offsets) for offsets in masked])
         offsets = np.concatenate([*masked, np.empty(0, dtype=np.int64)])
@@ -104,7 +108,7 @@ class BatchCandidates:
                 # window's first step fills it.
                 plan.span.start if plan.rows is RowRule.ALL else 0,
             )
-            for plan, canvas in zip(batch.plans, canvases, strict=True)
+            for plan, canvas in zip(plans, canvases, strict=True)
         ]
         start, canvas_start, first_fed = np.array(of_requests)[requests].T
         positions = start + offsets
@@ -130,7 +134,33 @@ class BatchCandidates:
     @property
     def width(self) -> int:
         """More than any of ``offsets``."""
-        return max(self.batch.plans[i].quota.candidates.size for i in self.members)
+        return max(self.batch.plans[i].predicted.size for i in self.members)
+
+    @cached_property
+    def certainty(self) -> torch.Tensor | None:
+        """What the prior of its request multiplies each candidate's confidence with, float32 ``[num_candidates]``; None
+        where no request has one. Of the tokens known when the step was laid out."""
+        weights = np.ones(self.columns.shape[1], dtype=np.float32)
+        weighted = False
+        for i in self.members:
+            canvas = self.batch.canvases[i]
+            start, sigma = canvas.spec.prompt_length, canvas.spec.certainty_sigma
+            if sigma is not None:
+                mine, weighted = self.columns[0] == i, True
+                weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[self.columns[2, mine] - start]
+        return on_device(weights, self.table.device, torch.float32) if weighted else None
+
+    @cached_property
+    def predicted_alone(self) -> torch.Tensor | None:
+        """Candidates that no step of the batch may fill, bool ``[num_candidates]``; None where there are none."""
+        sizes = np.array([plan.quota.candidates.size for plan in self.batch.plans])
+        alone = self.columns[1] >= sizes[self.columns[0]]
+        return on_device(alone, self.table.device, torch.bool) if alone.any() else None
+
+    def least(self, plans: Sequence[StepPlan]) -> list[int]:
+        """How many candidates of each request its plan fills at least, where its rule fills fewer; 0 where it leaves
+        that to the rule."""
+        return [plan.quota.least if plan.quota.parallel is not None else 0 for plan in plans]
 
     def choices(self, plans: Sequence[StepPlan]) -> dict[Choice, dict[int, float]]:
         """How the plans of a step choose, with the rule's value for each request. Guided requests are not among them:
@@ -160,17 +190,24 @@ class BatchCandidates:
         ``[num_candidates]``."""
         offsets = self.guaranteed(plans)
         guaranteed = on_device(offsets, masked.device) if any(offsets) else None
+        numbers = self.least(plans)
+        least = on_device(numbers, masked.device) if any(numbers) else None
         barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
+        if self.predicted_alone is not None:
+            barred = barred | self.predicted_alone
         requests = range(len(self.batch.plans))
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
         for (measure, rule), of_requests in self.choices(plans).items():
-            confidence = statistics.confidence(measure).masked_fill(barred, -torch.inf)
+            confidence = statistics.confidence(measure)
+            if self.certainty is not None:
+                confidence = confidence * self.certainty
+            confidence = confidence.masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
                 others = [i not in of_requests for i in requests]
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
                 confidence = confidence.masked_fill(of_others, -torch.inf)
             values = on_device([of_requests.get(i, 0.0) for i in requests], confidence.device, confidence.dtype)
-            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width, guaranteed)
+            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width, guaranteed, least)
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:

@@ -38,6 +38,8 @@ class Canvas:
     """The response up to this canvas position has been reported to be sent."""
     last_unmasked: list[int] = field(default_factory=list)
     """Positions that the last step filled, ascending."""
+    next_rows: np.ndarray | None = None
+    """Positions that the last step's pass chose for the next one, ascending; None where it chooses none."""
     page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
     """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
     guide_text: list[int] = field(default_factory=list)

@@ -66,6 +66,7 @@ def _results(
         given_up = canvas.give_up_behind_end() if canvas.spec.early_stop else None
         if given_up is not None:
             changed = sorted({*unmasked, *given_up[given_up < plan.window.stop].tolist()})
+        canvas.next_rows = layer_pass.next_rows(index)
         sent = canvas.take_sendable(plan.window)
         tokens = canvas.known[sent].tolist()
         report = StepReport(

@@ -80,6 +80,12 @@ class DecodingSpec:
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
+    tokens_per_step: int | None = None
+    """Tokens that each step unmasks, whatever the schedule, or the least that ``parallel`` does; None: no such
+    number."""
+    certainty_sigma: float | None = None
+    """Reach, in tokens, of the prior on confidences: known tokens near a position raise it (d2Cache, arXiv 2509.23094).
+    None: no prior."""
     guidance: Guidance | None = None
     """None: the diffusion model decides alone, by ``unmasking``."""
     block_add_threshold: float | None = None
@@ -147,7 +153,10 @@ class DecodingSpec:
 
     @cached_property
     def steps_per_block(self) -> tuple[int, ...]:
-        return split_steps(self.steps, [self.block_span(block).size for block in range(self.num_blocks)])
+        sizes = [self.block_span(block).size for block in range(self.num_blocks)]
+        if self.tokens_per_step is not None:
+            return tuple(-(-size // self.tokens_per_step) for size in sizes)
+        return split_steps(self.steps, sizes)
 
     def most_steps(self, blocks: Blocks) -> int:
         """Forward passes within which running blocks are finished, or joined by another one, whatever the model

@@ -14,8 +14,8 @@ DEFAULT_GEN_LENGTH = 256
 PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 DEFAULTABLE_OPTIONS = (
-    *("block_length", "steps", "unmasking", *PARALLEL_OPTIONS, "block_add_threshold"),
-    *("suffix_blocks", "early_stop", "retention_ratio"),
+    *("block_length", "steps", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
+    *("block_add_threshold", "suffix_blocks", "early_stop", "retention_ratio"),
 )
 """Request options that an engine may have a default for."""
 CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name not in ("suffix_blocks", "retention_ratio"))
@@ -38,7 +38,9 @@ class RequestOptions(BaseModel):
 
     block_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     steps: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    tokens_per_step: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     unmasking: str | None = None
+    certainty_sigma: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     threshold: float | None = Field(default=None, gt=0, le=1)
     factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -76,11 +78,13 @@ def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
 
 
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Request options with defaults for what they leave open. Steps and the rules of parallel unmasking are
-    alternatives: who names one of them gets no default rule, and who names steps runs one block at a time."""
+    """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
+    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps or tokens
+    per step runs one block at a time."""
     left_out: set[str] = set()
-    if chosen.keys() & {"steps", *PARALLEL_OPTIONS}:
-        left_out.update(PARALLEL_OPTIONS)
-    if "steps" in chosen:
-        left_out.add("block_add_threshold")
+    counts = chosen.keys() & {"steps", "tokens_per_step"}
+    if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
+        left_out.update(("tokens_per_step", *PARALLEL_OPTIONS))
+    if counts:
+        left_out.update(("steps", "block_add_threshold"))
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

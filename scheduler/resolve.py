@@ -20,7 +20,7 @@ from dllm_engine.scheduler.request_options import (
     request_options,
     with_defaults,
 )
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
@@ -102,13 +102,29 @@ def _uses_uniform_sampler(options: RequestOptions, engine: EngineOptions) -> boo
 
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
+    policy, rule = _policy_and_rule(options, family)
+    if options.tokens_per_step is not None and options.steps is not None:
+        raise InvalidRequestError(
+            f"tokens_per_step={options.tokens_per_step} and steps={options.steps} both say how many tokens a step "
+            f"unmasks; give one"
+        )
+    if options.certainty_sigma is not None and UNMASKING_POLICIES[policy].measures not in WEIGHTED_MEASURES:
+        suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in WEIGHTED_MEASURES]
+        raise InvalidRequestError(
+            f"certainty_sigma={options.certainty_sigma} weights probabilities and margins, which unmasking={policy!r} "
+            f"does not measure; choose {' or '.join(suited)}"
+        )
+    return policy, rule
+
+
+def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise InvalidRequestError(
             f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
         )
     given = [ParallelRule(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
     if not given:
-        return options.unmasking or family.default_unmasking, None
+        return options.unmasking or _default_policy(options, family), None
     rule, *others = given
     if others:
         named = " and ".join(f"{kind}={value}" for kind, value in given)
@@ -136,6 +152,15 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
     )
 
 
+def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
+    """The family's own, or one like it that the prior on confidences suits."""
+    default = UNMASKING_POLICIES[family.default_unmasking]
+    if options.certainty_sigma is None or default.measures in WEIGHTED_MEASURES:
+        return default.name
+    wanted = "probability", default.tempered
+    return next(policy.name for policy in UNMASKING_POLICIES.values() if (policy.measures, policy.tempered) == wanted)
+
+
 _GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
 """Request options about the guide; the fields of ``Guidance`` have their names without ``guide_``."""
 
@@ -152,7 +177,8 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
         if given:
             raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
         return None
-    for name in ("unmasking", "steps", "delay_eos", "block_add_threshold", *PARALLEL_OPTIONS):
+    others = ("steps", "tokens_per_step", "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
+    for name in (*others, *PARALLEL_OPTIONS):
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
@@ -235,6 +261,8 @@ def resolve_decoding(
         top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
+        tokens_per_step=decides.tokens_per_step,
+        certainty_sigma=decides.certainty_sigma,
         guidance=guidance,
         block_add_threshold=decides.block_add_threshold,
         suffix_blocks=options.suffix_blocks,
@@ -244,6 +272,8 @@ def resolve_decoding(
         num_logprobs=params.logprobs,
         streams_steps=options.stream_granularity == "step",
     )
+    if spec.parallel is None and spec.tokens_per_step is not None:
+        return replace(spec, steps=sum(spec.steps_per_block))
     if spec.parallel is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(
             f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "

@@ -48,6 +48,8 @@ class RowRule(Enum):
     FROM_LAST_UNMASKED = "from_last_unmasked"
     """From the row that predicted the leftmost position unmasked in the previous step, where it lies before ``span``,
     to the end of ``span``."""
+    CHOSEN = "chosen"
+    """The rows that the layer pass of the previous step chose, by what it saw and what that step unmasked."""
 
 
 class RetainedCopy(Enum):
@@ -70,6 +72,8 @@ class UnmaskQuota:
     """``count`` as a share of the masked candidates, for policies that draw each position by itself (``origin``)."""
     parallel: ParallelRule | None = None
     """Unmask as many candidates as this allows instead of ``count``."""
+    least: int = 0
+    """Unmask so many at least, where ``parallel`` allows fewer."""
     first_needed: bool = False
     """Whether the first position must be filled in this step, because no later one can predict it."""
     guaranteed: Span | None = None
@@ -115,6 +119,9 @@ class StepPlan:
     """Tokens per layer that the rows attend to in pages."""
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
+    predicts: Span | None = None
+    """Masked positions that are predicted, from the quota's candidates on; None: these alone. What goes beyond them is
+    not filled, but the layer pass observes it."""
     adds: tuple[Retention, ...] = ()
     """What an UPDATE step adds to pages, behind the tokens that it reads there. Methods that keep the whole canvas by
     position have no use for it."""
@@ -126,6 +133,11 @@ class StepPlan:
     retained_copy: RetainedCopy = RetainedCopy.NONE
     num_copied: int = 0
     """Tokens outside the window that the copy holds per layer; the window follows them."""
+
+    @property
+    def predicted(self) -> Span:
+        """Masked positions that are predicted, as far as rows that predict them are computed."""
+        return self.quota.candidates if self.predicts is None else self.predicts
 
 
 def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
@@ -150,26 +162,32 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
 
 
 def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> UnmaskQuota:
-    """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid).
+    """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid), or as many in every
+    step as the request asks for.
 
     ``window_alone``: later steps feed no row before the window. With shifted logits such a step cannot predict the
     window's first position. So Dream's first step of a block fills that one alone, outside the time grid (Fast-dLLM,
     Sparse-dLLM; without a cache wherever there are several blocks); of several running blocks it fills that one too.
     """
     window, step = spec.span_of(progress.running), progress.step
+    least = spec.tokens_per_step or 0
     first_needed = window_alone and spec.shifts_logits and step == 0
     if spec.guidance is not None:
         # The guide decides how many; schedules have no say.
         return UnmaskQuota(window, progress.num_masked, 1.0, first_needed=first_needed)
     if spec.block_add_threshold is not None:
         leftmost = spec.block_span(progress.leftmost)
-        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, first_needed, leftmost)
+        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, least, first_needed, leftmost)
     steps = spec.steps_per_block[progress.running.first]
-    in_blocks = window_alone or spec.num_blocks > 1
+    in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
     if spec.schedule == "timestep" and in_blocks and step == 0 and steps != 1:
         return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
     may_pass_none = spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none
     guaranteed = window if may_pass_none else None
+    if spec.tokens_per_step is not None:
+        count = min(spec.tokens_per_step, progress.num_masked)
+        ratio = count / max(progress.num_masked, 1)
+        return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
     if step >= steps - 1:
         return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, guaranteed=guaranteed)
     if spec.schedule == "uniform":

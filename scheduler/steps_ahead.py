@@ -45,7 +45,7 @@ def steps_known_ahead(
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Whether a step fills a number of positions that the host knows before, and nobody asks which of them."""
     whole_window = plan.quota.candidates == plan.window
-    asks = spec.delay_eos or spec.early_stop or spec.needs_per_step_output
+    asks = spec.delay_eos or spec.early_stop or spec.needs_per_step_output or spec.certainty_sigma is not None
     return whole_window and fills_fixed_count(plan, spec) and not asks
 
 

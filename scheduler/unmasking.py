@@ -11,6 +11,8 @@ from typing import Literal
 Measure = Literal["probability", "entropy", "margin", "noise"]
 """What a position's confidence is: the predicted token's probability, the negative entropy, the difference between the
 probabilities of the two likeliest tokens, or a random number."""
+WEIGHTED_MEASURES = ("probability", "margin")
+"""Those that a prior can weight: they are not negative, and mean something."""
 
 
 @dataclass(frozen=True)

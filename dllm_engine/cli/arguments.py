@@ -14,9 +14,9 @@ _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1
 
 ONE = "one"
 """The unmasking rule of one token per step."""
-RULES = ("steps", "threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
+RULES = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 """Options that another unmasking rule may set."""
-MORE_OF_RULE = ("block_add_threshold", "suffix_blocks")
+MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")
 """Options that may follow an unmasking rule."""
 DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop")
 """Arguments about how a response is denoised, under the names of request options."""

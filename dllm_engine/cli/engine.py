@@ -118,7 +118,16 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
         metavar="N",
         help="denoising steps of the response, at most and by default one per token",
     )
+    group.add_argument(
+        "--tokens-per-step", type=whole_number, metavar="N", help="fill so many positions in each step, or at least"
+    )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
+    group.add_argument(
+        "--certainty-sigma",
+        type=float,
+        metavar="TOKENS",
+        help="prefer positions near known tokens; so many tokens away is near (default: no preference)",
+    )
     parallel = group.add_mutually_exclusive_group()
     parallel.add_argument(
         "--threshold", type=float, metavar="P", help="fill every position at least this sure, not a fixed count a step"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes import (
+    d2_cache,
     delayed,
     dkv,
     dllm_cache,
@@ -28,5 +29,6 @@ PASSES: dict[str, Callable[[StepBatch, PageMemory], LayerPass]] = {
     "maskkv": maskkv.MaskKVPass,
     "freecache": freecache.layer_pass,
     "delayed": delayed.layer_pass,
+    "d2_cache": d2_cache.RolloutPass,
 }
 """Each makes the layer pass of a step."""

@@ -7,6 +7,7 @@ skipping) or compute some parts for all rows and others for a few (adaptive upda
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
@@ -55,6 +56,11 @@ class LayerPass:
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
         """Take in what was predicted at masked positions of a request, before any of them is unmasked."""
+
+    def next_rows(self, index: int) -> np.ndarray | None:
+        """Canvas positions that the next step of a request computes, ascending, where its plan leaves that to the pass
+        (``RowRule.CHOSEN``). Asked once the canvas holds what the step unmasked. The same on every rank."""
+        return None
 
     def rows_computed(self, index: int, num_rows: int) -> int:
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""

@@ -33,6 +33,8 @@ def filling_size(
         return None
     if any(canvas.spec.delay_eos or canvas.spec.needs_per_step_output for canvas in canvases):
         return None
+    if any(canvas.spec.certainty_sigma is not None for canvas in canvases) or any(group.least(group.batch.plans)):
+        return None
     (choice,) = choices
     num_candidates, width = padded(group.positions.numel()), padded(group.width)
     if choice.measure == "noise" or num_candidates is None or width is None:

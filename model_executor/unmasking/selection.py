@@ -13,6 +13,7 @@ def select(
     values: torch.Tensor,
     width: int,
     guaranteed: torch.Tensor | None = None,
+    least: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Which candidates ``rule`` chooses in each request; of equally confident ones the first.
 
@@ -23,6 +24,7 @@ def select(
         values: of each request, ``[num_requests]``.
         guaranteed: int64 ``[num_requests]``; one of the candidates with ``offsets`` below it is chosen at least, the
             most confident. None: leave it to the rule.
+        least: int64 ``[num_requests]``; so many are chosen at least, the most confident. None: leave it to the rule.
 
     Returns:
         bool ``[num_candidates]``.
@@ -32,6 +34,8 @@ def select(
     # What else is in the table must not matter, so that a request gets the same tokens in any batch: hence stable.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
     passes = rule(ordered, values[:, None])
+    if least is not None:
+        passes = passes | (torch.arange(width, device=table.device) < least[:, None])
     if guaranteed is not None:
         inside = order < guaranteed[:, None]
         first_inside = inside & (inside.cumsum(dim=1) == 1)

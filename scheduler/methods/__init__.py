@@ -2,6 +2,7 @@
 registry of each folder."""
 
 from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.d2_cache import D2_CACHE
 from dllm_engine.scheduler.methods.delayed import DELAYED
 from dllm_engine.scheduler.methods.dkv import DKV
 from dllm_engine.scheduler.methods.dllm_cache import DLLM_CACHE
@@ -23,5 +24,6 @@ CACHE_METHODS: dict[str, CacheMethod] = {
     "maskkv": MASKKV,
     "freecache": FREECACHE,
     "delayed": DELAYED,
+    "d2_cache": D2_CACHE,
 }
 """By the name that ``cache_method`` takes."""

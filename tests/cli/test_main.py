@@ -38,7 +38,10 @@ def own_signal_handlers(monkeypatch):
         (["generate", "Hello!", "--margin", "1.5"], "margin=1.5"),
         (["eval", "--methods", "sparse", "--cache-option", "retention_ratio=0.3"], "leave out --cache-method"),
         (["eval", "--unmasking-rules", "one,two"], "unmasking rule 'two' is unknown; give one or one of steps"),
-        (["eval", "--unmasking-rules", "margin=0.5+steps=8"], "and block_add_threshold or suffix_blocks behind it"),
+        (
+            ["eval", "--unmasking-rules", "margin=0.5+steps=8"],
+            "and certainty_sigma or block_add_threshold or suffix_blocks behind it",
+        ),
         (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
         (["eval", "--unmasking-rules", "one,threshold=2"], "threshold=2"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),

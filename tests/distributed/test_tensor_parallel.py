@@ -55,6 +55,8 @@ RULES: list[dict[str, float]] = [
 ]
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
 REFRESHED = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4, "refresh": "response"}}
+D2_CACHE = {"cache_method": "d2_cache", "cache_options": {"masked_rows": 6, "rollout_p": 0.2}}
+CHOSEN = ("unmasked_per_step", "computed_positions")
 RETAINED = ("unmasked_per_step", "retained_positions")
 SKIPPED = ("selected_positions", "retained_positions")
 
@@ -69,6 +71,8 @@ CASES = {
     "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
     "freecache dream": ("dream-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
     "delayed dream": ("dream-tiny-a", {"cache_method": "delayed"}, RULES, RETAINED),
+    "d2_cache llada": ("llada-tiny-a", D2_CACHE, [{"certainty_sigma": 10.0, "tokens_per_step": 2}, *RULES], CHOSEN),
+    "d2_cache dream": ("dream-tiny-a", D2_CACHE, RULES, CHOSEN),
     "es_dllm query": ("llada-tiny-a", es_dllm(indicator="query"), [{}], SKIPPED),
     "es_dllm key": ("dream-tiny-a", es_dllm(indicator="key"), [{}], SKIPPED),
     "es_dllm hidden_state": ("dream-tiny-a", es_dllm(indicator="hidden_state", retention_ratio=0.4), [{}], SKIPPED),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels import voting
 from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.kernels.voting import voting_scores
+from dllm_engine.kernels.voting import summed_probabilities, voting_scores
 from tests.kernels import formulas
 from tests.kernels.checks import check_voting_scores, log_sum_exp, refused
 from tests.support.kernels import TOLERANCE
@@ -45,6 +45,18 @@ def test_takes_the_log_sum_exp_of_attention_and_every_voter_has_one_vote():
     torch.testing.assert_close(scores.sum(dim=1), torch.full((2,), 8.0))
     attention = (q[12:, :2].transpose(0, 1) @ k[:, 0].T / 4).softmax(dim=-1)
     torch.testing.assert_close(scores[0], attention.sum(dim=1).mean(dim=0))
+
+
+@pytest.mark.parametrize("at_once", [1, 700, 1 << 24])
+def test_probabilities_of_rows_are_summed_over_heads(monkeypatch, at_once):
+    monkeypatch.setattr(voting, "_PROBABILITIES_AT_ONCE", at_once)
+    q, k, v = torch.randn(3, 20, 6, 16).unbind(0)
+    k, v = k[:, :3], v[:, :3]
+    _, lse = attention_with_lse(q, k, v, [0, 20])
+    summed = summed_probabilities(q[12:], k, lse[12:])
+    keys = k.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(summed, (torch.einsum("ihd,jhd->hij", q[12:], keys) / 4).softmax(dim=-1).sum(dim=0))
+    torch.testing.assert_close(summed.sum(dim=1), torch.full((8,), 6.0))
 
 
 @pytest.mark.parametrize(("keys_per_tile", "pairs_per_tile"), [(7, 1000), (1000, 7), (8, 5), (1, 1)])

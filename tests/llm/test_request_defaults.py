@@ -76,6 +76,11 @@ def test_who_names_steps_runs_one_block_at_a_time():
     assert (stepped.block_add_threshold, stepped.parallel, stepped.steps) == (None, None, 8)
 
 
+def test_tokens_per_step_take_the_place_of_steps():
+    spec = resolved({"steps": 4}, gen_length=20, block_length=8, tokens_per_step=3)
+    assert (spec.steps, spec.steps_per_block) == (8, (3, 3, 2))
+
+
 def test_what_a_request_names_itself_is_not_fitted():
     with pytest.raises(InvalidRequestError, match="block_length=32 is out of range"):
         resolved({"block_length": 4}, gen_length=16, block_length=32)
@@ -92,6 +97,7 @@ def test_what_a_request_names_itself_is_not_fitted():
         ({"unmasking": "best"}, ("unmasking='best' is unknown", "low_confidence")),
         ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='none' evicts nothing")),
         ({"stream_granularity": "step"}, ("no 'stream_granularity'", "block_length, steps")),
+        ({"steps": 8, "tokens_per_step": 2}, ("tokens_per_step=2 and steps=8",)),
         ({"block_add_threshold": 0.1}, ("block_add_threshold=0.1", "need a rule")),
         ({"top_p": 0.9}, ("no 'top_p'",)),
         ({"stepz": 3}, ("no 'stepz'",)),
@@ -162,6 +168,9 @@ def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(
         ({}, {"threshold": 0.9, "steps": 8}, {"threshold": 0.9, "steps": 8}),
         ({"steps": 4}, {"threshold": 0.9, "block_length": 8}, {"steps": 4, "block_length": 8}),
         ({"margin": 0.5}, {"threshold": 0.9}, {"margin": 0.5}),
+        ({"margin": 0.5}, {"tokens_per_step": 2, "certainty_sigma": 9.0}, {"margin": 0.5, "certainty_sigma": 9.0}),
+        ({"tokens_per_step": 2}, {"threshold": 0.9, "steps": 8}, {"tokens_per_step": 2}),
+        ({"steps": 8}, {"tokens_per_step": 2}, {"steps": 8}),
         ({"block_length": 4}, {"threshold": 0.9, "block_length": 8}, {"threshold": 0.9, "block_length": 4}),
     ],
     ids=str,

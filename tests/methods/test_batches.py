@@ -26,6 +26,8 @@ VARIANTS = {
     "dkv": ("dkv", {"refresh_interval": 5}),
     "freecache": ("freecache", {}),
     "delayed": ("delayed", {"cache_delay": 2, "refresh_interval": 5}),
+    "d2_cache": ("d2_cache", {"masked_rows": 6}),
+    "d2_cache, latest": ("d2_cache", {"masked_rows": 4, "confidence": "latest", "range_unit": "block", "gap_fill": 3}),
     "freecache, block alone": ("freecache", {"include_suffix": False}),
     "dllm_cache": ("dllm_cache", REFRESHES),
     "dllm_cache by key": ("dllm_cache", REFRESHES | {"similarity": "key"}),

@@ -19,6 +19,11 @@ ONE_BLOCK = {"gen_length": 16, "block_length": 16}
 PROFILE = [0.3, 0.1, 0.1, 0.5]
 EQUAL: dict[str, tuple[Setting, Setting]] = {
     "sparse retains everything at once": (("sparse", {"retention_ratio": 1.0, "update_delay": 0}), ("dual", {})),
+    # A gap of one is the prompt's last row, which Dream's rollout has no say in.
+    "d2_cache computes everything": (
+        ("d2_cache", {"masked_rows": 99, "rollout_p": 1.0, "gap_fill": 2}, {"tokens_per_step": 2}),
+        ("none", {}, {"tokens_per_step": 2}),
+    ),
     "dkv refreshes in every step": (("dkv", {"refresh_interval": 1}), ("none", {})),
     "dllm_cache refreshes in every pass": (("dllm_cache", refreshes(1, 1, 0.25)), ("none", {})),
     "dllm_cache updates every row": (("dllm_cache", refreshes(3, 7, 1.0)), ("dllm_cache", refreshes(3, 1, 0.0))),

@@ -372,9 +372,11 @@ def test_guiding_needs_a_guide(engines, reference_checkpoints, options, named):
         ask(llm, LENGTHS[:1], **options)
 
 
-def test_rows_that_are_skipped_cannot_be_drafted(reference_checkpoints, guides):
-    with pytest.raises(ValueError, match="guide_model is not supported with cache_method='es_dllm'"):
-        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(guides["llama"]), cache_method="es_dllm")
+@pytest.mark.parametrize("cache_method", ["es_dllm", "d2_cache"])
+def test_rows_that_are_skipped_cannot_be_drafted(reference_checkpoints, guides, cache_method):
+    guide = str(guides["llama"])
+    with pytest.raises(ValueError, match=f"guide_model is not supported with cache_method='{cache_method}'"):
+        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=guide, cache_method=cache_method)
 
 
 def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path):

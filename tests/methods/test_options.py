@@ -18,7 +18,10 @@ def out_of_range():
     for method, registered in CACHE_METHODS.items():
         for name, schema in registered.options.model_json_schema().get("properties", {}).items():
             for kind in schema.get("anyOf", [schema]):
-                if kind.get("type") in ("integer", "number"):
+                if "exclusiveMinimum" in kind:
+                    least = kind["exclusiveMinimum"]
+                    yield method, {name: least}, f"{name}={least}.*greater than {least}"
+                elif kind.get("type") in ("integer", "number"):
                     yield method, {name: kind["minimum"] - 1}, f"{name}={kind['minimum'] - 1}.*greater than or equal to"
                 if "maximum" in kind:
                     yield (

@@ -45,6 +45,12 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (16, 1, {"cache_delay": 0}),
         (8, 1, {"cache_delay": 2, "refresh_interval": 4}),
     ],
+    "d2_cache": [
+        (8, 1, {"masked_rows": 6, "gap_fill": 3}),
+        (4, 4, {"masked_rows": 2, "rollout_p": 0.4, "confidence": "latest"}),
+        (16, 1, {"masked_rows": 5, "rollout_p": 0.0, "sigma": 2.0, "range_unit": "block", "gap_fill": 2}),
+        (8, 4, {"rollout_p": 0.25, "sigma": 40.0, "confidence": "latest", "range_unit": "block"}),
+    ],
     "freecache": [(4, 4, {"include_suffix": True}), (16, 1, {"include_suffix": False})],
     "es_dllm": [
         (8, 1, {"indicator": "query", "alpha": 0.3, "block_refresh_interval": 1000, "prompt_refresh_interval": 5}),
@@ -82,6 +88,16 @@ ENDS = (42, 74, 226, 316, 319, 409)
 """Tokens that the tiny models are quick to predict, as end tokens."""
 
 
+def in_certain_order(requests: list[Request], number: int) -> list[Request]:
+    """Some of them by the certainty prior, and with a number of tokens per step, which a rule may exceed."""
+    for i, (_, asked) in enumerate(requests[2::4]):
+        if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin"):
+            asked["certainty_sigma"] = (2.0, 10.0)[i % 2]
+        asked.pop("steps", None)
+        asked["tokens_per_step"] = 1 + (i + number) % 3
+    return requests
+
+
 def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: bool) -> list[Request]:
     count = NUM_REQUESTS.get(method, 5)
     if method == "es_dllm":
@@ -91,8 +107,8 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
             for i, (prompt, asked) in enumerate(random_requests(number, 2 * count, False))
             if not asked.keys() & {"entropy_bound", "margin", "entropy_threshold"}
         ]
-        return requests[:count]
-    requests = random_requests(number, count, is_dream)
+        return in_certain_order(requests[:count], number)
+    requests = in_certain_order(random_requests(number, count, is_dream), number)
     if method != "dkv":  # which feeds what an end token has given up once more
         for _, asked in requests[1::4]:
             asked |= {"stop_token_ids": list(ENDS), "early_stop": True}

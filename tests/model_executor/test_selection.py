@@ -18,6 +18,7 @@ def pick(
     offsets: list[list[int]],
     width: int,
     guaranteed=None,
+    least=None,
 ):
     """Per request, the offsets of what is chosen."""
     requests = [i for i, of_request in enumerate(confidences) for _ in of_request]
@@ -30,12 +31,21 @@ def pick(
         torch.tensor(values, dtype=torch.float32),
         width,
         None if guaranteed is None else torch.tensor(guaranteed),
+        None if least is None else torch.tensor(least),
     )
     picked: list[list[int]] = [[] for _ in confidences]
     for request, offset, taken in zip(requests, flat, chosen.tolist(), strict=True):
         if taken:
             picked[request].append(offset)
     return picked
+
+
+def test_a_rule_that_allows_few_leaves_as_many_as_are_asked_for():
+    confidences = [[0.25, 0.5, 0.75], [0.875, 0.75], [0.25]]
+    offsets = [[0, 3, 5], [2, 4], [1]]
+    chosen = pick("threshold", confidences, [0.7, 0.7, 0.7], offsets, 6, least=[2, 1, 3])
+    assert chosen == [[3, 5], [2, 4], [1]]
+    assert pick("threshold", confidences, [0.7] * 3, offsets, 6, guaranteed=[1, 0, 0], least=[2, 0, 0])[0] == [0, 3, 5]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from tests.oracles.d2_cache import plain_d2_cache
 from tests.oracles.decoding import Decoding
 from tests.oracles.delayed import plain_delayed
 from tests.oracles.dkv import plain_dkv
@@ -25,6 +26,7 @@ METHODS: dict[str, Callable[..., None]] = {
     "es_dllm": plain_es_dllm,
     "freecache": plain_freecache,
     "delayed": plain_delayed,
+    "d2_cache": plain_d2_cache,
 }
 
 

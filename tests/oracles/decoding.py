@@ -13,6 +13,8 @@ Readings where the papers leave room:
   gets one position filled in every pass. A cache method looks at the window as at one block; it begins anew when a
   block joins, and complete blocks leave then. What no later pass of a window can predict, Dream fills in its first.
 * An end token ends the response once no mask is before it.
+* ``tokens_per_step``: as many in every pass, without Dream's schedule; a block's first pass fills its first position
+  alone only where no later pass can predict it. With a rule, at least so many.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -80,6 +82,8 @@ class Decoding:
     gen_length: int
     block_length: int
     steps: int | None = None
+    tokens_per_step: int | None = None
+    certainty_sigma: float | None = None
     unmasking: str = "low_confidence"
     threshold: float | None = None
     factor: float | None = None
@@ -114,6 +118,8 @@ class Decoding:
     """The passes of these."""
     window_alone: bool = False
     """Whether later passes of a window feed no row before it."""
+    fills_computed: bool = False
+    """Whether some masked positions of the window have no row."""
 
     def __post_init__(self) -> None:
         self.canvas = self.prompt + [self.model.mask] * self.gen_length
@@ -126,6 +132,8 @@ class Decoding:
         self.parallel = any(getattr(self, rule) is not None for rule in RULES)
         sizes = [end - first for first, end in self.blocks]
         self.steps_of = steps_per_block(self.gen_length if self.steps is None else self.steps, sizes)
+        if self.tokens_per_step:
+            self.steps_of = [math.ceil(size / self.tokens_per_step) for size in sizes]
 
     @property
     def tokens(self) -> list[int]:
@@ -190,22 +198,53 @@ class Decoding:
         first, end = self.window
         several, begins = self.block_add_threshold is not None, self.model.is_dream and self.step == 0
         steps = self.steps_of[self.running[0]]
-        alone = begins and not several and (self.window_alone or len(self.blocks) > 1)
-        if alone and (self.parallel or steps > 1):
+        in_blocks = len(self.blocks) > 1 and not self.tokens_per_step
+        alone = begins and not several and (self.window_alone or in_blocks)
+        masked = candidates = self.masked(first, end)
+        if alone and (self.parallel or steps > 1) and not self.fills_computed:
             self.commit([self.score(logits, first)])
             return
-        scored = sorted((self.score(logits, p) for p in self.masked(first, end)), key=lambda s: (-s[0], s[1]))
+        if self.fills_computed:
+            candidates = [p for p in masked if not logits[max(p - self.model.is_dream, 0)].isnan().any()]
+        prior = self.prior()
+        scored = [self.score(logits, p, prior[p]) for p in candidates]
+        scored.sort(key=lambda s: (-s[0], s[1]))
+        if alone and (self.parallel or steps > 1):
+            self.commit_most_confident(scored, 1)
+            return
         if self.parallel:
             needed = several and begins and self.window_alone and self.masked(first, first + 1)
             self.commit_by_rule(scored, (first, first + 1) if needed else self.leftmost_block())
             return
-        if self.step >= steps - 1:
-            count = len(scored)
+        if self.tokens_per_step:
+            count = self.tokens_per_step
+        elif self.step >= steps - 1:
+            count = len(masked)
         elif self.model.is_dream:
-            count = dream_count(len(scored), steps, self.step)
+            count = dream_count(len(masked), steps, self.step)
         else:
             count = llada_count(end - first, steps, self.step)
         self.commit_most_confident(scored, count)
+
+    def prior(self) -> dict[int, float]:
+        """What the confidence of each position of the response is weighted with."""
+        sigma, start = self.certainty_sigma, len(self.prompt)
+        return dict(enumerate([1.0] * self.gen_length if sigma is None else self.density(sigma), start))
+
+    def density(self, sigma: float) -> list[float]:
+        """How much of what is near each position of the response is known. All before the response is; what lies behind
+        it counts as its last position does."""
+        size, start = self.gen_length, len(self.prompt)
+
+        def weight(distance: int) -> float:
+            return math.exp(-(distance**2) / (2 * sigma**2))
+
+        def known(p: int) -> bool:
+            return p < 0 or self.canvas[start + min(p, size - 1)] != self.model.mask
+
+        total = sum(weight(d) for d in range(-3 * size, 3 * size))
+        near = [j for j in range(-size, 2 * size) if known(j)]
+        return [sum(weight(p - j) for j in near) / total for p in range(size)]
 
     def leftmost_block(self) -> tuple[int, int]:
         return next(self.blocks[b] for b in self.running if self.masked(*self.blocks[b]))
@@ -215,7 +254,7 @@ class Decoding:
     ) -> list[Scored]:
         """What a rule lets through, and one position of ``guaranteed`` at least. ``strict``: the threshold itself is
         not enough."""
-        count = self.count_by_rule(scored, strict=strict)
+        count = min(max(self.count_by_rule(scored, strict=strict), self.tokens_per_step or 0), len(scored))
         if 0 < count < len(scored):
             self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
         chosen = scored[:count]
@@ -239,7 +278,21 @@ class Decoding:
             self.decided(token_gap)
         self.order.append(sorted(scored.position for scored in chosen))
 
-    def score(self, logits: torch.Tensor, position: int) -> Scored:
+    def measured(self, logits: torch.Tensor, position: int) -> float:
+        """The confidence of a position by the running policy, or its token's probability where that is no
+        confidence; as if nothing were held back."""
+        policy, delays = self.unmasking, self.delay_eos
+        self.delay_eos = False
+        if policy == "entropy":
+            self.unmasking = "maskgit_plus"
+        scored = self.score(logits, position)
+        self.unmasking, self.delay_eos = policy, delays
+        if policy == "low_entropy":  # which measures the plain softmax
+            return float(logits[max(position - self.model.is_dream, 0)].softmax(-1)[scored.token])
+        return scored.confidence
+
+    def score(self, logits: torch.Tensor, position: int, prior: float = 1.0) -> Scored:
+        """``prior`` weights the confidence."""
         row = logits[max(position - 1, 0) if self.model.is_dream else position]
         assert not row.isnan().any(), f"position {position} was not predicted"
         if self.model.is_dream:  # LLaDA's confidence is of the plain softmax
@@ -257,7 +310,7 @@ class Decoding:
             "entropy": (p * (p + 1e-10).log()).sum(),
             "low_entropy": (plain * (plain + 1e-10).log()).sum(),
         }[self.unmasking]
-        return Scored(float(confidence), position, token, token_gap)
+        return Scored(float(confidence) * prior, position, token, token_gap)
 
     def _token(self, row: torch.Tensor, position: int) -> tuple[int, float]:
         """The predicted token, and by how much it won. Gumbel-max: argmax of exp(logits) / (-log u)^T."""

@@ -190,7 +190,8 @@ class PlainESDLLM:
             held = not self.shift and run.held_back(position, int(p.argmax()))
             masked = run.canvas[position] == self.model.mask
             self.confidence[row] = float(p.max()) if masked and not held else 0.0
-        scored = [run.score(logits, position) for position in run.masked(first, end) if position - self.shift in rows]
+        prior = run.prior()
+        scored = [run.score(logits, p, prior[p]) for p in run.masked(first, end) if p - self.shift in rows]
         scored = [entry for entry in scored if entry.confidence > -math.inf]
         scored.sort(key=lambda entry: (-entry.confidence, entry.position))
         steps = run.steps_of[run.running[0]]
@@ -198,6 +199,7 @@ class PlainESDLLM:
             chosen = run.commit_by_rule(scored, run.leftmost_block(), strict=True)
         else:
             count = end - first if run.step >= steps - 1 else llada_count(end - first, steps, run.step)
+            count = run.tokens_per_step or count
             chosen = run.commit_most_confident(scored, count)
         self.decoded_last = [entry.position for entry in chosen]
         for entry in chosen:

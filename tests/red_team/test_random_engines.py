@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-NUM_ENGINES, NUM_REQUESTS = 30, 14
+NUM_ENGINES, NUM_REQUESTS = 33, 14
 """Three engines of each cache method."""
-GUIDE_DECIDES = ("steps", "unmasking", *PARALLEL_OPTIONS, "block_add_threshold", "delay_eos", "logprobs")
+GUIDE_DECIDES = (
+    *("steps", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
+    *("block_add_threshold", "delay_eos", "logprobs"),
+)
 """Options that a guided request cannot have."""
 REFRESHES = {"refresh": ["all", "response", "near"], "prompt_refresh_interval": [1, 2, 3], "near_tokens": [1, 8]}
 CHOICES: dict[str, dict[str, list[Any]]] = {
@@ -66,6 +69,14 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "redistribute": [True, False],
     },
     "freecache": {"include_suffix": [True, False]},
+    "d2_cache": {
+        "rollout_p": [0.0, 0.1, 1.0],
+        "masked_rows": [1, 4, 32],
+        "sigma": [1.0, 10.0],
+        "gap_fill": [0, 4],
+        "confidence": ["first", "latest"],
+        "range_unit": ["masks", "block"],
+    },
     "delayed": {"cache_delay": [0, 1, 3], "refresh_interval": [1, 4, 10_000]},
 }
 
@@ -92,7 +103,7 @@ def tiny_guide(tmp_path_factory) -> str:
 
 def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> dict[str, Any]:
     """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
-    guided = guide is not None and method != "es_dllm" and draw.random() < 0.4
+    guided = guide is not None and method not in ("es_dllm", "d2_cache") and draw.random() < 0.4
     options = {name: draw.choice(values) for name, values in CHOICES[method].items()}
     if options.get("refresh", "all") != "all":
         options.pop("scorer", None)  # the others look at the whole canvas
@@ -124,6 +135,11 @@ def draw_requests(
             asked["logprobs"] = draw.choice([0, 3])
         if draw.random() < 0.2:
             asked["delay_eos"] = True
+        if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin") and draw.random() < 0.3:
+            asked["certainty_sigma"] = draw.choice([1.0, 10.0])
+        if draw.random() < 0.2:
+            asked.pop("steps", None)
+            asked["tokens_per_step"] = draw.choice([1, 3])
         if trims_suffix and draw.random() < 0.3:
             asked["suffix_blocks"] = draw.randrange(3)
         if has_guide and draw.random() < 0.3:

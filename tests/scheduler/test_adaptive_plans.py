@@ -172,6 +172,7 @@ _REFRESH = {
 METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
     "none": {},
     "delayed": {"cache_delay": st.integers(0, 5), "refresh_interval": st.integers(1, 9)},
+    "d2_cache": {"masked_rows": st.integers(1, 40), "rollout_p": _RATIO, "gap_fill": st.integers(0, 9)},
     "prefix": {},
     "dual": _REFRESH,
     "sparse": _REFRESH

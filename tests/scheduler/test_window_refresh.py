@@ -103,5 +103,5 @@ def test_what_is_near_is_seen_as_far_as_the_suffix_reaches():
 
 
 def test_only_methods_that_keep_the_whole_canvas_need_all_of_it():
-    whole = {"dkv", "es_dllm", "dllm_cache", "maskkv"}
+    whole = {"d2_cache", "dkv", "es_dllm", "dllm_cache", "maskkv"}
     assert {name for name, method in CACHE_METHODS.items() if not method.trims_suffix} == whole

@@ -50,6 +50,21 @@ ENGINES: dict[str, Callable[[Case], dict[str, Any]]] = {
         if h["use_kvcache"]
         else {"cache_method": "none"}
     ),
+    "d2_cache": lambda h: (
+        {
+            "cache_method": "d2_cache",
+            "cache_options": {
+                "rollout_p": h["rollout_p"],
+                "masked_rows": h["current_k"],
+                "sigma": h["cache_sigma"],
+                "gap_fill": h["inflate_w"],
+                "confidence": "latest" if "confidence" in h.get("upstream_repairs", ()) else "first",
+                "range_unit": "block" if "block_mask" in h.get("upstream_repairs", ()) else "masks",
+            },
+        }
+        if h["cache"] == "d2cache"
+        else {"cache_method": "none"}
+    ),
     "multi_block": lambda h: (
         {
             "cache_method": "delayed",
@@ -73,6 +88,10 @@ def request_fields(case: Case) -> dict[str, Any]:
         fields = {name: h[name] for name in ("gen_length", "block_length", "block_add_threshold")}
         fields |= {"entropy_threshold": h["threshold"], "unmasking": "low_entropy", "ignore_eos": True}
         return fields | ({"early_stop": True, "stop_token_ids": [h["eos_token_id"]]} if h["early_stop"] else {})
+    if "num_transfer_tokens" in h:
+        asked = {"tokens_per_step": "num_transfer_tokens", "certainty_sigma": "sigma", "unmasking": "alg"}
+        asked |= {name: name for name in ("gen_length", "block_length", "threshold", "factor", "top_p")}
+        return {"ignore_eos": True} | {name: h[of] for name, of in asked.items() if h.get(of) is not None}
     fields = {
         "gen_length": h["gen_length"],
         "block_length": h.get("block_length") or h["gen_length"],

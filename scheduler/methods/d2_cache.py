@@ -1,0 +1,65 @@
+"""d2Cache (arXiv 2509.23094): each step computes rows that the step before chose, by confidence and attention."""
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
+
+
+class D2CacheOptions(CacheOptions):
+    """Options of ``d2_cache`` (d2Cache, arXiv 2509.23094)."""
+
+    rollout_p: float = Field(default=0.1, ge=0, le=1)
+    """Of the positions that are not computed for another reason, those that attention rollout finds most important
+    are, up to this share of the importance; one at least."""
+    masked_rows: int = Field(default=32, ge=1)
+    """Masked positions that a step predicts, the most confident ones near what is known."""
+    sigma: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    """Reach of the certainty prior that masked positions are chosen by, in tokens."""
+    gap_fill: int = Field(default=0, ge=0)
+    """Rows between two computed ones that lie at most so many positions apart are computed too."""
+    confidence: Literal["first", "latest"] = "first"
+    """Of which pass over a masked position its confidence is: the first of all, or the latest that predicted it."""
+    range_unit: Literal["masks", "block"] = "masks"
+    """What masked positions are chosen from ends at a multiple of this: the block's masks, or its length."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Compute the canvas once; from then on the rows that the pass before chose."""
+    options = spec.cache
+    assert isinstance(options, D2CacheOptions)
+    whole = progress.num_forwards == 0
+    state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
+    plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)
+    # Where the schedule asks for a position by name, its row may not be among those computed.
+    quota = replace(plan.quota, candidates=plan.window)
+    plan = replace(plan, quota=quota, read=spec.canvas_length, retained=spec.canvas_length)
+    if whole or options.confidence == "latest":
+        plan = replace(plan, predicts=Span(plan.window.start, spec.canvas_length))
+    if whole:
+        return plan
+    return replace(plan, rows=RowRule.CHOSEN, max_rows=_most_rows(options, spec, progress))
+
+
+def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) -> int:
+    """The most rows that a step can have been given."""
+    predicting = min(options.masked_rows, spec.gen_length - progress.num_unmasked) + progress.last_unmasked
+    # The most important of n positions have a larger share of the importance than of the positions.
+    chosen = predicting + int(options.rollout_p * spec.canvas_length) + 1
+    return min(chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.canvas_length)
+
+
+def check(options: D2CacheOptions, num_layers: int, guided: bool) -> None:
+    """A guide needs a draft of every position."""
+    if guided:
+        raise ValueError(
+            "guide_model is not supported with cache_method='d2_cache': the guide needs a draft of every position, and "
+            "a step predicts some; choose another cache method"
+        )
+
+
+D2_CACHE = CacheMethod(plan, hold_canvas, D2CacheOptions, check=check)

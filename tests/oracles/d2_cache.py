@@ -1,0 +1,111 @@
+"""d2Cache as slow, plain PyTorch: a pass computes what the one before chose by confidence, nearness and rollout.
+
+Readings where neither paper nor code says more:
+
+* A position whose row is not computed is not filled.
+* Dream in blocks on its time schedule: a block's first pass fills the best computed position, not the block's first.
+* Several blocks at once: the block that is preferred is the leftmost one with masks left.
+* ``delay_eos``: the leftmost masked position is always among those predicted.
+* Policies that measure an entropy: a confidence is the token's probability.
+"""
+
+import math
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from tests.oracles.buffer import Buffer
+from tests.oracles.decoding import Decoding, gap
+
+
+def plain_d2_cache(
+    run: Decoding,
+    *,
+    rollout_p: float = 0.1,
+    masked_rows: int = 32,
+    sigma: float = 10.0,
+    gap_fill: int = 0,
+    confidence: Literal["first", "latest"] = "first",
+    range_unit: Literal["masks", "block"] = "masks",
+) -> None:
+    buffer = Buffer(run.model, run.length)
+    run.fills_computed = True
+    everything, start, dream = list(range(run.length)), len(run.prompt), run.model.is_dream
+    response = range(start, run.length)
+    confidences: dict[int, float] = {}
+    masked_before: list[int] = []
+    window = (0, 0)
+    importance: list[float] = []
+    for _ in run.passes():
+        masked = run.masked(start, run.length)
+        if not run.order:
+            rows = everything
+        else:
+            density = run.density(sigma)
+            scores = {p: confidences[p] * density[p - start] for p in response}
+            first, end = window
+            if run.block_add_threshold is not None:
+                first, end = next(block for block in run.blocks if block[0] <= masked[0] < block[1])
+            preferred = [p for p in range(first, end) if range_unit == "block" or p in masked_before]
+            best = max(scores.values())
+            scores |= {p: scores[p] + best for p in preferred}
+            unit = run.block_length if range_unit == "block" else len(preferred)
+            last = masked[masked_rows - 1] - start if len(masked) >= masked_rows else run.gen_length - 1
+            stop = start + (last // unit + 1) * unit
+            wanted = sorted((p for p in masked if preferred[0] <= p < stop), key=lambda p: -scores[p])
+            if run.delay_eos:
+                wanted = [masked[0], *(p for p in wanted if p != masked[0])]
+            if len(wanted) > masked_rows:
+                run.decided(gap(scores[wanted[masked_rows - 1]], scores[wanted[masked_rows]]))
+            wanted = wanted[:masked_rows]
+            chosen = set(run.order[-1]) | {p - dream for p in wanted}
+            of_first = dream and start in wanted
+            if dream:
+                chosen -= {start - 1}
+            chosen |= important(run, importance, [p for p in everything if p not in chosen], rollout_p)
+            if dream:
+                chosen = chosen - {start - 1} | ({start - 1} if of_first else set())
+            rows = sorted(chosen)
+            for a, b in pairwise(rows):
+                if b - a <= gap_fill:
+                    chosen |= set(range(a, b))
+            rows = sorted(chosen)
+        logits, queries = buffer.forward(run.canvas, rows)
+        importance = column_sums(run, buffer, queries, rows)
+        window, masked_before = run.window, masked
+        for p in masked if not run.order or confidence == "latest" else ():
+            if p - dream in rows:
+                confidences[p] = run.measured(logits, p)
+        run.fill(logits, rows)
+
+
+def column_sums(run: Decoding, buffer: Buffer, queries: list[torch.Tensor], rows: list[int]) -> list[float]:
+    """Of the attention rolled out over the layers, a whole matrix at a time."""
+    rollout = torch.eye(run.length, dtype=torch.float64)
+    for layer, q in enumerate(queries):
+        attention = torch.eye(run.length, dtype=torch.float64)
+        attention[rows] = 0
+        for head in range(run.model.heads):
+            keys = buffer.k[layer, :, head * run.model.kv_heads // run.model.heads]
+            weights = (q[:, head] @ keys.T / math.sqrt(q.shape[-1])).softmax(-1)
+            attention[rows] += weights.double() / run.model.heads
+        rollout = (attention + torch.eye(run.length)) / 2 @ rollout
+    return rollout.sum(0).tolist()
+
+
+def important(run: Decoding, importance: list[float], others: list[int], share: float) -> set[int]:
+    """The positions with the largest sums, up to a share of all their sums; one at least, if there is any."""
+    ordered = sorted(others, key=lambda p: -importance[p])
+    total, so_far, taken = sum(importance[p] for p in others), 0.0, 0
+    for p in ordered:
+        so_far += importance[p]
+        if share < 1:
+            run.decided(10 * gap(so_far / total, share))
+        if so_far > share * total * (1 + 1e-12):
+            break
+        taken += 1
+    taken = max(taken, 1)
+    if len(ordered) > taken:
+        run.decided(10 * gap(importance[ordered[taken - 1]], importance[ordered[taken]]))
+    return set(ordered[:taken])
