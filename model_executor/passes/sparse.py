@@ -35,8 +35,7 @@ class SparsePass(RetentionPass):
         ]
         """Of each request of ``updating``."""
         self.columns = [
-            [None if columns is None else on_device(columns, self.device) for columns in of_group]
-            for of_group in scored
+            [None if columns is None else self._columns(columns) for columns in of_group] for of_group in scored
         ]
         """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
         all of them are retained."""
@@ -46,6 +45,11 @@ class SparsePass(RetentionPass):
             before = plan.window.start - plan.span.start
             spans.append((first, min(before, count), plan.window.size, count, first + before, plan.window.size))
         self.spans = on_device(spans, self.device)
+
+    def _columns(self, columns: np.ndarray) -> slice | torch.Tensor:
+        """Neighbouring columns as a slice, which copies nothing."""
+        first, stop = int(columns[0]), int(columns[-1]) + 1
+        return slice(first, stop) if stop - first == columns.size else on_device(columns, self.device)
 
     def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if not any(self.num_scored):
@@ -59,8 +63,8 @@ class SparsePass(RetentionPass):
             named = group.rows.split([retention.num_positions for retention in group.plan.adds], dim=1)
             for rows, retention, columns in zip(named, group.plan.adds, of_group, strict=True):
                 if columns is not None:
-                    of_part = scores[members].index_select(1, columns)
-                    rows = rows.gather(1, select_retained(of_part, retention.count, self.options.pool_kernel_size))
+                    chosen = select_retained(scores[members, columns], retention.count, self.options.pool_kernel_size)
+                    rows = rows.gather(1, chosen)
                 parts.append(rows)
             retained.append(torch.cat(parts, dim=1).flatten())
             first = members.stop

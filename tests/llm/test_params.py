@@ -7,7 +7,10 @@ import pickle
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.plugin import register
 from dllm_engine.scheduler.request_options import InvalidRequestError
+
+register()  # as vLLM does when it starts: some refusals are its own, in our words
 
 SETTINGS = [
     {},
