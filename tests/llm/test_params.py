@@ -7,10 +7,10 @@ import pickle
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.plugin import register
 from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.vllm_hooks import patch, table
 
-register()  # as vLLM does when it starts: some refusals are its own, in our words
+patch.apply(table.SERVING)  # as an engine does when it starts: some refusals are vLLM's, in our words
 
 SETTINGS = [
     {},
