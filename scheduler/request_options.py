@@ -40,7 +40,7 @@ class RequestOptions(BaseModel):
     steps: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     tokens_per_step: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     unmasking: str | None = None
-    certainty_sigma: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    certainty_sigma: float | None = Field(default=None, ge=0.01, le=1e6)
     threshold: float | None = Field(default=None, gt=0, le=1)
     factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)

@@ -18,7 +18,7 @@ class D2CacheOptions(CacheOptions):
     are, up to this share of the importance; one at least."""
     masked_rows: int = Field(default=32, ge=1)
     """Masked positions that a step predicts, the most confident ones near what is known."""
-    sigma: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    sigma: float = Field(default=10.0, ge=0.01, le=1e6)
     """Reach of the certainty prior that masked positions are chosen by, in tokens."""
     gap_fill: int = Field(default=0, ge=0)
     """Rows between two computed ones that lie at most so many positions apart are computed too."""

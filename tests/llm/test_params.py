@@ -99,7 +99,7 @@ REFUSED = [
     ({"factor": 1.0, "unmasking": "entropy"}, "factor=1.0 goes by probability"),
     ({"steps": 8, "tokens_per_step": 2}, "tokens_per_step=2 and steps=8 both say how many tokens"),
     ({"tokens_per_step": 0}, "tokens_per_step=0: Input should be greater than or equal to 1"),
-    ({"certainty_sigma": 0.0}, "certainty_sigma=0.0: Input should be greater than 0"),
+    ({"certainty_sigma": 0.0}, "certainty_sigma=0.0: Input should be greater than or equal to 0.01"),
     ({"certainty_sigma": 9.0, "unmasking": "entropy"}, "certainty_sigma=9.0 weights probabilities and margins"),
     ({"certainty_sigma": 9.0, "entropy_bound": 0.5}, "unmasking='low_entropy' does not measure"),
     ({"n": 2}, "n=2 needs a temperature above 0"),

@@ -15,7 +15,7 @@ from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
 
-BROKEN, EARLIER = 120, 119
+BROKEN, EARLIER = 121, 118
 """Tokens whose embeddings are not finite; no answer below contains them."""
 BAD = [3, 1, 4, BROKEN, 5, 9]
 NEIGHBOURS = [[(7 * i * i + 3 * j) % 90 for i in range(9 + 8 * j)] for j in range(3)]
