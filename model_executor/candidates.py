@@ -140,19 +140,21 @@ class BatchCandidates:
     def certainty(self) -> torch.Tensor | None:
         """What the prior of its request multiplies each candidate's confidence with, float32 ``[num_candidates]``; None
         where no request has one. Of the tokens known when the step was laid out."""
+        sigmas = {i: sigma for i in self.members if (sigma := self.batch.canvases[i].spec.certainty_sigma) is not None}
+        if not sigmas:
+            return None
         weights = np.ones(self.columns.shape[1], dtype=np.float32)
-        weighted = False
-        for i in self.members:
-            canvas = self.batch.canvases[i]
-            start, sigma = canvas.spec.prompt_length, canvas.spec.certainty_sigma
-            if sigma is not None:
-                mine, weighted = self.columns[0] == i, True
-                weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[self.columns[2, mine] - start]
-        return on_device(weights, self.table.device, torch.float32) if weighted else None
+        for i, sigma in sigmas.items():
+            canvas, mine = self.batch.canvases[i], self.columns[0] == i
+            start = canvas.spec.prompt_length
+            weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[self.columns[2, mine] - start]
+        return on_device(weights, self.table.device, torch.float32)
 
     @cached_property
     def predicted_alone(self) -> torch.Tensor | None:
         """Candidates that no step of the batch may fill, bool ``[num_candidates]``; None where there are none."""
+        if all(plan.predicts is None for plan in self.batch.plans):
+            return None
         sizes = np.array([plan.quota.candidates.size for plan in self.batch.plans])
         alone = self.columns[1] >= sizes[self.columns[0]]
         return on_device(alone, self.table.device, torch.bool) if alone.any() else None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -157,6 +157,11 @@ class DecodingSpec:
         if self.tokens_per_step is not None:
             return tuple(-(-size // self.tokens_per_step) for size in sizes)
         return split_steps(self.steps, sizes)
+
+    @cached_property
+    def by_window(self) -> dict[Span, Any]:
+        """What a cache method has computed for a window, by its span: plans are made in every step."""
+        return {}
 
     def most_steps(self, blocks: Blocks) -> int:
         """Forward passes within which running blocks are finished, or joined by another one, whatever the model

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest
 from dllm_engine.checkpoints import load_config
+from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
-from dllm_engine.cli.arguments import parse_rule, positive_int, positive_ints
 from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
 from dllm_engine.demo import DEMO_MODEL
@@ -161,10 +161,10 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
     if args.unmasking_rules is None:
         return list(RULES)
     rules = [rule for text in args.unmasking_rules.split(",") for rule in parse_rule(text).items()]
-    if any(name == "block_add_threshold" for name, _ in rules):
-        raise ValueError(
-            f"--unmasking-rules {args.unmasking_rules}: block_add_threshold is varied anyway; leave it out"
-        )
+    for name, _ in rules:
+        if name in MORE_OF_RULE:
+            why = "varied anyway" if name == "block_add_threshold" else "not searched"
+            raise ValueError(f"--unmasking-rules {args.unmasking_rules}: {name} is {why}; leave it out")
     return rules
 
 

@@ -20,8 +20,8 @@ from dllm_engine.scheduler.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of one request in a forward pass, which must compute the canvas from its beginning. Its length, the
-    canvas's unless masks far behind the window are left out, is ``n`` here."""
+    """One layer of one request in a forward pass, which to be scored must compute its canvas from position 0: all
+    ``n`` positions of it, or those that ``suffix_blocks`` leaves."""
 
     q: torch.Tensor
     """``[n, num_heads, head_dim]``, after RoPE."""

@@ -39,10 +39,12 @@ def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int,
     """Since a block joined: ``update_step`` steps that compute what is refreshed, one UPDATE that computes it once more
     and retains, then the window alone."""
     window = spec.span_of(progress.running)
-    old, new = retain(spec, window)
-    read = sum(retention.count for retention in old)
+    if window not in spec.by_window:
+        parts = retain(spec, window)
+        spec.by_window[window] = *parts, *(sum(retention.count for retention in part) for part in parts)
+    old, new, read, renewed = spec.by_window[window]
     if progress.step > update_step:
-        retained = read + sum(retention.count for retention in new)
+        retained = read + renewed
         return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, window, read=retained)
     if _whole_is_due(spec, progress, update_step):
         span, scope, read, new, waits = spec.visible(window), Scope.ALL, 0, [*old, *new], RefreshState.FULL
