@@ -8,8 +8,8 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions, request_options
+from dllm_engine.scheduler.resolve import end_token_ids, resolve_decoding
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -69,12 +69,28 @@ def check_request(
             f"prompted"
         )
     spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
+    _check_given(spec.template, end_token_ids(params, hf_config), hf_config)
     if spec.canvas_length > max_model_len:
         raise InvalidRequestError(
             f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
             f"{spec.canvas_length}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
         )
     return spec
+
+
+def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any) -> None:
+    for i, token in enumerate(template):
+        if token is None:
+            continue
+        if not 0 <= token < hf_config.vocab_size:
+            reason = f"outside the vocabulary of {hf_config.vocab_size}"
+        elif token == hf_config.mask_token_id:
+            reason = "the mask token; put None where the model is to write"
+        elif token in ends and i + 1 < len(template):
+            reason = "an end token, which would end the response; leave out what follows it"
+        else:
+            continue
+        raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
 
 
 def _check_integers(params: SamplingParams, vocab_size: int) -> None:
@@ -100,10 +116,12 @@ def check_integer(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
 
 
-def default_gen_length(prompt_length: int, model_config: Any) -> int:
-    """Response length of a request that names none: the model's default, or what fits.
+def open_gen_length(params: SamplingParams, prompt_length: int, model_config: Any) -> int:
+    """Response length of a request that names none: that of its template, the model's default, or what fits.
 
     At least 1, so that the check of the request explains.
     """
+    if template := request_options(params).response_template:
+        return len(template)
     default: int = model_config.override_generation_config["max_new_tokens"]
     return max(min(default, model_config.max_model_len - prompt_length), 1)

@@ -10,7 +10,7 @@ import vllm
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
-from dllm_engine.admission import default_gen_length
+from dllm_engine.admission import open_gen_length
 from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
@@ -147,7 +147,7 @@ class LLM(vllm.LLM):
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
         if params.max_tokens is None:
             params = params.clone()
-            params.max_tokens = default_gen_length(prompt_length, self.model_config)
+            params.max_tokens = open_gen_length(params, prompt_length, self.model_config)
         engine = EngineOptions.from_vllm_config(self.llm_engine.vllm_config)
         return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), engine)
 

@@ -83,8 +83,10 @@ class BlockReader:
         start, length, mask = message["start"], message.pop("length"), message.pop("mask_token_id")
         names = ("positions", "token_ids", "confidences", "guesses")
         positions, tokens, confidences, guesses = (message.pop(name) for name in names)
+        template = message.pop("template")
         if not self._tokens:
-            self._tokens, self._confidences = [None] * message["gen_length"], [None] * message["gen_length"]
+            self._confidences = [None] * message["gen_length"]
+            self._tokens = template or list(self._confidences)
         for position, token, confidence in zip(positions, tokens, confidences, strict=True):
             self._tokens[start + position], self._confidences[start + position] = token, confidence
         window = slice(start, start + length)

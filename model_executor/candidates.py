@@ -151,6 +151,19 @@ class BatchCandidates:
         return on_device(weights, self.table.device, torch.float32)
 
     @cached_property
+    def barred_tokens(self) -> np.ndarray | None:
+        """End tokens that may not stand where something given follows: int64 ``[2, num_barred]``, candidates and
+        tokens; None where there are none."""
+        barred = []
+        for i in self.members:
+            spec = self.batch.canvases[i].spec
+            if spec.template and spec.end_tokens:
+                here = np.flatnonzero((self.columns[0] == i) & (self.columns[2] < spec.last_given))
+                ends = np.array(sorted(spec.end_tokens))
+                barred.append(np.stack((here.repeat(ends.size), np.tile(ends, here.size))))
+        return np.concatenate(barred, axis=1) if barred else None
+
+    @cached_property
     def predicted_alone(self) -> torch.Tensor | None:
         """Candidates that no step of the batch may fill, bool ``[num_candidates]``; None where there are none."""
         if all(plan.predicts is None for plan in self.batch.plans):

@@ -29,20 +29,18 @@ class CanvasStore:
         self._begin()
 
     def open(self, request_id: str, request: NewRequest) -> None:
-        """Make the canvas of a new request: its prompt, and masks."""
+        """Make the canvas of a new request: its prompt, and masks or what its template gives."""
         spec, device = request.spec, self.tokens.device
         canvas = Canvas(spec, signed_seed(request.seed), SamplingSettings.of(spec))
         if self._end + spec.canvas_length > self.tokens.numel():
             self._make_room(spec.canvas_length)
         self._place(canvas)
-        canvas.known = np.full(spec.canvas_length, -1)
-        canvas.known[: spec.prompt_length] = request.prompt_token_ids
-        canvas.tokens[: spec.prompt_length] = on_device(request.prompt_token_ids, device)
-        canvas.tokens[spec.prompt_length :] = self.mask_token_id
-        canvas.masked[: spec.prompt_length] = False
-        canvas.masked[spec.prompt_length :] = True
+        response = [-1 if token is None else token for token in spec.template] or [-1] * spec.gen_length
+        canvas.known = np.array([*request.prompt_token_ids, *response])
+        canvas.tokens.copy_(on_device(np.where(canvas.known < 0, self.mask_token_id, canvas.known), device))
+        canvas.masked.copy_(on_device(canvas.known < 0, device))
         if spec.num_logprobs is not None:
-            canvas.logprobs = TokenLogprobs.empty(spec.canvas_length, spec.num_logprobs, device)
+            canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs)
         if spec.streams_steps:
             canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=device)
         self.canvases[request_id] = canvas

@@ -135,6 +135,7 @@ class Denoiser:
             with_entropy="entropy" in measures,
             with_margin="margin" in measures,
             num_logprobs=max(num_logprobs, default=None),
+            barred=group.barred_tokens,
         )
         if "noise" in measures and counters is not None:
             statistics.noise = uniform(
@@ -183,13 +184,21 @@ class Denoiser:
                 self.failures[draft.request_id] = verdict
                 continue
             canvas, plan = draft.canvas, candidates.plan
-            assert canvas.spec.guidance is not None
+            spec = canvas.spec
+            assert spec.guidance is not None
+            # Where something given follows, no end token; the model's draft is none.
+            own = [
+                drafted if token in spec.end_tokens and position < spec.last_given else token
+                for token, drafted, position in zip(
+                    verdict.tokens, verdict.drafted, draft.positions.tolist(), strict=True
+                )
+            ]
             chosen = select_guided(
-                canvas.spec.guidance,
+                spec.guidance,
                 verdict.drafted,
                 probability,
                 verdict.ranks,
-                verdict.tokens,
+                own,
                 first_needed=plan.quota.first_needed,
             )
             in_order = sorted(chosen)

@@ -62,11 +62,11 @@ class Canvas:
         length = self.spec.block_length
         return [int(np.count_nonzero(is_masked[i : i + length])) for i in range(0, window.size, length)]
 
-    def take_sendable(self, window: Span) -> slice:
+    def take_sendable(self) -> np.ndarray:
         """Canvas positions to be sent now: what is decided with no mask before it, up to its first end token, or else
         as far as blocks are complete."""
-        masked = np.flatnonzero(self.known[self.sent : window.stop] < 0)
-        decided = self.sent + int(masked[0]) if masked.size else window.stop
+        masked = np.flatnonzero(self.known[self.sent :] < 0)
+        decided = self.sent + int(masked[0]) if masked.size else self.spec.canvas_length
         tokens = self.known[self.sent : decided].tolist()
         end = next((i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None)
         if end is not None:
@@ -76,7 +76,10 @@ class Canvas:
         else:
             stop = decided
         start, self.sent = self.sent, max(stop, self.sent)
-        return slice(start, self.sent)
+        positions = np.arange(start, self.sent)
+        if self.spec.return_given:
+            return positions
+        return positions[[not self.spec.is_given(position) for position in positions.tolist()]]
 
     def give_up_behind_end(self) -> np.ndarray | None:
         """Turn everything behind the first end token of the response into end tokens. Returns the positions that this

@@ -67,7 +67,7 @@ def _results(
         if given_up is not None:
             changed = sorted({*unmasked, *given_up[given_up < plan.window.stop].tolist()})
         canvas.next_rows = layer_pass.next_rows(index)
-        sent = canvas.take_sendable(plan.window)
+        sent = canvas.take_sendable()
         tokens = canvas.known[sent].tolist()
         report = StepReport(
             plan=plan,
@@ -107,7 +107,7 @@ def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], la
     } | layer_pass.record(index)
 
 
-def _logprobs(canvas: Canvas, sent: slice) -> LogprobsLists:
+def _logprobs(canvas: Canvas, sent: np.ndarray) -> LogprobsLists:
     """Of tokens that are sent, in vLLM's form: the committed token first, then the likeliest ones."""
     kept = canvas.logprobs
     assert kept is not None

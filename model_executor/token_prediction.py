@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.kernels.noise import gumbel_max
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
@@ -101,16 +103,20 @@ class TokenPredictor:
         with_entropy: bool,
         with_margin: bool,
         num_logprobs: int | None = None,
+        barred: np.ndarray | None = None,
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
         argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities of the predicted token and of
-        so many of the likeliest; None: for none. ``counters`` are needed for sampling only.
+        so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``barred`` int64
+        ``[2, num_barred]``: rows and tokens that they may not predict, which count as if they had no probability.
         """
         chunks = []
         for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device, filtered=settings.filters):
             shard = self.compute_logits(hidden[rows])
+            if barred is not None:
+                _bar(shard, barred - np.array([[rows.start], [shard.first_token]]))
             of_rows = None if counters is None else counters.rows(rows)
             chunks.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs))
         return chunks[0] if len(chunks) == 1 else _concatenated(chunks)
@@ -228,6 +234,14 @@ class TokenPredictor:
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_from_ranks(values, self.tp_group)
+
+
+def _bar(shard: VocabularyShard, barred: np.ndarray) -> None:
+    """Take tokens out of a chunk's logits: ``barred`` int64 ``[2, num_barred]``, rows and columns, of which those
+    outside the chunk belong to others."""
+    inside = (barred >= 0).all(axis=0) & (barred < np.array(shard.logits.shape)[:, None]).all(axis=0)
+    rows, columns = on_device(barred[:, inside], shard.logits.device)
+    shard.logits[rows, columns] = -torch.inf
 
 
 def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:

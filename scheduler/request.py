@@ -99,6 +99,10 @@ class DecodingSpec:
     """Give up the positions behind the first end token as soon as it is decided: they become end tokens (d3LLM)."""
     delay_eos: bool = False
     """Hold back an end token while the position before it is masked and the response has none."""
+    template: tuple[int | None, ...] = ()
+    """The response before its first step: given tokens, and None for each mask. Empty: all masks."""
+    return_given: bool = True
+    """Whether given tokens are sent with those that were filled in."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
@@ -151,12 +155,37 @@ class DecodingSpec:
         one_by_one = [Blocks(0, 1), Blocks(last, last + 1)]
         return one_by_one if self.block_add_threshold is None else [*one_by_one, Blocks(0, last + 1)]
 
+    def is_given(self, position: int) -> bool:
+        """Whether the canvas position of the response holds a token from the start."""
+        return bool(self.template) and self.template[position - self.prompt_length] is not None
+
+    @cached_property
+    def last_given(self) -> int:
+        """The last canvas position that holds a token from the start. Masks before it cannot end the response."""
+        given = (i for i in range(len(self.template) - 1, -1, -1) if self.template[i] is not None)
+        return self.prompt_length + next(given, -1)
+
+    @cached_property
+    def masks_per_block(self) -> tuple[int, ...]:
+        """Masks of each block before its first step."""
+        spans = [self.block_span(block) for block in range(self.num_blocks)]
+        return tuple(sum(not self.is_given(position) for position in range(*span)) for span in spans)
+
+    @property
+    def num_masks(self) -> int:
+        """Masks of the response before its first step."""
+        return sum(self.masks_per_block)
+
+    @property
+    def num_sent(self) -> int:
+        """Tokens of a response that no end token cuts."""
+        return self.gen_length if self.return_given else self.num_masks
+
     @cached_property
     def steps_per_block(self) -> tuple[int, ...]:
-        sizes = [self.block_span(block).size for block in range(self.num_blocks)]
         if self.tokens_per_step is not None:
-            return tuple(-(-size // self.tokens_per_step) for size in sizes)
-        return split_steps(self.steps, sizes)
+            return tuple(-(-masks // self.tokens_per_step) for masks in self.masks_per_block)
+        return split_steps(self.steps, [self.block_span(block).size for block in range(self.num_blocks)])
 
     @cached_property
     def by_window(self) -> dict[Span, Any]:
@@ -215,8 +244,8 @@ class Progress:
     @classmethod
     def begin(cls, spec: DecodingSpec) -> "Progress":
         """That of a request that has not run."""
-        progress = cls(masked=[spec.block_span(0).size])
-        progress._join(spec)
+        progress = cls(masked=[spec.masks_per_block[0]])
+        progress._settle(spec)
         return progress
 
     @property
@@ -255,18 +284,28 @@ class Progress:
         self.masked = [self.num_masked - num_unmasked] if masked is None else masked
         self.step += 1
         self.ended |= ends
-        num_new = self.leftmost - len(self.completed_at)
-        self.completed_at += [self.num_forwards] * num_new
-        self._join(spec)
+        self._settle(spec)
 
-    def _join(self, spec: DecodingSpec) -> None:
-        """Let the next block join where enough of the last one is decided."""
+    def _settle(self, spec: DecodingSpec) -> None:
+        """Let the next block join where it may. Blocks that have no mask to begin with take no step."""
+        self._note_complete()
+        while self._join(spec) and not self.num_masked:
+            self._note_complete()
+
+    def _note_complete(self) -> None:
+        self.completed_at += [self.num_forwards] * (self.leftmost - len(self.completed_at))
+
+    def _join(self, spec: DecodingSpec) -> bool:
+        """Let the next block join if enough of the last one is decided; whether it does."""
         joining, left = self.running.stop, self.masked[-1]
         if joining == spec.num_blocks or self.ended:
-            return
+            return False
         decided = 1 - left / spec.block_span(joining - 1).size
         if left and (spec.block_add_threshold is None or decided < spec.block_add_threshold):
-            return
-        self.before, self.running = self.running, Blocks(self.leftmost, joining + 1)
-        self.masked = [*self.masked[self.running.first - self.before.first :], spec.block_span(joining).size]
-        self.steps_before, self.step = self.step, 0
+            return False
+        if self.step:
+            self.before, self.steps_before, self.step = self.running, self.step, 0
+        first = self.leftmost
+        self.masked = [*self.masked[first - self.running.first :], spec.masks_per_block[joining]]
+        self.running = Blocks(first, joining + 1)
+        return True

@@ -58,6 +58,8 @@ class RequestOptions(BaseModel):
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
     stream_granularity: Literal["block", "step"] | None = None
+    response_template: list[int | None] | None = None
+    return_given: bool | None = None
     trace: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)

@@ -70,7 +70,7 @@ class RequestState:
             request.status = RequestStatus.FINISHED_STOPPED
             if tokens[-1] in (params.stop_token_ids or ()):
                 request.stop_reason = tokens[-1]
-        elif request.num_output_tokens >= self.spec.gen_length:
+        elif request.num_output_tokens >= self.spec.num_sent:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return tokens
 

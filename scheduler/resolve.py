@@ -204,6 +204,29 @@ def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
         )
 
 
+def _template(own: RequestOptions, gen_length: int) -> tuple[int | None, ...]:
+    """The request's given tokens; raises ``InvalidRequestError`` where they cannot be a response."""
+    template = own.response_template
+    if template is None:
+        if own.return_given is not None:
+            raise InvalidRequestError(
+                f"return_given={own.return_given}: nothing is given; set response_template, or leave return_given unset"
+            )
+        return ()
+    if len(template) != gen_length:
+        raise InvalidRequestError(
+            f"response_template has {len(template)} positions and gen_length (max_tokens) is {gen_length}: they name "
+            f"the same length; leave gen_length unset"
+        )
+    if None not in template:
+        raise InvalidRequestError("response_template has nothing to fill in; put None where the model is to write")
+    if own.return_given is False and own.stream_granularity == "step":
+        raise InvalidRequestError(
+            "return_given=False leaves out what stream_granularity='step' shows; leave one of them unset"
+        )
+    return tuple(template)
+
+
 def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
     """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
     ends = set(params.stop_token_ids or ())
@@ -230,6 +253,7 @@ def resolve_decoding(
     gen_length = params.max_tokens
     if gen_length is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
+    template = _template(own, gen_length)
     block_length, steps = _fit(options, own, family, gen_length)
     is_uniform = _uses_uniform_sampler(options, engine)
     unfiltered = is_uniform and params.temperature == 0
@@ -268,6 +292,8 @@ def resolve_decoding(
         suffix_blocks=options.suffix_blocks,
         early_stop=bool(options.early_stop),
         delay_eos=bool(options.delay_eos),
+        template=template,
+        return_given=own.return_given is not False,
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
         streams_steps=options.stream_granularity == "step",

@@ -171,7 +171,8 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     """
     window, step = spec.span_of(progress.running), progress.step
     least = spec.tokens_per_step or 0
-    first_needed = window_alone and spec.shifts_logits and step == 0
+    begins_masked = step == 0 and not spec.is_given(window.start)
+    first_needed = window_alone and spec.shifts_logits and begins_masked
     if spec.guidance is not None:
         # The guide decides how many; schedules have no say.
         return UnmaskQuota(window, progress.num_masked, 1.0, first_needed=first_needed)
@@ -180,7 +181,7 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
         return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, least, first_needed, leftmost)
     steps = spec.steps_per_block[progress.running.first]
     in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
-    if spec.schedule == "timestep" and in_blocks and step == 0 and steps != 1:
+    if spec.schedule == "timestep" and in_blocks and begins_masked and steps != 1:
         return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
     may_pass_none = spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none
     guaranteed = window if may_pass_none else None
@@ -191,7 +192,7 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     if step >= steps - 1:
         return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, guaranteed=guaranteed)
     if spec.schedule == "uniform":
-        count = uniform_count(window.size, steps, step)
+        count = uniform_count(spec.masks_per_block[progress.running.first], steps, step)
         ratio = count / max(progress.num_masked, 1)
     else:
         count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)

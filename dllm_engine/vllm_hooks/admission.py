@@ -10,7 +10,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_integer, check_request, default_gen_length
+from dllm_engine.admission import check_integer, check_request, open_gen_length
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -56,7 +56,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
         params = params.to_sampling_params()
     if params.max_tokens is None:
         params = params.clone()
-        params.max_tokens = default_gen_length(len(prompt_token_ids), model_config)
+        params.max_tokens = open_gen_length(params, len(prompt_token_ids), model_config)
     engine = EngineOptions.from_vllm_config(vllm_config)
     spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
     if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:

@@ -35,6 +35,8 @@ def filling_size(
         return None
     if any(canvas.spec.certainty_sigma is not None for canvas in canvases) or any(group.least(group.batch.plans)):
         return None
+    if group.barred_tokens is not None:
+        return None
     (choice,) = choices
     num_candidates, width = padded(group.positions.numel()), padded(group.width)
     if choice.measure == "noise" or num_candidates is None or width is None:

@@ -21,14 +21,15 @@ class TokenLogprobs:
     """``[num_rows, num_logprobs]`` float32: theirs."""
 
     @classmethod
-    def empty(cls, num_rows: int, num_logprobs: int, device: torch.device) -> "TokenLogprobs":
-        """Zeros, to be filled in."""
-        shape = (num_rows, num_logprobs)
+    def empty(cls, tokens: torch.Tensor, num_logprobs: int) -> "TokenLogprobs":
+        """To be filled in; a row that nothing is predicted for keeps its token of ``tokens`` ``[num_rows]``, which is
+        certain."""
+        top_tokens = tokens[:, None].repeat(1, num_logprobs)
         return cls(
-            token=torch.zeros(num_rows, device=device),
-            rank=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            top_tokens=torch.zeros(shape, dtype=torch.int64, device=device),
-            top=torch.zeros(shape, device=device),
+            token=torch.zeros_like(tokens, dtype=torch.float32),
+            rank=torch.ones_like(tokens),
+            top_tokens=top_tokens,
+            top=torch.zeros_like(top_tokens, dtype=torch.float32),
         )
 
     def split(self, sizes: list[int]) -> list["TokenLogprobs"]:

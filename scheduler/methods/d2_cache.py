@@ -47,7 +47,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) -> int:
     """The most rows that a step can have been given."""
-    predicting = min(options.masked_rows, spec.gen_length - progress.num_unmasked) + progress.last_unmasked
+    predicting = min(options.masked_rows, spec.num_masks - progress.num_unmasked) + progress.last_unmasked
     # The most important of n positions have a larger share of the importance than of the positions.
     chosen = predicting + int(options.rollout_p * spec.canvas_length) + 1
     return min(chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.canvas_length)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from dllm_engine.admission import default_gen_length
+from dllm_engine.admission import open_gen_length
 from dllm_engine.cli.engine import add_decoding_arguments, decoding_options
 from dllm_engine.demo import demo_model_path
 from dllm_engine.families import FAMILIES
@@ -153,7 +153,7 @@ def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):
     # As vLLM's server and its own class ask.
     assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.5, "max_tokens": 24}
     assert llm.get_default_sampling_params().temperature == 0.5
-    assert default_gen_length(250, llm.model_config) == 6, "what fits"
+    assert open_gen_length(DiffusionParams(), 250, llm.model_config) == 6, "what fits"
 
 
 def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(engines, opinionated):

@@ -43,7 +43,7 @@ def plain_d2_cache(
             rows = everything
         else:
             density = run.density(sigma)
-            scores = {p: confidences[p] * density[p - start] for p in response}
+            scores = {p: confidences.get(p, 0.0) * density[p - start] for p in response}
             first, end = window
             if run.block_add_threshold is not None:
                 first, end = next(block for block in run.blocks if block[0] <= masked[0] < block[1])

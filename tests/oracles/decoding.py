@@ -15,6 +15,9 @@ Readings where the papers leave room:
 * An end token ends the response once no mask is before it.
 * ``tokens_per_step``: as many in every pass, without Dream's schedule; a block's first pass fills its first position
   alone only where no later pass can predict it. With a rule, at least so many.
+* ``response_template``: what is given was never masked. A block that has no mask to begin with takes no pass, blocks
+  share their masks out over the steps that they would have without given tokens, and end tokens have a logit of −∞
+  where something given follows.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -100,6 +103,7 @@ class Decoding:
     top_p: float = 1.0
     top_k: int = 0
     delay_eos: bool = False
+    response_template: list[int | None] | None = None
     order: list[list[int]] = field(default_factory=list)
     """Canvas positions unmasked per forward pass."""
     computed: list[list[int]] = field(default_factory=list)
@@ -122,7 +126,10 @@ class Decoding:
     """Whether some masked positions of the window have no row."""
 
     def __post_init__(self) -> None:
-        self.canvas = self.prompt + [self.model.mask] * self.gen_length
+        template = self.response_template or [None] * self.gen_length
+        given = [i for i, token in enumerate(template, len(self.prompt)) if token is not None]
+        self.last_given = max(given, default=0)
+        self.canvas = self.prompt + [self.model.mask if token is None else token for token in template]
         self.length, start = len(self.canvas), len(self.prompt)
         self.blocks = [
             (s, min(s + self.block_length, self.length)) for s in range(start, self.length, self.block_length)
@@ -131,9 +138,10 @@ class Decoding:
             self.threshold = None
         self.parallel = any(getattr(self, rule) is not None for rule in RULES)
         sizes = [end - first for first, end in self.blocks]
+        self.masks_of = [len(self.masked(*block)) for block in self.blocks]
         self.steps_of = steps_per_block(self.gen_length if self.steps is None else self.steps, sizes)
         if self.tokens_per_step:
-            self.steps_of = [math.ceil(size / self.tokens_per_step) for size in sizes]
+            self.steps_of = [math.ceil(masks / self.tokens_per_step) for masks in self.masks_of]
 
     @property
     def tokens(self) -> list[int]:
@@ -170,9 +178,12 @@ class Decoding:
                 end = len(self.prompt) + len(self.tokens) - 1
                 self.canvas[end:] = [self.canvas[end]] * (self.length - end)
                 last = self.running[-1]
-            if self.running[-1] < last and self.next_joins():
-                self.running_before, self.steps_before, self.step = self.running, self.step, 0
+            while self.running[-1] < last and self.next_joins():
+                if self.step:
+                    self.running_before, self.steps_before, self.step = self.running, self.step, 0
                 self.running = [b for b in self.running if self.masked(*self.blocks[b])] + [self.running[-1] + 1]
+                if self.masked(*self.window):
+                    break
             yield self.step
             self.step += 1
 
@@ -201,7 +212,9 @@ class Decoding:
         in_blocks = len(self.blocks) > 1 and not self.tokens_per_step
         alone = begins and not several and (self.window_alone or in_blocks)
         masked = candidates = self.masked(first, end)
-        if alone and (self.parallel or steps > 1) and not self.fills_computed:
+        alone = alone and first in masked
+        several_passes = steps > 1 or (self.parallel and not self.tokens_per_step)
+        if alone and several_passes and not self.fills_computed:
             self.commit([self.score(logits, first)])
             return
         if self.fills_computed:
@@ -209,7 +222,7 @@ class Decoding:
         prior = self.prior()
         scored = [self.score(logits, p, prior[p]) for p in candidates]
         scored.sort(key=lambda s: (-s[0], s[1]))
-        if alone and (self.parallel or steps > 1):
+        if alone and several_passes:
             self.commit_most_confident(scored, 1)
             return
         if self.parallel:
@@ -223,7 +236,7 @@ class Decoding:
         elif self.model.is_dream:
             count = dream_count(len(masked), steps, self.step)
         else:
-            count = llada_count(end - first, steps, self.step)
+            count = llada_count(self.masks_of[self.running[0]], steps, self.step)
         self.commit_most_confident(scored, count)
 
     def prior(self) -> dict[int, float]:
@@ -293,11 +306,14 @@ class Decoding:
 
     def score(self, logits: torch.Tensor, position: int, prior: float = 1.0) -> Scored:
         """``prior`` weights the confidence."""
-        row = logits[max(position - 1, 0) if self.model.is_dream else position]
+        row = logits[max(position - 1, 0) if self.model.is_dream else position].clone()
         assert not row.isnan().any(), f"position {position} was not predicted"
+        if position < self.last_given:
+            row[self.stop_token_ids] = -math.inf
+        untempered = row
         if self.model.is_dream:  # LLaDA's confidence is of the plain softmax
             row = self._filtered(row / self.temperature if self.temperature > 0 else row)
-        plain = logits[max(position - 1, 0) if self.model.is_dream else position].softmax(-1)
+        plain = untempered.softmax(-1)
         token, token_gap = self._token(row, position)
         if self.held_back(position, token):
             return Scored(-math.inf, position, token, token_gap)

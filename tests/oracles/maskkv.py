@@ -7,7 +7,7 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
 
 * The budget is a whole number of prompt tokens, the average per layer and KV head. Layer budgets count per KV head.
 * A vote is a softmax over the keys of the whole canvas (equation 6; the pseudo-code's line names the prompt's keys).
-  All response positions vote, since all are masked at the first pass.
+  All masked positions vote, which are those of the response that are not given.
 * Boundary is the first and the last layer, one each; a model of one or two layers has no middle. Without a profile,
   or with one that sums to 0, all layers get the average.
 * Floors as in Algorithms 2 and 3, and what they lose is lost. A head never keeps more than the prompt; the budget that
@@ -176,7 +176,7 @@ class MaskKVCache(AdaptiveCache):
             cache.k[evicted, g] = cache.v[evicted, g] = math.nan
 
     def vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
-        votes = mask_votes(q[self.prompt_length :], cache.k, self.prompt_length)
+        votes = mask_votes(q[self.run.masked(self.prompt_length, self.run.length)], cache.k, self.prompt_length)
         masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
         shares = {"alpha": self.alpha, "redistribute": self.redistribute}
         keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, **shares)

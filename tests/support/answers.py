@@ -28,8 +28,9 @@ class Answer:
     """Rows computed, as the figures say; fewer than were fed where layers leave some out."""
 
 
-def answer_of(output: "RequestOutput", gen_length: int | None = None) -> Answer:
-    """Its figures agree with its trace. ``gen_length``: of a response that an end token may have ended."""
+def answer_of(output: "RequestOutput", gen_length: int | None = None, num_given: int = 0) -> Answer:
+    """Its figures agree with its trace. ``gen_length``: of a response that an end token may have ended. ``num_given``:
+    its tokens that a template gave."""
     (completion,) = output.outputs
     figures, tokens = completion.diffusion, list(completion.token_ids)
     whole = list(range(len(output.prompt_token_ids) + (gen_length or len(tokens))))
@@ -37,7 +38,7 @@ def answer_of(output: "RequestOutput", gen_length: int | None = None) -> Answer:
     order = figures.unmasked_per_step
     assert completion.finish_reason == "length" or gen_length is not None
     assert figures.denoising_steps == figures.forward_passes == len(order) == len(computed)
-    assert figures.tokens_unmasked == sum(map(len, order)) >= len(tokens)
+    assert figures.tokens_unmasked == sum(map(len, order)) >= len(tokens) - num_given
     return Answer(tokens, order, computed, figures.trace, figures.tokens_computed)
 
 
@@ -49,6 +50,10 @@ def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
     outputs = generate(llm, [prompt for prompt, _ in requests], params)
     assert_nothing_left(llm)
     return [
-        answer_of(output, asked["gen_length"] if asked.get("stop_token_ids") else None)
+        answer_of(
+            output,
+            asked["gen_length"] if asked.get("stop_token_ids") else None,
+            sum(token is not None for token in asked.get("response_template", ())),
+        )
         for output, (_, asked) in zip(outputs, requests, strict=True)
     ]

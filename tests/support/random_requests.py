@@ -47,9 +47,22 @@ def _random_request(draw: random.Random, is_dream: bool) -> Request:
         asked["unmasking"] = POLICY.get(rule, by_probability)
         if draw.random() < 0.6:
             asked["block_add_threshold"] = draw.choice([0.0, 0.2, 0.5, 1.0])
+    if gen_length > 1 and draw.random() < 0.3:
+        asked["response_template"] = _random_template(draw, gen_length)
     if is_dream and draw.random() < 0.3:
         asked |= {"top_p": 0.9, "top_k": 20}
     return prompt, asked
+
+
+def _random_template(draw: random.Random, gen_length: int) -> list[int | None]:
+    """Given tokens and holes in turn, of any length; at least one of each."""
+    template: list[int | None] = []
+    given = draw.random() < 0.5
+    while len(template) < gen_length:
+        template += [draw.randrange(40) if given else None for _ in range(draw.randrange(1, gen_length))]
+        given = not given
+    template = template[:gen_length]
+    return template if None in template else [None, *template[1:]]
 
 
 def assert_answers_as(
