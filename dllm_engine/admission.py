@@ -121,7 +121,7 @@ def open_gen_length(params: SamplingParams, prompt_length: int, model_config: An
 
     At least 1, so that the check of the request explains.
     """
-    if template := request_options(params).response_template:
-        return len(template)
+    if length := request_options(params).returned_length:
+        return length
     default: int = model_config.override_generation_config["max_new_tokens"]
     return max(min(default, model_config.max_model_len - prompt_length), 1)

@@ -1,7 +1,7 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,8 @@ from dllm_engine.admission import open_gen_length
 from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
 from dllm_engine.families import family_of
+from dllm_engine.infill.answers import fill_in
+from dllm_engine.infill.template import Piece
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain
 from dllm_engine.params import DiffusionParams
@@ -134,6 +136,55 @@ class LLM(vllm.LLM):
             block_spans=[spec.block_span(block) for block in range(spec.num_blocks)],
             windows=replay(completion.diffusion),
         )
+
+    def infill(
+        self,
+        prefix: str | Sequence[str],
+        suffix: str | Sequence[str],
+        params: DiffusionParams | None = None,
+        *,
+        sizes: Sequence[int] = (),
+    ) -> list[vllm.RequestOutput]:
+        """Write what belongs between two texts.
+
+        Args:
+            prefix, suffix: the texts, or equally many of each.
+            params: as for ``generate``; ``gen_length`` is the number of tokens between them.
+            sizes: several numbers of tokens instead; the one is kept whose tokens the model is surest of.
+
+        Returns:
+            As ``fill_in``.
+        """
+        params = params or DiffusionParams()
+        if bool(sizes) == (params.gen_length is not None):
+            raise ValueError(f"gen_length={params.gen_length}, sizes={sizes}: give one of them")
+        hole = tuple(sizes) if params.gen_length is None else params.gen_length
+        prefixes, suffixes = ([texts] if isinstance(texts, str) else texts for texts in (prefix, suffix))
+        if len(prefixes) != len(suffixes):
+            raise ValueError(f"{len(prefixes)} prefixes and {len(suffixes)} suffixes: give equally many")
+        params = params.clone()
+        params.gen_length = None
+        return self.fill_in(prefixes, [[hole, text] for text in suffixes], params)
+
+    def fill_in(
+        self, prompts: Sequence[Any], templates: Sequence[Sequence[Piece]], params: DiffusionParams | None = None
+    ) -> list[vllm.RequestOutput]:
+        """Fill in the holes of templates, which follow prompts.
+
+        Args:
+            prompts: each as for ``generate``, or messages as for ``chat``.
+            templates: one per prompt, of given texts, and of holes by their number of tokens. A hole may have several
+                numbers to choose from.
+            params: as for ``generate``, without ``gen_length``.
+
+        Returns:
+            One per prompt. ``outputs[i].text`` and ``token_ids`` are what was filled in, ``outputs[i].holes`` its text
+            by hole, and ``outputs[i].joined`` the whole template.
+
+        Raises:
+            ValueError: a template without a hole, a special token in a text, and what ``generate`` refuses.
+        """
+        return fill_in(self, prompts, templates, params or DiffusionParams())
 
     @property
     def has_chat_template(self) -> bool:

@@ -96,10 +96,10 @@ class DiffusionParams(SamplingParams):
     """What a streamed response shows: finished blocks, or also the running block after each step
     (``outputs[i].provisional``)."""
     response_template: list[int | None] | None = None
-    """The response with given tokens: a token id where one is given, None where the model fills one in. Its length is
-    ``gen_length``."""
+    """The response with given tokens: a token id where one is given, None where the model fills one in. ``gen_length``
+    is its length then; leave it unset."""
     return_given: bool | None = None
-    """False: leave the given tokens of ``response_template`` out of what is returned."""
+    """False: leave the given tokens of ``response_template`` out of what is returned, and of ``gen_length``."""
     trace: bool | None = None
     """Over HTTP: return the trace, which the engine must record (``trace=True``). In Python, ``outputs[i].diffusion``
     has it whenever the engine records it."""
@@ -110,8 +110,6 @@ class DiffusionParams(SamplingParams):
                 f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name the same length; give one"
             )
         gen_length = self.max_tokens if self.gen_length is None else self.gen_length
-        if gen_length is None and self.response_template:
-            gen_length = len(self.response_template)
         own = {name: getattr(self, name) for name in _OWN_OPTIONS}
         extra_args = self.extra_args or {}
         super().__post_init__()  # which resets top_p and top_k of a greedy request

@@ -1,8 +1,9 @@
 """What a request may ask for beside vLLM's sampling parameters, and who may have a default for it."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
@@ -26,6 +27,11 @@ _MOST_TOKENS = (1 << 31) - 1
 
 class InvalidRequestError(VLLMValidationError, ValueError):
     """A request that cannot be served as asked. vLLM's server answers it with 400."""
+
+
+def _read(value: Any) -> Any:
+    """A list that travels as JSON, since ``vllm_xargs`` takes no null."""
+    return from_json(value) if isinstance(value, str) else value
 
 
 class RequestOptions(BaseModel):
@@ -58,12 +64,20 @@ class RequestOptions(BaseModel):
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
     stream_granularity: Literal["block", "step"] | None = None
-    response_template: list[int | None] | None = None
+    response_template: Annotated[list[int | None], BeforeValidator(_read)] | None = None
     return_given: bool | None = None
     trace: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=_MOST_TOKENS)
+
+    @property
+    def returned_length(self) -> int | None:
+        """Tokens that come back by ``response_template``; None without one."""
+        template = self.response_template
+        if template is None:
+            return None
+        return template.count(None) if self.return_given is False else len(template)
 
 
 def request_options(params: SamplingParams) -> RequestOptions:

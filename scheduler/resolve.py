@@ -204,7 +204,7 @@ def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
         )
 
 
-def _template(own: RequestOptions, gen_length: int) -> tuple[int | None, ...]:
+def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
     """The request's given tokens; raises ``InvalidRequestError`` where they cannot be a response."""
     template = own.response_template
     if template is None:
@@ -213,10 +213,10 @@ def _template(own: RequestOptions, gen_length: int) -> tuple[int | None, ...]:
                 f"return_given={own.return_given}: nothing is given; set response_template, or leave return_given unset"
             )
         return ()
-    if len(template) != gen_length:
+    if own.returned_length != max_tokens:
         raise InvalidRequestError(
-            f"response_template has {len(template)} positions and gen_length (max_tokens) is {gen_length}: they name "
-            f"the same length; leave gen_length unset"
+            f"gen_length (max_tokens) is {max_tokens}, but by response_template {own.returned_length} tokens come "
+            f"back; leave gen_length unset"
         )
     if None not in template:
         raise InvalidRequestError("response_template has nothing to fill in; put None where the model is to write")
@@ -250,10 +250,10 @@ def resolve_decoding(
         )
     filled = with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
     options = own.model_copy(update=filled)
-    gen_length = params.max_tokens
-    if gen_length is None:
+    if params.max_tokens is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
-    template = _template(own, gen_length)
+    template = _template(own, params.max_tokens)
+    gen_length = len(template) or params.max_tokens
     block_length, steps = _fit(options, own, family, gen_length)
     is_uniform = _uses_uniform_sampler(options, engine)
     unfiltered = is_uniform and params.temperature == 0

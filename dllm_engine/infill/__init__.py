@@ -1,0 +1,1 @@
+"""Filling in: responses of which the caller gives some tokens and the model writes the others."""
