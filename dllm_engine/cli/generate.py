@@ -10,6 +10,7 @@ from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settin
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import DENOISING
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
+from dllm_engine.infill.template import parse_template
 
 SOME_FAILED = 1
 _SETTINGS = (
@@ -37,6 +38,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines, in the order of finishing")
     parser.add_argument("--raw", action="store_true", help="give prompts to the model as they are, no chat template")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
+        "--suffix", metavar="TEXT", help="write --gen-length tokens between PROMPT, taken as it is, and this text"
+    )
+    given.add_argument(
+        "--template",
+        metavar="TEXT",
+        help='the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"',
+    )
     parser.add_argument("--figures", action="store_true", help="print on stderr what the answer to PROMPT cost")
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
@@ -48,18 +58,30 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("give either a PROMPT or --input FILE")
     if (args.input is None) != (args.output is None):
         raise ValueError("--input and --output go together")
-    return _answer_prompt(args) if args.input is None else _answer_file(args)
+    if args.input is not None:
+        if args.suffix is not None or args.template is not None:
+            raise ValueError("--suffix and --template go with a PROMPT, not with --input")
+        return _answer_file(args)
+    if args.suffix is not None and args.gen_length is None:
+        raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
+    return _answer_prompt(args)
 
 
 def _answer_prompt(args: argparse.Namespace) -> int:
     llm, params = start_engine(args)
-    request = BatchRequest(prompt=args.prompt)
-    enqueue(llm, request, params, use_chat=not args.raw and llm.has_chat_template)
-    (output,) = llm.wait_for_completion(use_tqdm=False)
+    use_chat = not args.raw and llm.has_chat_template
+    if args.suffix is not None:
+        (output,) = llm.infill(args.prompt, args.suffix, params)
+    elif args.template is not None:
+        prompt = [{"role": "user", "content": args.prompt}] if use_chat else args.prompt
+        (output,) = llm.fill_in([prompt], [parse_template(args.template)], params)
+    else:
+        enqueue(llm, BatchRequest(prompt=args.prompt), params, use_chat=use_chat)
+        (output,) = llm.wait_for_completion(use_tqdm=False)
     completion = output.outputs[0]
     if "error" in (ended := outcome(completion)):
         raise ValueError(ended["error"])
-    print(completion.text.strip())
+    print((completion.text if args.template is None else completion.joined).strip())
     if args.figures:
         figures = {"prompt_tokens": len(output.prompt_token_ids), "response_tokens": len(completion.token_ids)}
         for name, value in (figures | completion.diffusion.to_json()).items():

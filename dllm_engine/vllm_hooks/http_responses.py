@@ -21,6 +21,7 @@ from vllm.exceptions import GenerationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import ErrorReason
+from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
 from dllm_engine.scheduler.messages import PROVISIONAL_KEY
 from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH, RequestOptions
@@ -196,7 +197,7 @@ def whole_completion(to_response: Callable[..., Any]) -> Callable[..., Any]:
         response = to_response(self, final_res_batch, request, *args, **kwargs)
         completions = [completion for result in final_res_batch for completion in result.outputs]
         for choice, completion in zip(response.choices, completions, strict=True):
-            _set_fields(choice, completion, request)
+            _set_fields(self, choice, completion, request)
         return response
 
     return request_output_to_completion_response
@@ -215,7 +216,7 @@ def whole_chat(to_response: Callable[..., Any]) -> Callable[..., Any]:
 
         response = await to_response(self, request, noted(), *args, **kwargs)
         for choice in getattr(response, "choices", ()):  # an error has none
-            _set_fields(choice, completions[choice.index], request)
+            _set_fields(self, choice, completions[choice.index], request)
         return response
 
     return chat_completion_full_generator
@@ -275,7 +276,9 @@ def _asks_for_trace(request: Any) -> bool:
     return bool(RequestOptions(trace=(request.vllm_xargs or {}).get("trace")).trace)
 
 
-def _set_fields(choice: Any, completion: Any, request: Any) -> None:
+def _set_fields(serving: Any, choice: Any, completion: Any, request: Any) -> None:
     """vLLM's response models keep fields that they do not know."""
-    for name, value in fields_of(completion, with_trace=_asks_for_trace(request)).items():
+    fields = fields_of(completion, with_trace=_asks_for_trace(request))
+    fields |= template_fields(completion, request, serving.renderer.tokenizer)
+    for name, value in fields.items():
         setattr(choice, name, value)

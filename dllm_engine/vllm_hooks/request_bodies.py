@@ -10,6 +10,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
+from dllm_engine.infill.http import settle_template
 from dllm_engine.params import check_place
 
 Message = MutableMapping[str, Any]
@@ -98,6 +99,7 @@ def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Await
     async def create_if_known(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.model_config, "is_dllm_engine", False):
             check_place(request.model_extra or ())
+            settle_template(request, self.renderer.tokenizer)
         return await create(self, request, *args, **kwargs)
 
     return create_if_known

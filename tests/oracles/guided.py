@@ -211,9 +211,10 @@ def plain_guided(
     fallback: str = "guide",
     correction: bool = False,
     texts: Texts | None = None,
+    response_template: list[int | None] | None = None,
 ) -> Decoding:
     """Decode with a guide; without ``block_length`` the response is one block; with ``texts`` the guide reads text."""
-    run = Decoding(model, prompt_ids, gen_length, block_length or gen_length)
+    run = Decoding(model, prompt_ids, gen_length, block_length or gen_length, response_template=response_template)
     for _ in run.passes():
         window = run.masked(*run.window)[:speculation_length]
         predictions = model.predictions(run.canvas)[window]

@@ -1,0 +1,60 @@
+"""Filling in over HTTP: OpenAI's ``suffix`` of completions, and templates in ``vllm_xargs``."""
+
+from typing import Any
+
+from dllm_engine.infill.template import filled_in, response_template
+from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions, parse_request_options
+
+OPENAI_LENGTH = 16
+"""Tokens of a completion that names no ``max_tokens``, by OpenAI's documentation."""
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""What the request classes call the length."""
+
+
+def settle_template(request: Any, tokenizer: Any) -> None:
+    """Turn ``suffix``, or ``template`` in ``vllm_xargs``, into ``response_template``, and set the length of a request
+    that has a template and names none. Raises ``InvalidRequestError``.
+
+    ``request``: a request object of vLLM's server, which is changed.
+    """
+    xargs = dict(getattr(request, "vllm_xargs", None) or {})
+    template, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
+    if suffix is not None:
+        template = _around_suffix(request, suffix, xargs, template)
+        xargs["return_given"] = False
+    if template is not None:
+        if "response_template" in xargs:
+            raise InvalidRequestError("template and response_template are one thing in two forms; give one")
+        if not isinstance(template, list):
+            raise InvalidRequestError(f"template={template!r} is not a list of texts and of holes' numbers of tokens")
+        xargs["response_template"] = response_template(template, tokenizer)
+        request.vllm_xargs = xargs
+    lengths = [name for name in _LENGTHS if name in type(request).model_fields]
+    given = vars(request)  # reading one of them as an attribute is a warning
+    if (length := _options(xargs).returned_length) and all(given[name] is None for name in lengths):
+        setattr(request, lengths[0], length)
+
+
+def template_fields(completion: Any, request: Any, tokenizer: Any) -> dict[str, Any]:
+    """The field ``holes`` of a choice: the text of each hole."""
+    options = _options(getattr(request, "vllm_xargs", None) or {})
+    if options.response_template is None or tokenizer is None:
+        return {}
+    with_given = options.return_given is not False
+    return {"holes": filled_in(completion.token_ids, options.response_template, tokenizer, with_given=with_given)}
+
+
+def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: Any) -> list[str | int]:
+    if template is not None or "response_template" in xargs:
+        raise InvalidRequestError("suffix and a template both say what is given; give one")
+    if request.echo:
+        raise InvalidRequestError("suffix is not supported with echo; leave one of them unset")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens={request.max_tokens}: with suffix, at least 1 token is filled in")
+    # vLLM would render it as a prompt of a model that was trained to continue prompts.
+    request.suffix = None
+    return [OPENAI_LENGTH if request.max_tokens is None else request.max_tokens, suffix]
+
+
+def _options(xargs: dict[str, Any]) -> RequestOptions:
+    return parse_request_options({name: xargs.get(name) for name in ("response_template", "return_given")})

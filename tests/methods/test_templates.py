@@ -1,0 +1,78 @@
+"""Responses with given tokens: every shape of hole, and what is reported of what was given."""
+
+import pytest
+import torch
+
+from dllm_engine import DiffusionParams
+from tests.oracles.decode import decode
+from tests.oracles.models import PlainModel
+from tests.support.engines import assert_nothing_left, generate
+from tests.support.random_requests import assert_answers_as
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+SHAPES = {
+    "start": [None] * 9 + [7] * 11,
+    "middle": [7] * 6 + [None] + [8] * 6,
+    "end": [7] * 17 + [None] * 5,
+    "adjacent": [None, 7] * 10 + [None, None],
+    "long": [7] * 3 + [None] * 64 + [8] * 3,
+    "whole blocks given": [7] * 8 + [None] * 8 + [8] * 24 + [None] * 3,
+    "one hole in each block": [7, 7, 7, None, 7, 7, 7, 7] * 4,
+    "nothing given": [None] * 12,
+}
+
+
+@pytest.mark.parametrize("name", ["llada-tiny-a", "dream-tiny-a"])
+@pytest.mark.parametrize("cache_method", ["none", "dual"])
+def test_every_shape_of_hole(engines, reference_checkpoints, name, cache_method):
+    torch.set_num_threads(1)
+    model = PlainModel(reference_checkpoints / name)
+    llm = engines.shared(reference_checkpoints / name, cache_method=cache_method)
+    policy = {"block_length": 8, "unmasking": "maskgit_plus" if model.is_dream else "low_confidence"}
+    requests = [
+        (PROMPT, policy | {"gen_length": len(shape), "response_template": shape} | asked)
+        for shape in SHAPES.values()
+        for asked in ({"steps": len(shape) // 2}, {"threshold": 0.3})
+    ]
+    compared = assert_answers_as(llm, requests, lambda prompt, asked: decode(model, prompt, cache_method, **asked))
+    assert compared >= len(requests) // 2, "most of these requests are decided by rounding; choose others"
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}])
+def test_a_template_without_given_tokens_is_an_ordinary_request(engines, tiny_dream, settings):
+    llm = engines(tiny_dream)
+    asked = {"gen_length": 20, "block_length": 8, "ignore_eos": True} | settings
+    empty = [DiffusionParams(**asked, response_template=template) for template in (None, [None] * 20)]
+    first, second = (output.outputs[0] for output in generate(llm, [PROMPT] * 2, empty))
+    assert (first.token_ids, first.diffusion.trace) == (second.token_ids, second.diffusion.trace)
+
+
+def test_what_is_given_is_certain_and_may_be_left_out(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    template = [None, 11, 12, None, None, 13, None, None, None]
+    asked = {"response_template": template, "block_length": 4, "ignore_eos": True}
+    (whole,) = generate(llm, [PROMPT], DiffusionParams(**asked, logprobs=2))[0].outputs
+    (filled,) = generate(llm, [PROMPT], DiffusionParams(**asked, logprobs=2, return_given=False))[0].outputs
+    given = [i for i, token in enumerate(template) if token is not None]
+    assert [whole.token_ids[i] for i in given] == [11, 12, 13]
+    assert [whole.logprobs[i][whole.token_ids[i]].logprob for i in given] == [0.0] * 3
+    holes = [i for i in range(9) if i not in given]
+    assert list(filled.token_ids) == [whole.token_ids[i] for i in holes]
+    assert list(filled.logprobs) == [whole.logprobs[i] for i in holes]
+    assert filled.diffusion.tokens_unmasked == whole.diffusion.tokens_unmasked == 6
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.5, "seed": 2, "top_k": 30}])
+def test_no_end_token_stands_where_something_given_follows(engines, tiny_llada, sampled):
+    llm = engines(tiny_llada)
+    asked = {"block_length": 4, "ignore_eos": True} | sampled
+    template = [None] * 6 + [11] + [None] * 6
+    (free,) = generate(llm, [PROMPT], DiffusionParams(response_template=template, **asked))[0].outputs
+    ends = sorted({*free.token_ids} - {11})[:300]
+    (held,) = generate(llm, [PROMPT], DiffusionParams(response_template=template, stop_token_ids=ends, **asked))[
+        0
+    ].outputs
+    assert {*free.token_ids[:6]} <= {*ends}
+    assert not {*held.token_ids[:7]} & {*ends}
+    assert held.finish_reason == "length" or held.token_ids[-1] in ends
