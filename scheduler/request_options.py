@@ -1,9 +1,9 @@
 """What a request may ask for beside vLLM's sampling parameters, and who may have a default for it."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
@@ -29,9 +29,12 @@ class InvalidRequestError(VLLMValidationError, ValueError):
     """A request that cannot be served as asked. vLLM's server answers it with 400."""
 
 
-def _read(value: Any) -> Any:
-    """A list that travels as JSON, since ``vllm_xargs`` takes no null."""
-    return from_json(value) if isinstance(value, str) else value
+def _parsed(value: Any) -> Any:
+    """What may come as JSON, since ``vllm_xargs`` takes neither null nor an object."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON: {error}") from None
 
 
 class RequestOptions(BaseModel):
@@ -64,7 +67,7 @@ class RequestOptions(BaseModel):
     guide_fallback: Literal["guide", "draft"] | None = None
     guide_correction: bool | None = None
     stream_granularity: Literal["block", "step"] | None = None
-    response_template: Annotated[list[int | None], BeforeValidator(_read)] | None = None
+    response_template: Annotated[list[int | None], BeforeValidator(_parsed)] | None = None
     return_given: bool | None = None
     trace: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
