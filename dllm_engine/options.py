@@ -116,8 +116,8 @@ class EngineOptions(BaseModel):
         Raises ``ValueError`` as ``parse``.
         """
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
-        settings = self.method.paper_settings(model, family)
-        return self.parse(self.model_dump() | {"cache_options": settings | chosen})
+        _, settings = self.method.settings_for(model, family)
+        return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
         """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``."""

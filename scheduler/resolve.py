@@ -272,6 +272,8 @@ def resolve_decoding(
         num_logprobs=params.logprobs,
         streams_steps=options.stream_granularity == "step",
     )
+    if reason := engine.method.refusal(spec):
+        raise InvalidRequestError(reason)
     if spec.parallel is None and spec.tokens_per_step is not None:
         return replace(spec, steps=sum(spec.steps_per_block))
     if spec.parallel is None and spec.steps < spec.num_blocks:

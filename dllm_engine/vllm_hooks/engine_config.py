@@ -128,6 +128,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     check_request_defaults(options)
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     options = options.model_copy(update={"request_defaults": defaults})
+    _tell_of_guessed_settings(options, model_config)
     options = options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
     if options.guide_model is not None:
         options = options.model_copy(update={"guide_shape": guide_shape(options, model_config)})
@@ -138,6 +139,20 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
+
+
+def _tell_of_guessed_settings(options: EngineOptions, model_config: "ModelConfig") -> None:
+    """Say which cache options are taken where papers have others for other models, and the name does not tell."""
+    family, model = family_of(model_config.hf_config), model_config.model
+    told, settings = options.method.settings_for(model, family)
+    guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in options.cache_options)
+    if guessed and not told:
+        parts = [repr(part) for part in options.method.paper_settings[family.name]]
+        logger.warning(
+            "cache_method=%r: the papers' settings depend on the model, and the name of %s holds none of %s; taking those "
+            "of %s: %s. Set them in cache_options if others suit the model better",
+            *(options.cache_method, model, ", ".join(parts), parts[0], guessed),
+        )
 
 
 def guide_shape(options: EngineOptions, model_config: "ModelConfig") -> GuideShape:
