@@ -62,6 +62,8 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
+GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
+"""Engine options about the guide model."""
 STEPS_ON_GPU = 8
 """Steps per dispatch, unless asked for otherwise: the scheduler's part of each is then small beside a step of some
 milliseconds, and a new request waits for a fraction of a block."""

@@ -25,8 +25,8 @@ class DLLMCacheOptions(CacheOptions):
     update_ratio: float = Field(default=0.25, ge=0, le=1)
     """Share of the response rows that each layer recomputes in the passes between (ρ)."""
     similarity: Literal["value", "key", "random"] = "value"
-    """How these rows are chosen: those whose new value (or key) differs most from the cached one. ``random``: by chance,
-    anew in each layer and pass, to compare with; nothing but the chosen rows is renewed then (Figure 5)."""
+    """How these rows are chosen: those whose new value (or key) differs most from the cached one. ``random``: by
+    chance, anew in each layer and pass, to compare with; nothing but the chosen rows is renewed then (Figure 5)."""
     similarity_metric: Literal["cosine", "l2"] = "cosine"
     """How the two are compared: by their angle, or by their L2 distance (appendix A.5, which finds it far worse)."""
     exclude_prompt_states: bool = True
@@ -109,9 +109,10 @@ _INTERVALS = {
     "LLaDA": {"instruct": (50, 7), "1.5": (100, 6), "base": (25, 5)},
     "Dream": {"instruct": (50, 2), "base": (100, 2)},
 }
-"""(prompt, response). The paper has others for each benchmark (Tables 11 to 14), which ``dllm eval --paper-task`` takes.
-For all benchmarks these are Sparse-dLLM's, which compares with dLLM-Cache (its Appendix B). LLaDA-8B-Base, which it
-leaves out, gets those for GSM8K (Table 11), as LLaDA-8B-Instruct's 50 and 7 are (Table 12)."""
+"""(prompt, response), by a part of the model's name. The paper has some for each benchmark (Tables 11 to 14), which
+``dllm eval --paper-task`` takes. Those for all benchmarks are from Sparse-dLLM, which compares itself with dLLM-Cache
+(its Appendix B). It leaves out LLaDA-8B-Base, which gets those for GSM8K (Table 11), as LLaDA-8B-Instruct's 50 and 7
+are (Table 12)."""
 PAPER_SETTINGS = {
     family: {
         part: {"prompt_refresh_interval": prompt, "response_refresh_interval": response}

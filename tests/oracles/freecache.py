@@ -5,10 +5,10 @@ Readings where the paper leaves room:
 * The first forward pass computes the whole canvas. The prompt's keys and values come from it and are never renewed.
 * Later passes feed the current block and, with ``include_suffix``, the masked positions behind it. They attend to the
   cached clean positions (the prompt and finished blocks) and to each other.
-* A cache block is so many tokens of the response, in whole blocks; without ``cache_block_length`` it is a block. Finished
-  blocks of a cache block that is not finished are fed in every pass.
-* A finished cache block is fed once more, with its final tokens, in the next block's first pass; its keys and values come
-  from there, without a pass of its own. The last block's are never needed.
+* A cache block is so many tokens of the response, in whole blocks; without ``cache_block_length`` it is a block.
+  Finished blocks of a cache block that is not finished are fed in every pass.
+* A finished cache block is fed once more, with its final tokens, in the next block's first pass; its keys and values
+  come from there, without a pass of its own. The last block's are never needed.
 * Without ``include_suffix`` no pass after the first sees what is behind the block.
 * Dream goes by its block rule, also if there is one block only: a block's first pass fills only its first position,
   outside the schedule. That position is predicted by the row before it, which that pass computes: it belongs to the
