@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
+from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.tokenizers import register_tokenizers
@@ -38,7 +39,8 @@ def shares_tokenizer(guide: str, model: str) -> bool:
     """The same of a model by its name; raises ``ValueError`` where a tokenizer cannot be read."""
     register_tokenizers()
     try:
-        return has_same_tokens(guide, AutoTokenizer.from_pretrained(model_path(model)).get_vocab())
+        own = AutoTokenizer.from_pretrained(model_path(model), config=load_config(model))
+        return has_same_tokens(guide, own.get_vocab())
     except Exception as error:  # whatever a tokenizer that is missing or damaged leads to
         raise ValueError(f"the tokenizers of {model} and {guide} cannot be compared: {one_line(error)}") from None
 

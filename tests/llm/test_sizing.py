@@ -206,8 +206,12 @@ def test_a_guide_is_taken_to_have_another_tokenizer_where_that_cannot_be_seen(ti
     sizing = plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo", guide_tokens_per_token=3.0)))
     assert "cannot be compared" in sizing.notes[0]
     assert sizing.notes[0].endswith("; 3 guide tokens per token are reserved for the guide")
-    with pytest.raises(SizingError, match="does not divide the 2 attention heads of --guide-model"):
-        plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo"), tensor_parallel_size=4))
+
+
+def test_a_guide_whose_heads_ranks_cannot_share_is_refused(tiny_llada, tmp_path):
+    LlamaConfig(hidden_size=64, num_attention_heads=1, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(SizingError, match="--tensor-parallel-size 2 does not divide the 1 attention heads of"):
+        plan(deployment(tiny_llada, options=EngineOptions(guide_model=str(tmp_path)), tensor_parallel_size=2))
 
 
 def test_memory_adds_up(tiny_llada):
