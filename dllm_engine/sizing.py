@@ -6,11 +6,13 @@ measures when an engine starts, and the overhead is whatever the caller says.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ByteSize
 
 from dllm_engine.checkpoints import load_config
+from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import CACHE_METHODS
@@ -18,6 +20,7 @@ from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.text import one_line
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 128
@@ -193,25 +196,42 @@ def checked_config(deployment: Deployment) -> tuple[Any, int]:
     return config, max_model_len
 
 
+@lru_cache
+def shares_tokenizer(guide: str, model: str) -> bool:
+    """Whether a guide has a model's tokens, as ``has_same_tokens`` says; raises ``ValueError`` where a tokenizer cannot
+    be read."""
+    from transformers import AutoTokenizer
+
+    from dllm_engine.model_executor.guide.sizes import has_same_tokens
+    from dllm_engine.model_executor.models.tokenizers import register_tokenizers
+
+    register_tokenizers()
+    try:
+        own = AutoTokenizer.from_pretrained(model_path(model), config=load_config(model))
+        return has_same_tokens(guide, own.get_vocab())
+    except Exception as error:  # whatever a tokenizer that is missing or damaged leads to
+        raise ValueError(f"the tokenizers of {model} and {guide} cannot be compared: {one_line(error)}") from None
+
+
 def _with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:
     """The options with the guide's sizes, its config, and what is assumed of it."""
     # Imports vLLM's layers.
-    from dllm_engine import guides
+    from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
 
     guide, notes = d.options.guide_model, []
     assert guide is not None
-    config = guides.guide_config(guide)
+    config = guide_config(guide)
     if config.num_attention_heads % d.tensor_parallel_size:
         raise SizingError(
             f"--tensor-parallel-size {d.tensor_parallel_size} does not divide the {config.num_attention_heads} "
             f"attention heads of --guide-model {guide} evenly"
         )
     try:
-        same_tokens = guides.shares_tokenizer(guide, d.model)
+        same_tokens = shares_tokenizer(guide, d.model)
     except ValueError as error:
         same_tokens = False
         notes.append(f"{error}; {d.options.guide_tokens_per_token:g} guide tokens per token are reserved for the guide")
-    return guides.with_shape(d.options, same_tokens=same_tokens), config, notes
+    return with_shape(d.options, same_tokens=same_tokens), config, notes
 
 
 def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:

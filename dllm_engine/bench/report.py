@@ -19,7 +19,8 @@ HOW = {
     "block_gap": "seconds between two neighbouring blocks of a request",
     "forward_passes": "of a request",
     "tokens_per_forward": "tokens unmasked per forward pass of a request",
-    "rows_per_token": "rows fed to the model (mean over the layers, where they differ; not a guide's) per visible token",
+    "rows_per_token": "rows fed to the model (mean over the layers, where they differ; none of a guide's) per visible "
+    "token",
     "weight_bytes, page_bytes, working_bytes": "weights; most pages held at once; most memory beyond what was held "
     "when the requests came (resident set on a CPU, PyTorch's allocations on a GPU)",
     "whole, reuse": "steps in which every request computes its whole canvas, or only reuses its cache: median time, "

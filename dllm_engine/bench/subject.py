@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dllm_engine import guides
 from dllm_engine.batch.files import BatchRequest
 from dllm_engine.bench.plain import PlainDecoder, decoder_shape
 from dllm_engine.bench.random_model import config_of, is_named_shape, named_shape, random_engine
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
-from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, weight_bytes
+from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, shares_tokenizer, weight_bytes
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -105,7 +105,7 @@ class Subject:
         options = options.with_paper_settings(self.model, self.family)
         if (guide := options.guide_model) is None:
             return options
-        return guides.with_shape(options, same_tokens=guides.shares_tokenizer(guide, self.model))
+        return with_shape(options, same_tokens=shares_tokenizer(guide, self.model))
 
     def spec(self, method: str, unmasking: Unmasking, prompt: int) -> DecodingSpec:
         return resolve_decoding(self.params(unmasking), prompt, self.family, self.options(method))
@@ -131,7 +131,7 @@ class Subject:
     @property
     def weight_bytes(self) -> int:
         guide = self.options("none").guide_model
-        models = [self.config] if guide is None else [self.config, guides.guide_config(guide)]
+        models = [self.config] if guide is None else [self.config, guide_config(guide)]
         return sum(weight_bytes(config, 1, DTYPE_BYTES[self.dtype]) for config in models)
 
     def pool_bytes(self, method: str, unmaskings: Iterable[Unmasking]) -> int:

@@ -8,8 +8,8 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from dllm_engine import guides
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
 from dllm_engine.model_executor.models.configs import unsupported_model
@@ -157,16 +157,16 @@ def _with_guide_shape(options: EngineOptions, model_config: "ModelConfig") -> En
     """Raises ``ValueError`` where the guide model cannot guide this model."""
     guide = options.guide_model
     assert guide is not None
-    guides.guide_config(guide)
+    guide_config(guide)
     # Without tokenizers this is unknown; ids are then passed on as they are.
-    same_tokens = model_config.skip_tokenizer_init or guides.has_same_tokens(
+    same_tokens = model_config.skip_tokenizer_init or has_same_tokens(
         guide, cached_tokenizer_from_config(model_config).get_vocab()
     )
     if not same_tokens:
         # It refuses what it cannot handle; do so before workers start.
         Retokenizer.between(model_config, guide)
         logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
-    return guides.with_shape(options, same_tokens=same_tokens)
+    return with_shape(options, same_tokens=same_tokens)
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

@@ -6,13 +6,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from dllm_engine.checkpoints import load_config
-from dllm_engine.demo import model_path
 from dllm_engine.model_executor.models.causal import CausalModel
-from dllm_engine.model_executor.models.tokenizers import register_tokenizers
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import GuideShape
-from dllm_engine.text import one_line
 
 
 @lru_cache
@@ -21,7 +17,7 @@ def guide_config(guide: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(guide)
     except (OSError, ValueError) as error:
-        raise ValueError(f"guide_model={guide!r} cannot be loaded: {one_line(error)}") from None
+        raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
     # The key under which a diffusion model's config says so.
     config.include_qkv_bias = CausalModel.decoder_shape(config).qkv_bias
     return config
@@ -32,17 +28,6 @@ def has_same_tokens(guide: str, vocabulary: Mapping[str, int]) -> bool:
     theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
     agrees = all(vocabulary.get(token, number) == number for token, number in theirs.items())
     return agrees and len(vocabulary.keys() & theirs.keys()) >= 0.9 * len(vocabulary)
-
-
-@lru_cache
-def shares_tokenizer(guide: str, model: str) -> bool:
-    """The same of a model by its name; raises ``ValueError`` where a tokenizer cannot be read."""
-    register_tokenizers()
-    try:
-        own = AutoTokenizer.from_pretrained(model_path(model), config=load_config(model))
-        return has_same_tokens(guide, own.get_vocab())
-    except Exception as error:  # whatever a tokenizer that is missing or damaged leads to
-        raise ValueError(f"the tokenizers of {model} and {guide} cannot be compared: {one_line(error)}") from None
 
 
 def with_shape(options: EngineOptions, *, same_tokens: bool) -> EngineOptions:
