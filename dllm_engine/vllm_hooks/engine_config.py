@@ -149,7 +149,7 @@ def _tell_of_guessed_settings(options: EngineOptions, model_config: "ModelConfig
         logger.warning(
             "cache_method=%r: the papers' settings depend on the model, and the name of %s holds none of %s; taking "
             "those of %s: %s. Set them in cache_options if others suit the model better",
-            *(options.cache_method, model, ", ".join(parts), parts[0], guessed),
+            *(options.cache_method, model, ", ".join(parts), parts[-1], guessed),
         )
 
 

@@ -55,7 +55,7 @@ class CacheMethod:
     probability where a request is greedy."""
     paper_settings: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     """Cache options that papers have for a model, where one default does not serve all: by its family, and by a part of
-    its name in small letters. A name with none of the parts gets the first of them."""
+    its name in small letters, the first that it holds. A name with none of the parts gets the last of them."""
     check: Callable[[Any, int, bool], None] = lambda options, num_layers, guided: None
     """Raise ``ValueError`` where the options do not suit a model of so many layers, or an engine with a guide."""
     refusal: Callable[[DecodingSpec], str | None] = lambda spec: None
@@ -69,7 +69,7 @@ class CacheMethod:
         """Whether a model's name says which of the family's ``paper_settings`` are its own, and those that it gets."""
         by_part, name = self.paper_settings.get(family.name, {"": {}}), PurePath(model).name.lower()
         told = next((part for part in by_part if part in name), None)
-        return told is not None, by_part[next(iter(by_part)) if told is None else told]
+        return told is not None, by_part[[*by_part][-1] if told is None else told]
 
     @property
     def uses_pages(self) -> bool:

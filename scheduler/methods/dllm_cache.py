@@ -106,8 +106,8 @@ def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
 
 
 _INTERVALS = {
-    "LLaDA": {"instruct": (50, 7), "1.5": (100, 6), "base": (25, 5)},
-    "Dream": {"instruct": (50, 2), "base": (100, 2)},
+    "LLaDA": {"1.5": (100, 6), "base": (25, 5), "instruct": (50, 7)},
+    "Dream": {"base": (100, 2), "instruct": (50, 2)},
 }
 """(prompt, response), by a part of the model's name. The paper has some for each benchmark (Tables 11 to 14), which
 ``dllm eval --paper-task`` takes. Those for all benchmarks are from Sparse-dLLM, which compares itself with dLLM-Cache
