@@ -62,6 +62,8 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
+GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
+"""Engine options about the guide model."""
 STEPS_ON_GPU = 8
 """Steps per dispatch, unless asked for otherwise: the scheduler's part of each is then small beside a step of some
 milliseconds, and a new request waits for a fraction of a block."""
@@ -116,8 +118,8 @@ class EngineOptions(BaseModel):
         Raises ``ValueError`` as ``parse``.
         """
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
-        settings = self.method.paper_settings(model, family)
-        return self.parse(self.model_dump() | {"cache_options": settings | chosen})
+        _, settings = self.method.settings_for(model, family)
+        return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
         """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``."""

@@ -87,7 +87,8 @@ class DiffusionParams(SamplingParams):
     guide_top_k: int | None = None
     """A draft passes if it is among this many best tokens of the guide."""
     guide_threshold: float | None = None
-    """Drafts with a probability above this pass as well."""
+    """Beside the drafts that pass, which end at the first that does not, also fill every drafted position whose token
+    has a probability above this, wherever it lies. It adds to the passing ones and holds none of them back."""
     guide_fallback: str | None = None
     """Whose token fills the first position when no draft passes."""
     guide_correction: bool | None = None

@@ -5,19 +5,22 @@ measures when an engine starts, and the overhead is whatever the caller says.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from pydantic import ByteSize
 
 from dllm_engine.checkpoints import load_config
+from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.text import one_line
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 128
@@ -88,6 +91,8 @@ class Sizing:
     max_num_batched_tokens: int
     canvas: int
     weight_bytes: int
+    guide_weight_bytes: int
+    """Of the guide model; 0 without one."""
     activation_bytes: int
     overhead: int
     pool_bytes: int
@@ -95,6 +100,8 @@ class Sizing:
     page_bytes: int
     num_pages: int
     """Pages for requests."""
+    guide_pages: int
+    """Of the pages of a request, those of the guide's keys and values."""
     demand: RequestDemand
     others: list[RequestDemand]
     """The other cache methods, with their papers' options."""
@@ -112,24 +119,28 @@ def plan(deployment: Deployment) -> Sizing:
     config, max_model_len = checked_config(d)
     dtype = dtype_of(d.dtype, config)
     rows = max(d.max_num_batched_tokens, max_model_len)
-    weights = weight_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype])
-    activations = activation_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
-    pool = int(d.gpu_memory * d.gpu_memory_utilization) - weights - activations - d.overhead
-    if pool <= 0:
-        raise SizingError(_does_not_fit(d, config, weights, activations, DTYPE_BYTES[dtype], rows))
+    models, notes = [config], []
+    if getattr(config, "quantization_config", None):
+        notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
     if d.options.guide_model is not None:
-        raise SizingError(
-            "--guide-model is not counted by a plan; leave it unset, and set its weights and pages aside by --overhead"
-        )
+        guided, guide, assumed = _with_guide(d)
+        d, models, notes = replace(d, options=guided), [config, guide], [*notes, *assumed]
+    weights = [weight_bytes(model, d.tensor_parallel_size, DTYPE_BYTES[dtype]) for model in models]
+    activations = _activation_bytes(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
+    pool = int(d.gpu_memory * d.gpu_memory_utilization) - sum(weights) - activations - d.overhead
+    if pool <= 0:
+        raise SizingError(_does_not_fit(d, models, sum(weights), activations, DTYPE_BYTES[dtype], rows))
     geometry = d.options.geometry(config, d.tensor_parallel_size)
     page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
     num_pages = pages_of_pool(pool, page_bytes)
 
     def demand(options: EngineOptions) -> RequestDemand:
         options = options.with_paper_settings(d.model, family_of(config))
+        if geometry.guide is not None:
+            options.method.check(options.cache, geometry.num_layers, True)
         spec = request_spec(d, config, options)
         pages = options.method.page_demand(spec, geometry)
-        retained, rows_per_step = walk(spec, options, geometry)
+        retained, rows_per_step = walk(replace(spec, guidance=None), options, geometry)
         requests, limit = _requests(d, options, geometry, pages, num_pages, max_model_len)
         return RequestDemand(
             cache_method=options.cache_method,
@@ -148,14 +159,11 @@ def plan(deployment: Deployment) -> Sizing:
     others = []
     for method in CACHE_METHODS:
         if method != d.options.cache_method:
-            options = EngineOptions(cache_method=method, page_size=d.options.page_size)
+            options = EngineOptions.parse(d.options.model_dump() | {"cache_method": method, "cache_options": {}})
             try:
                 others.append(demand(options))
-            except ValueError as error:  # a page_size that does not suit this method
+            except ValueError as error:  # a page_size that does not suit this method, or a guide
                 others.append(RequestDemand(method, {}, 0, 0, 0, 0.0, 0, str(error)))
-    notes = []
-    if getattr(config, "quantization_config", None):
-        notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
     return Sizing(
         model=d.model,
         dtype=dtype,
@@ -165,13 +173,15 @@ def plan(deployment: Deployment) -> Sizing:
         max_num_seqs=d.max_num_seqs,
         max_num_batched_tokens=rows,
         canvas=d.prompt + d.response,
-        weight_bytes=weights,
+        weight_bytes=weights[0],
+        guide_weight_bytes=sum(weights[1:]),
         activation_bytes=activations,
         overhead=d.overhead,
         pool_bytes=pool,
         page_size=d.options.page_size,
         page_bytes=page_bytes,
         num_pages=num_pages,
+        guide_pages=sum(map(sum, guide_pages(request_spec(d, config, d.options), geometry).values())),
         demand=chosen,
         others=others,
         notes=notes,
@@ -186,6 +196,44 @@ def checked_config(deployment: Deployment) -> tuple[Any, int]:
     return config, max_model_len
 
 
+@lru_cache
+def shares_tokenizer(guide: str, model: str) -> bool:
+    """Whether a guide has a model's tokens, as ``has_same_tokens`` says; raises ``ValueError`` where a tokenizer cannot
+    be read."""
+    from transformers import AutoTokenizer
+
+    from dllm_engine.model_executor.guide.sizes import has_same_tokens
+    from dllm_engine.model_executor.models.tokenizers import register_tokenizers
+
+    register_tokenizers()
+    try:
+        own = AutoTokenizer.from_pretrained(model_path(model), config=load_config(model))
+        return has_same_tokens(guide, own.get_vocab())
+    except Exception as error:  # whatever a tokenizer that is missing or damaged leads to
+        raise ValueError(f"the tokenizers of {model} and {guide} cannot be compared: {one_line(error)}") from None
+
+
+def _with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:
+    """The options with the guide's sizes, its config, and what is assumed of it."""
+    # Imports vLLM's layers.
+    from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
+
+    guide, notes = d.options.guide_model, []
+    assert guide is not None
+    config = guide_config(guide)
+    if config.num_attention_heads % d.tensor_parallel_size:
+        raise SizingError(
+            f"--tensor-parallel-size {d.tensor_parallel_size} does not divide the {config.num_attention_heads} "
+            f"attention heads of --guide-model {guide} evenly"
+        )
+    try:
+        same_tokens = shares_tokenizer(guide, d.model)
+    except ValueError as error:
+        same_tokens = False
+        notes.append(f"{error}; {d.options.guide_tokens_per_token:g} guide tokens per token are reserved for the guide")
+    return with_shape(d.options, same_tokens=same_tokens), config, notes
+
+
 def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
     """The request that the plan is for."""
     family = family_of(config)
@@ -193,7 +241,7 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     if block_length is None:
         default = checkpoint_section(config).get("block_length") or family.block_length_of(deployment.response)
         block_length = min(default, deployment.response)
-    return DecodingSpec(
+    spec = DecodingSpec(
         prompt_length=deployment.prompt,
         gen_length=deployment.response,
         block_length=block_length,
@@ -204,8 +252,12 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
         top_p=1.0,
         top_k=0,
         shifts_logits=family.shifts_logits,
+        guidance=None if options.guide_model is None else Guidance(),
         cache=options.cache,
     )
+    if reason := options.method.refusal(spec):
+        raise SizingError(reason)
+    return spec
 
 
 def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> tuple[int, float]:
@@ -278,6 +330,11 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     return max(rows * (stream + max(attention, mlp) + phases), rows * stream + head)
 
 
+def _activation_bytes(models: list[Any], tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
+    """Of the model and its guide, which run one after the other."""
+    return max(activation_bytes(model, tensor_parallel_size, dtype_bytes, rows) for model in models)
+
+
 def bytes_of_page(geometry: PoolGeometry, dtype_bytes: int) -> int:
     """Bytes of a page: keys and values of ``page_size`` tokens of one layer, of this rank's KV heads."""
     return 2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
@@ -341,12 +398,13 @@ def dtype_of(wanted: str, config: Any) -> str:
     return own if own in ("bfloat16", "float16") else "bfloat16"
 
 
-def _does_not_fit(d: Deployment, config: Any, weights: int, activations: int, dtype_bytes: int, rows: int) -> str:
+def _does_not_fit(d: Deployment, models: list[Any], weights: int, activations: int, dtype_bytes: int, rows: int) -> str:
     share = d.gpu_memory * d.gpu_memory_utilization
     advice = "raise --gpu-memory, or lower --max-num-batched-tokens"
     for tp in (2, 4, 8):
-        if tp > d.tensor_parallel_size and config.num_attention_heads % tp == 0:
-            needed = weight_bytes(config, tp, dtype_bytes) + activation_bytes(config, tp, dtype_bytes, rows)
+        if tp > d.tensor_parallel_size and all(model.num_attention_heads % tp == 0 for model in models):
+            needed = sum(weight_bytes(model, tp, dtype_bytes) for model in models)
+            needed += _activation_bytes(models, tp, dtype_bytes, rows)
             if needed + d.overhead < share:
                 advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
                 break

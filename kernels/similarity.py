@@ -3,10 +3,13 @@ r"""Which rows have changed most since their values were retained (V-verify of d
 With the fresh values a_{i,h} of row i and KV head h, and those retained for it, b_{i,h}:
 
     cosine_i = Σ_h a_{i,h} · b_{i,h} / (max(‖a_i‖, ε) max(‖b_i‖, ε)),   ‖a_i‖² = Σ_h a_{i,h} · a_{i,h},   ε = 1e-8
+    distance_i = ‖a_i − b_i‖² = ‖a_i‖² + ‖b_i‖² − 2 Σ_h a_{i,h} · b_{i,h}
 
-All heads of a row are one vector. The three sums are separate from the division, so that tensor-parallel ranks, which
-hold some heads each, can add theirs first.
+All heads of a row are one vector. The three sums are separate from what is made of them, so that tensor-parallel ranks,
+which hold some heads each, can add theirs first.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +23,7 @@ _ROUNDING = 1e-6
 
 @operator("similarity_sums", triton="similarity")
 def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The three sums that ``cosine`` needs of each row, over the heads of this rank.
+    """The three sums that ``SIMILARITIES`` need of each row, over the heads of this rank.
 
     Args:
         fresh: ``[num_rows, num_kv_heads, head_dim]``.
@@ -84,10 +87,32 @@ def cosine(sums: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: anything but three sums a row.
     """
-    if sums.dim() != 2 or sums.shape[0] != 3:
-        raise ValueError(f"sums {list(sums.shape)} are not [3, num_rows]")
+    _check_sums(sums)
     norms = sums[1:].sqrt().clamp_(min=_EPS)
     return sums[0] / (norms[0] * norms[1])
+
+
+def negative_distance(sums: torch.Tensor) -> torch.Tensor:
+    """Minus the squared L2 distance of each row's two vectors, so that less is less similar, as of ``cosine``.
+
+    Args and errors: as of ``cosine``.
+
+    Returns:
+        float32 ``[num_rows]``; 0 where the vectors differ by the rounding of the sums alone.
+    """
+    _check_sums(sums)
+    squares = sums[1] + sums[2]
+    distance = squares - 2 * sums[0]
+    return -distance.masked_fill(distance <= _ROUNDING * squares, 0)
+
+
+SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cosine": cosine, "l2": negative_distance}
+"""By the names of dLLM-Cache's metrics (appendix A.5)."""
+
+
+def _check_sums(sums: torch.Tensor) -> None:
+    if sums.dim() != 2 or sums.shape[0] != 3:
+        raise ValueError(f"sums {list(sums.shape)} are not [3, num_rows]")
 
 
 def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:

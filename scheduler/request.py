@@ -54,7 +54,7 @@ class Guidance:
     top_k: int = 1
     """A draft passes if it is among this many of the guide's best tokens."""
     threshold: float | None = None
-    """Drafts of a probability above this pass as well."""
+    """Drafts of a probability above this are filled too, beside the prefix that passes."""
     fallback: Literal["guide", "draft"] = "guide"
     """Whose token fills the first position where nothing passes."""
     correction: bool = False

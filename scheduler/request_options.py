@@ -14,13 +14,15 @@ DEFAULT_GEN_LENGTH = 256
 
 PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
-DEFAULTABLE_OPTIONS = (
+GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
+"""Request options about how the guide decides; the fields of ``Guidance`` have their names without ``guide_``."""
+CHECKPOINT_OPTIONS = (
     *("block_length", "steps", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
-    *("block_add_threshold", "suffix_blocks", "early_stop", "retention_ratio"),
+    *("block_add_threshold", "early_stop"),
 )
+"""Request options that a checkpoint may have a default for: those that mean the same in every engine."""
+DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", "guided", *GUIDE_OPTIONS)
 """Request options that an engine may have a default for."""
-CHECKPOINT_OPTIONS = tuple(name for name in DEFAULTABLE_OPTIONS if name not in ("suffix_blocks", "retention_ratio"))
-"""Request options that a checkpoint may have a default for: those that mean the same with every cache method."""
 _MOST_TOKENS = (1 << 31) - 1
 """More than any model's context or vocabulary holds."""
 
@@ -99,11 +101,13 @@ def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
     unmasking are alternatives: who names one of them gets no default rule and number, and who names steps or tokens
-    per step runs one block at a time."""
+    per step runs one block at a time. Who says how the guide decides wants it."""
     left_out: set[str] = set()
     counts = chosen.keys() & {"steps", "tokens_per_step"}
     if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
         left_out.update(("tokens_per_step", *PARALLEL_OPTIONS))
     if counts:
         left_out.update(("steps", "block_add_threshold"))
+    if chosen.keys() & {*GUIDE_OPTIONS}:
+        left_out.add("guided")
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

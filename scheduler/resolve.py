@@ -14,6 +14,7 @@ from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, 
 from dllm_engine.scheduler.request_options import (
     CHECKPOINT_OPTIONS,
     DEFAULTABLE_OPTIONS,
+    GUIDE_OPTIONS,
     PARALLEL_OPTIONS,
     InvalidRequestError,
     RequestOptions,
@@ -28,6 +29,8 @@ def check_request_defaults(engine: EngineOptions) -> None:
     options = _check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS)
     resolve_cache(options, engine)
     _check_suffix(options, engine)
+    if engine.guide_model is None:
+        resolve_guidance(options, engine)
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
@@ -161,13 +164,9 @@ def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
     return next(policy.name for policy in UNMASKING_POLICIES.values() if (policy.measures, policy.tempered) == wanted)
 
 
-_GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
-"""Request options about the guide; the fields of ``Guidance`` have their names without ``guide_``."""
-
-
 def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
-    """How the guide decides for a request; None where it does not."""
-    given = {name: value for name in _GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
+    """How the guide decides for a request of these options and the engine's defaults; None where it does not."""
+    given = {name: value for name in GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
     if engine.guide_model is None:
         if options.guided or given:
             named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
@@ -177,13 +176,17 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
         if given:
             raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
         return None
+    asked = given if options.guided is None else {"guided": True, **given}
+    wanted = with_defaults(asked, engine.request_defaults)
+    if wanted.get("guided") is False:
+        return None
     others = ("steps", "tokens_per_step", "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
     for name in (*others, *PARALLEL_OPTIONS):
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
-    return Guidance(**{name.removeprefix("guide_"): value for name, value in given.items()})
+    return Guidance(**{name.removeprefix("guide_"): wanted[name] for name in GUIDE_OPTIONS if name in wanted})
 
 
 def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
@@ -298,6 +301,8 @@ def resolve_decoding(
         num_logprobs=params.logprobs,
         streams_steps=options.stream_granularity == "step",
     )
+    if reason := engine.method.refusal(spec):
+        raise InvalidRequestError(reason)
     if spec.parallel is None and spec.tokens_per_step is not None:
         return replace(spec, steps=sum(spec.steps_per_block))
     if spec.parallel is None and spec.steps < spec.num_blocks:

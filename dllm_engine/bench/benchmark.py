@@ -78,7 +78,7 @@ class Benchmark:
             for prompt in s.lengths.prompts:
                 for method in s.methods:
                     self.subject.spec(method, unmasking, prompt)
-                if s.baseline:
+                if s.baseline and unmasking.has_baseline:
                     check_baseline(self.subject.spec("none", unmasking, prompt))
 
     def groups(self) -> list[tuple[str, ...]]:
@@ -142,7 +142,7 @@ class Benchmark:
         s = self.settings
         for prompt in s.lengths.prompts:
             for unmasking in s.unmaskings:
-                if s.baseline:
+                if s.baseline and unmasking.has_baseline:
                     yield Cell(PLAIN, unmasking, min(s.batches), prompt)
                 for batch in s.batches:
                     for method in methods:

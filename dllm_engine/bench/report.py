@@ -19,12 +19,13 @@ HOW = {
     "block_gap": "seconds between two neighbouring blocks of a request",
     "forward_passes": "of a request",
     "tokens_per_forward": "tokens unmasked per forward pass of a request",
-    "rows_per_token": "rows fed to the model (mean over the layers, where they differ) per visible token",
+    "rows_per_token": "rows fed to the model (mean over the layers, where they differ; none of a guide's) per visible "
+    "token",
     "weight_bytes, page_bytes, working_bytes": "weights; most pages held at once; most memory beyond what was held "
     "when the requests came (resident set on a CPU, PyTorch's allocations on a GPU)",
     "whole, reuse": "steps in which every request computes its whole canvas, or only reuses its cache: median time, "
     "and the time of their linear layers, attention and head on masked rows alone, with the same weights and threads "
-    "(the floor); time_over_floor is 1 at best",
+    "(the floor); time_over_floor is 1 at best; a guide's pass is in the time, not in the floor",
     "repetition": "share of a response's 4-grams of visible tokens that occurred in it before; mean over responses",
     "rates": "a large copy (bytes read and written) and a large square matrix product in the model's type",
     "accuracy": "responses that are exactly the answer; greedy decoding, the same settings as the cells",
@@ -42,7 +43,7 @@ ROWS/TOK       positions computed per visible token; what a cache saves
 MEMORY         weights + pages + working memory at the peak, MiB
 PAGES          of it pages of the cache, MiB
 FULL÷, REUSE÷  time of a step over its floor, which is its matrix products alone (1 is best): steps over the whole
-               canvas, and steps that reuse the cache
+               canvas, and steps that reuse the cache; a guide's pass is in the time, not in the floor
 REPEAT         share of repeated 4-grams in the responses (– for random weights)
 EXACT          share of tasks answered exactly right (– where no tasks were asked)"""
 COLUMNS = (

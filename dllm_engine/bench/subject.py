@@ -14,11 +14,12 @@ from dllm_engine.bench.random_model import config_of, is_named_shape, named_shap
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
-from dllm_engine.options import EngineOptions
+from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
+from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
-from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, weight_bytes
+from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, shares_tokenizer, weight_bytes
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -35,6 +36,11 @@ class Unmasking:
     text: str
     options: dict[str, Any] = field(hash=False)
     """Fields of ``DiffusionParams``."""
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the plain model can decode so: it has no guide."""
+        return not self.options.get("guided")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,9 @@ class Subject:
         self.engine_args = engine_args
         self.max_model_len = max_model_len
         self.config = config_of(model)
+        self.guide = {name: engine_args[name] for name in GUIDE_SETTINGS if name in engine_args}
+        if self.guide and self.has_random_weights:
+            raise ValueError(f"model {model!r} has random weights, which agree with no guide; leave out --guide-model")
         self.family = family_of(self.config)
         self.shape = decoder_shape(self.config)
         own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
@@ -92,8 +101,11 @@ class Subject:
 
     def options(self, method: str) -> EngineOptions:
         """As the engine fills them in."""
-        options = EngineOptions(cache_method=method, request_defaults=checkpoint_defaults(self.config))
-        return options.with_paper_settings(self.model, self.family)
+        options = EngineOptions(cache_method=method, request_defaults=checkpoint_defaults(self.config), **self.guide)
+        options = options.with_paper_settings(self.model, self.family)
+        if (guide := options.guide_model) is None:
+            return options
+        return with_shape(options, same_tokens=shares_tokenizer(guide, self.model))
 
     def spec(self, method: str, unmasking: Unmasking, prompt: int) -> DecodingSpec:
         return resolve_decoding(self.params(unmasking), prompt, self.family, self.options(method))
@@ -118,7 +130,9 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        return weight_bytes(self.config, 1, DTYPE_BYTES[self.dtype])
+        guide = self.options("none").guide_model
+        models = [self.config] if guide is None else [self.config, guide_config(guide)]
+        return sum(weight_bytes(config, 1, DTYPE_BYTES[self.dtype]) for config in models)
 
     def pool_bytes(self, method: str, unmaskings: Iterable[Unmasking]) -> int:
         """Of a pool in which the largest batch runs at once."""

@@ -18,7 +18,11 @@ RULES = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "ma
 """Options that another unmasking rule may set."""
 MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")
 """Options that may follow an unmasking rule."""
-DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop")
+GUIDED = "guided"
+"""The unmasking rule that leaves the choice to the guide."""
+GUIDING = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
+"""Arguments about how a guide decides, under the names of request options."""
+DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", GUIDED, *GUIDING)
 """Arguments about how a response is denoised, under the names of request options."""
 
 
@@ -138,3 +142,15 @@ def parse_rule(text: str) -> dict[str, Any]:
             )
         options[name] = value
     return options
+
+
+def rule_options(text: str, guiding: dict[str, Any] | None) -> dict[str, Any]:
+    """As ``parse_rule`` where there may be a guide, which ``guided`` asks for and the other rules leave out.
+
+    ``guiding``: how it decides, as request options; None: there is no guide.
+    """
+    if guiding is None:
+        if text == GUIDED:
+            raise ValueError(f"unmasking rule {GUIDED!r}: there is no guide; give --guide-model")
+        return parse_rule(text)
+    return {GUIDED: True, **guiding} if text == GUIDED else {GUIDED: False, **parse_rule(text)}

@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
-from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int, positive_ints
-from dllm_engine.cli.engine import DTYPES
+from dllm_engine.cli.arguments import (
+    GUIDED,
+    GUIDING,
+    ONE,
+    RULES,
+    key_value,
+    positive_int,
+    positive_ints,
+    rule_options,
+)
+from dllm_engine.cli.engine import DTYPES, add_guide_arguments, add_guiding_arguments, given
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
 from dllm_engine.evaluation.own_tasks import read_tasks
-from dllm_engine.options import EngineOptions
+from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import json_rows
@@ -70,8 +79,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what.add_argument(
         "--unmasking",
         metavar="RULE,…",
-        help=f"`{ONE}` for one token per step, a policy such as `low_confidence`, or NAME=VALUE with one of "
-        f"{', '.join(RULES)} (default: {ONE})",
+        help=f"`{ONE}` for one token per step, a policy such as `low_confidence`, NAME=VALUE with one of "
+        f"{', '.join(RULES)}, or `{GUIDED}` (default: {ONE}; with --guide-model also {GUIDED})",
     )
     what.add_argument(
         "--batch", "--batch-size", type=positive_ints, metavar="N,…", help="requests at once (default: 1,8)"
@@ -86,6 +95,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--block-length", type=positive_int, metavar="N", help="default: the family's, demo model 8; at most --response"
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
+    guide = parser.add_argument_group("guide")
+    add_guide_arguments(guide)
+    add_guiding_arguments(guide)
     how = parser.add_argument_group("how")
     how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
     how.add_argument(
@@ -133,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
     if args.quick:
         if args.model is not None:
             raise ValueError(f"--quick chooses its models; leave it out, or --model {args.model}")
+        if args.guide_model is not None:
+            raise ValueError(f"--quick measures without a guide; leave it out, or --guide-model {args.guide_model}")
         args.output = args.output or QUICK_OUTPUT
         if args.plots is None:
             args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
@@ -157,8 +171,8 @@ def run(args: argparse.Namespace) -> int:
 
 def filled(args: argparse.Namespace, preset: dict[str, Any]) -> argparse.Namespace:
     """The arguments, with those that were not given taken from ``preset``, else from the defaults."""
-    given = {name: getattr(args, name) for name in DEFAULTS if getattr(args, name) is not None}
-    return argparse.Namespace(**vars(args) | DEFAULTS | preset | given)
+    guided = {} if args.guide_model is None else {"unmasking": f"{ONE},{GUIDED}"}
+    return argparse.Namespace(**vars(args) | DEFAULTS | guided | preset | given(args, DEFAULTS))
 
 
 _PLOTS_NEED = "matplotlib is not installed; run pip install 'dllm-engine[bench]'"
@@ -197,10 +211,14 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
         EngineOptions.parse({"cache_method": method})
     if (block := args.block_length) is not None and block > args.response:
         raise ValueError(f"--block-length {block} is longer than --response {args.response}; lower it")
+    guide, guiding = given(args, GUIDE_SETTINGS), given(args, GUIDING)
+    if guiding and args.guide_model is None:
+        raise ValueError(f"--{next(iter(guiding)).replace('_', '-')}: there is no guide; give --guide-model")
+    asked = guiding if args.guide_model is not None else None
     return BenchSettings(
         model=args.model,
         methods=methods,
-        unmaskings=tuple(map(_unmasking, args.unmasking.split(","))),
+        unmaskings=tuple(_unmasking(text, asked) for text in args.unmasking.split(",")),
         batches=tuple(args.batch),
         lengths=Lengths(tuple(args.prompt), args.response, block),
         repeats=args.repeats,
@@ -209,16 +227,17 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
         max_model_len=args.max_model_len,
         tasks={} if args.tasks is None else {name: _examples(name, args) for name in args.tasks.split(",")},
         baseline=not args.no_baseline,
-        engine_args=dict(args.engine_arg),
+        engine_args=guide | dict(args.engine_arg),
     )
 
 
-def _unmasking(text: str) -> Any:
+def _unmasking(text: str, guiding: dict[str, Any] | None) -> Any:
     from dllm_engine.bench.subject import Unmasking
     from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
-    options = {"unmasking": text} if text in UNMASKING_POLICIES else parse_rule(text)
-    return Unmasking(text, options)
+    if text not in UNMASKING_POLICIES:
+        return Unmasking(text, rule_options(text, guiding))
+    return Unmasking(text, {"unmasking": text} if guiding is None else {"unmasking": text, "guided": False})
 
 
 def _examples(name: str, args: argparse.Namespace) -> list[Example]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import DENOISING, key_value, positive_int, whole_number
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.options import EngineOptions
+from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-CACHE_ARGUMENTS = ("cache_method", "page_size", "guide_model", "guide_tokens_per_token")
+CACHE_ARGUMENTS = ("cache_method", "page_size", *GUIDE_SETTINGS)
 """Arguments of ``add_cache_arguments`` that are engine options of the same name."""
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 CUDA_GRAPHS_HELP = (
@@ -50,6 +50,12 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the tokens outside the running block that pages keep, for cache methods that evict; short for "
         "--cache-option retention_ratio=R",
     )
+    add_guide_arguments(group)
+    group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
+
+
+def add_guide_arguments(group: "argparse._ArgumentGroup") -> None:
+    """``GUIDE_SETTINGS``."""
     group.add_argument(
         "--guide-model",
         metavar="MODEL",
@@ -62,7 +68,6 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="tokens of a guide with another tokenizer that pages are reserved for per token of the model (default: 2)",
     )
-    group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
 
 
 def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
@@ -162,6 +167,44 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="give up what is behind the first end token as soon as it is decided",
+    )
+    group.add_argument(
+        "--guided",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="let the guide decide what is filled (default: where there is a --guide-model)",
+    )
+    add_guiding_arguments(group)
+
+
+def add_guiding_arguments(group: "argparse._ArgumentGroup") -> None:
+    """How a guide decides: options of requests."""
+    group.add_argument(
+        "--speculation-length",
+        type=whole_number,
+        metavar="N",
+        help="masked positions that the guide checks in a step (default: 32)",
+    )
+    group.add_argument(
+        "--guide-top-k", type=whole_number, metavar="K", help="a draft passes among the guide's K best (default: 1)"
+    )
+    group.add_argument(
+        "--guide-threshold",
+        type=float,
+        metavar="P",
+        help="beside the drafts that pass up to the first that does not, also fill those more probable than P",
+    )
+    group.add_argument(
+        "--guide-fallback",
+        choices=("guide", "draft"),
+        default=None,
+        help="whose token is filled where no draft passes (default: guide)",
+    )
+    group.add_argument(
+        "--guide-correction",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="fill what passes with the guide's own tokens",
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.cli.arguments import ONE, RULES, parse_rule, positive_int
+from dllm_engine.cli.arguments import GUIDED, GUIDING, ONE, RULES, positive_int, rule_options
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
     add_engine_arguments,
@@ -88,7 +88,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     compared.add_argument(
         "--unmasking-rules",
         metavar="RULE,…",
-        help=f"`{ONE}` for one token per step, or NAME=VALUE with one of {', '.join(RULES)}",
+        help=f"`{ONE}` for one token per step, `{GUIDED}` with --guide-model, or NAME=VALUE with one of "
+        f"{', '.join(RULES)}",
     )
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
@@ -172,13 +173,15 @@ def run_lm_eval(args: argparse.Namespace) -> int:
 
 def combinations(args: argparse.Namespace) -> list[Combination]:
     """What ``--methods`` and ``--unmasking-rules`` ask for, checked; raises ``ValueError`` naming what is wrong."""
-    own = given(args, RULES)
+    own, guiding = given(args, RULES), given(args, GUIDING)
+    has_guide = args.guide_model is not None
     if args.unmasking_rules is None:
-        rules = {",".join(f"{name}={value}" for name, value in own.items()) or ONE: own}
+        way = GUIDED if has_guide and args.guided is not False else ONE
+        rules = {",".join(f"{name}={value}" for name, value in own.items()) or way: own | guiding}
     elif own:
         raise ValueError(f"--unmasking-rules and --{next(iter(own)).replace('_', '-')} both say how to unmask")
     else:
-        rules = {text: parse_rule(text) for text in args.unmasking_rules.split(",")}
+        rules = {text: rule_options(text, guiding if has_guide else None) for text in args.unmasking_rules.split(",")}
     methods = [args.cache_method]
     if args.methods is not None:
         if args.cache_method != "none" or args.cache_option:
@@ -189,7 +192,8 @@ def combinations(args: argparse.Namespace) -> list[Combination]:
         of_method = argparse.Namespace(**vars(args) | {"cache_method": method})
         prepare(of_method)
         engine = engine_arguments(of_method)
-        made += [Combination(method, rule, engine, decoding_options(args) | rules[rule]) for rule in rules]
+        decoding = {name: value for name, value in decoding_options(args).items() if name not in GUIDING}
+        made += [Combination(method, rule, engine, decoding | rules[rule]) for rule in rules]
     for combination in made:
         combination.params()
     return made

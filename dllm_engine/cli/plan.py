@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ByteSize, TypeAdapter
 
 from dllm_engine.cli.arguments import positive_int, positive_ints
-from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options
-from dllm_engine.options import EngineOptions
+from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options, given
+from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.speed.gpus import GPUS
 from dllm_engine.text import format_table
@@ -130,15 +130,16 @@ def as_text(sizing: "Sizing", args: argparse.Namespace, command: list[str]) -> s
         f"{s.model} in {s.dtype} on {gpus} of {readable(s.gpu_memory)}: "
         f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
     )
-    unused = s.gpu_memory - s.weight_bytes - s.activation_bytes - s.overhead - s.pool_bytes
+    taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
     pages = f"{s.num_pages:,} pages of {readable(s.page_bytes)} ({s.page_size} tokens of one layer)"
     activations = f"estimate, for {s.max_num_batched_tokens:,} rows"
     memory = [
         ("PER GPU", "SIZE", ""),
-        ("weights", readable(s.weight_bytes), "exact" if not s.notes else "upper bound"),
+        ("weights", readable(s.weight_bytes), "upper bound" if any("quantized" in n for n in s.notes) else "exact"),
+        *([("guide's weights", readable(s.guide_weight_bytes), "exact")] if args.guide_model is not None else []),
         ("activations", readable(s.activation_bytes), activations),
         ("overhead", readable(s.overhead), "assumed (--overhead)"),
-        ("left unused", readable(unused), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
+        ("left unused", readable(s.gpu_memory - taken), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
         ("page pool", readable(s.pool_bytes), pages),
     ]
     rows: list[tuple[str, ...]] = [
@@ -150,6 +151,7 @@ def as_text(sizing: "Sizing", args: argparse.Namespace, command: list[str]) -> s
     lines += [
         "* as asked for; the others with their papers' options. Pages are those reserved for a request at admission;",
         "  rows are the positions computed per step, as a mean over the response at a token per step.",
+        *([f"  Of the pages, {s.guide_pages:,} are the guide's."] if args.guide_model is not None else []),
         "",
         f"To serve it so: {shlex.join(command)}",
     ]
@@ -227,6 +229,7 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
         settings["--dtype"] = args.dtype
     if sizing.page_size != EngineOptions().page_size:
         settings["--page-size"] = sizing.page_size
+    settings |= {f"--{name.replace('_', '-')}": value for name, value in given(args, GUIDE_SETTINGS).items()}
     for flag, value in settings.items():
         command += [flag, str(value)]
     return command

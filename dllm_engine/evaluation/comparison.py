@@ -43,6 +43,11 @@ class Combination:
     decoding: dict[str, Any]
     """Arguments of ``DiffusionParams``."""
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether a guide decides what a step fills."""
+        return self.engine.get("guide_model") is not None and self.decoding.get("guided") is not False
+
     def params(self) -> "DiffusionParams":
         """Raises ``ValueError`` naming what is out of range."""
         from dllm_engine.params import DiffusionParams

@@ -189,12 +189,19 @@ def _for_tasks(combination: Combination, task: HarnessTask) -> Combination:
     return replace(combination, engine=combination.engine | {"cache_options": options})
 
 
+def decoding_of(task: HarnessTask, combination: Combination) -> dict[str, Any]:
+    """Arguments of ``DiffusionParams``: the task's, overridden by the combination's. A guide has no use for a number of
+    steps."""
+    left_out = ("steps",) if combination.is_guided else ()
+    return {name: value for name, value in task.decoding.items() if name not in left_out} | combination.decoding
+
+
 def _score(
     llm: "LLM", combination: Combination, task: HarnessTask, manager: Any, settings: HarnessSettings, *, warm_up: bool
 ) -> HarnessScore:
     from dllm_engine.evaluation.lm_eval_model import Cost, DiffusionLM
 
-    decoding = task.decoding | combination.decoding
+    decoding = decoding_of(task, combination)
     model = DiffusionLM(
         llm, decoding, mc_num=settings.mc_num, mc_seed=settings.seed, max_prompt_tokens=task.max_prompt_tokens
     )

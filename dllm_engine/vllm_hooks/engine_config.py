@@ -3,21 +3,19 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoTokenizer
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
 from dllm_engine.model_executor.models.configs import unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
-from dllm_engine.scheduler.page_layout import GuideShape
 from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH, with_defaults
 from dllm_engine.scheduler.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
@@ -128,9 +126,10 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     check_request_defaults(options)
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     options = options.model_copy(update={"request_defaults": defaults})
+    _tell_of_guessed_settings(options, model_config)
     options = options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
     if options.guide_model is not None:
-        options = options.model_copy(update={"guide_shape": guide_shape(options, model_config)})
+        options = _with_guide_shape(options, model_config)
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
@@ -140,36 +139,34 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
 
 
-def guide_shape(options: EngineOptions, model_config: "ModelConfig") -> GuideShape:
-    """Sizes of the engine's guide model; raises ``ValueError`` where it cannot guide this model."""
+def _tell_of_guessed_settings(options: EngineOptions, model_config: "ModelConfig") -> None:
+    """Say which cache options are taken where papers have others for other models, and the name does not tell."""
+    family, model = family_of(model_config.hf_config), model_config.model
+    told, settings = options.method.settings_for(model, family)
+    guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in options.cache_options)
+    if guessed and not told:
+        parts = [repr(part) for part in options.method.paper_settings[family.name]]
+        logger.warning(
+            "cache_method=%r: the papers' settings depend on the model, and the name of %s holds none of %s; taking "
+            "those of %s: %s. Set them in cache_options if others suit the model better",
+            *(options.cache_method, model, ", ".join(parts), parts[-1], guessed),
+        )
+
+
+def _with_guide_shape(options: EngineOptions, model_config: "ModelConfig") -> EngineOptions:
+    """Raises ``ValueError`` where the guide model cannot guide this model."""
     guide = options.guide_model
     assert guide is not None
-    try:
-        config = AutoConfig.from_pretrained(guide)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
-    shape = CausalModel.decoder_shape(config)
+    guide_config(guide)
     # Without tokenizers this is unknown; ids are then passed on as they are.
-    same_tokens = model_config.skip_tokenizer_init or _has_same_tokens(guide, model_config)
+    same_tokens = model_config.skip_tokenizer_init or has_same_tokens(
+        guide, cached_tokenizer_from_config(model_config).get_vocab()
+    )
     if not same_tokens:
         # It refuses what it cannot handle; do so before workers start.
         Retokenizer.between(model_config, guide)
         logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
-    return GuideShape(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        same_tokens=same_tokens,
-        tokens_per_token=1.0 if same_tokens else options.guide_tokens_per_token,
-    )
-
-
-def _has_same_tokens(guide: str, model_config: "ModelConfig") -> bool:
-    """Whether token ids mean the same to guide and diffusion model, and the guide knows most of them."""
-    own = cached_tokenizer_from_config(model_config).get_vocab()
-    theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
-    agrees = all(own.get(token, number) == number for token, number in theirs.items())
-    return agrees and len(own.keys() & theirs.keys()) >= 0.9 * len(own)
+    return with_shape(options, same_tokens=same_tokens)
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:

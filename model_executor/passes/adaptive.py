@@ -8,14 +8,15 @@ ever added one after the other, so their sum is all there is to keep.)
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.features import add_features, feature_rows, write_features
+from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.kernels.paged_tokens import PagedTokens
-from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
+from dllm_engine.kernels.similarity import SIMILARITIES, least_similar, similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
@@ -68,17 +69,18 @@ class AdaptivePass(LayerPass):
         live_starts: list[int],
         *,
         whole_attends_alone: bool,
-        similarity: Literal["value", "key"] = "value",
-        first_adaptive_layer: int = 0,
+        similarity: str,
+        metric: str,
+        first_adaptive_layer: int,
     ) -> None:
         """Layers before ``first_adaptive_layer`` recompute every row in every step, and keep no features.
 
         ``live_starts``: per request, the first position whose hidden state is kept up to date between refreshes.
         ``whole_attends_alone``: a canvas recomputed as a whole attends to what was just computed rather than to what
-        pages keep of it; otherwise only in a request's first pass.
+        pages keep of it; otherwise only in a request's first pass. ``similarity``, ``metric``: options of dLLM-Cache.
         """
         self.batch, self.pages, self.tables = batch, pages, tables
-        self.similarity, self.first_adaptive_layer = similarity, first_adaptive_layer
+        self.similarity, self.metric, self.first_adaptive_layer = similarity, metric, first_adaptive_layer
         self.num_layers = 0
         device = batch.positions.device
         self.requests = batch.request_of_row()
@@ -131,6 +133,11 @@ class AdaptivePass(LayerPass):
         """Per group of equal shape: the response rows ``[group, rows]``, and the places of those chosen among the
         recomputed ones ``[group, chosen]``."""
         self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
+        if self.verified is not None and similarity == "random":
+            of_requests = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
+            seeds, forwards = on_device(of_requests, device)[:, self.requests[self.verified]]
+            self.counters = seeds, forwards, batch.positions[self.verified]
+            """Of the random numbers of each verified row: the same at any batch, and on every rank."""
         self.some_rows = ComputedRows(sizes, attend_alone(sizes), device)
         self.kept = torch.ones_like(self.requests, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
@@ -191,22 +198,27 @@ class AdaptivePass(LayerPass):
         """The rows to recompute, and the values of those chosen where verifying has computed them already.
 
         dLLM-Cache's V-verify: project all response rows to values, choose those least similar to the kept values,
-        and replace all kept values by the fresh ones.
+        and replace all kept values by the fresh ones. A choice by chance verifies nothing.
         """
         rows = torch.empty(self.some_rows.bounds[-1], dtype=torch.int64, device=hidden.device)
         rows[self.refreshed_places] = self.refreshed
         if self.verified is None:
             return rows, None
-        normed = layer.attn_norm(hidden[self.verified])
-        if self.similarity == "value":
-            fresh, kept = layer.v(normed), self.pages.values
+        values = None
+        if self.similarity == "random":
+            # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
+            similarity = uniform(*self.counters, torch.full_like(self.verified, NO_TOKEN - 1 - index))
         else:
-            fresh, kept = layer.k(normed, phases[self.verified]), self.pages.keys
-        verified_slots = self.tables.row_slots(index, self.verified)
-        sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
-        write_slots(fresh, kept, verified_slots)
-        similarity = cosine(sums)
-        values = fresh.new_empty(rows.shape[0], *fresh.shape[1:]) if self.similarity == "value" else None
+            normed = layer.attn_norm(hidden[self.verified])
+            if self.similarity == "value":
+                fresh, kept = layer.v(normed), self.pages.values
+                values = fresh.new_empty(rows.shape[0], *fresh.shape[1:])
+            else:
+                fresh, kept = layer.k(normed, phases[self.verified]), self.pages.keys
+            verified_slots = self.tables.row_slots(index, self.verified)
+            sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
+            write_slots(fresh, kept, verified_slots)
+            similarity = SIMILARITIES[self.metric](sums)
         first = 0
         for members, places in self.adaptive:
             group = slice(first, first + members.numel())

@@ -24,5 +24,6 @@ def layer_pass(batch: StepBatch, pages: PageMemory) -> AdaptivePass:
         [live_start(canvas.spec) for canvas in batch.canvases],
         whole_attends_alone=True,
         similarity=options.similarity,
+        metric=options.similarity_metric,
         first_adaptive_layer=int(options.refresh_first_layer),
     )

@@ -125,6 +125,7 @@ class MaskKVPass(AdaptivePass):
             [live_start(canvas.spec) for canvas in batch.canvases],
             whole_attends_alone=False,
             similarity=options.similarity,
+            metric=options.similarity_metric,
             first_adaptive_layer=int(options.refresh_first_layer),
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -52,14 +53,23 @@ class CacheMethod:
     uniform_sampler: Literal["never", "with_delay_eos", "always"] = "never"
     """When requests decode by ES-dLLM's sampler: equally many tokens per step in every model family, by the plain
     probability where a request is greedy."""
-    paper_settings: Callable[[str, ModelFamily], dict[str, Any]] = lambda model, family: {}
-    """Cache options that the paper has for a model, by its name and family, where one default does not serve all."""
+    paper_settings: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    """Cache options that papers have for a model, where one default does not serve all: by its family, and by a part of
+    its name in small letters, the first that it holds. A name with none of the parts gets the last of them."""
     check: Callable[[Any, int, bool], None] = lambda options, num_layers, guided: None
     """Raise ``ValueError`` where the options do not suit a model of so many layers, or an engine with a guide."""
+    refusal: Callable[[DecodingSpec], str | None] = lambda spec: None
+    """Why the engine's cache options do not suit a request; None where they do."""
     tuned: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """What `dllm tune` tries: values of the cache options that trade speed for accuracy most."""
     largest: Callable[[Any], CacheOptions] = lambda options: options
     """The options under which a request whose prompt length is open holds the most pages."""
+
+    def settings_for(self, model: str, family: ModelFamily) -> tuple[bool, Mapping[str, Any]]:
+        """Whether a model's name says which of the family's ``paper_settings`` are its own, and those that it gets."""
+        by_part, name = self.paper_settings.get(family.name, {"": {}}), PurePath(model).name.lower()
+        told = next((part for part in by_part if part in name), None)
+        return told is not None, by_part[[*by_part][-1] if told is None else told]
 
     @property
     def uses_pages(self) -> bool:

@@ -1,11 +1,9 @@
 """dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step after it was decoded."""
 
 from dataclasses import replace
-from typing import Any
 
 from pydantic import Field
 
-from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
@@ -44,16 +42,13 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return replace(kept, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
 
 
-def paper_settings(model: str, family: ModelFamily) -> dict[str, Any]:
-    """The authors' interval for Dream is half of LLaDA's."""
-    return {"refresh_interval": 4 if family.name == "Dream" else 8}
-
-
+PAPER_SETTINGS = {"LLaDA": {"": {"refresh_interval": 8}}, "Dream": {"": {"refresh_interval": 4}}}
+"""The authors' interval for Dream is half of LLaDA's."""
 DKV = CacheMethod(
     plan,
     hold_canvas,
     DKVOptions,
-    paper_settings=paper_settings,
+    paper_settings=PAPER_SETTINGS,
     launches=LAUNCHES,
     tuned={"refresh_interval": (4, 8, 16)},
 )

@@ -2,12 +2,10 @@
 response rows that have changed most."""
 
 from dataclasses import replace
-from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
@@ -26,8 +24,11 @@ class DLLMCacheOptions(CacheOptions):
     unmasked tokens."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
     """Share of the response rows that each layer recomputes in the passes between (ρ)."""
-    similarity: Literal["value", "key"] = "value"
-    """How these rows are chosen: those whose new value (or key) differs most from the cached one."""
+    similarity: Literal["value", "key", "random"] = "value"
+    """How these rows are chosen: those whose new value (or key) differs most from the cached one. ``random``: by
+    chance, anew in each layer and pass, to compare with; nothing but the chosen rows is renewed then (Figure 5)."""
+    similarity_metric: Literal["cosine", "l2"] = "cosine"
+    """How the two are compared: by their angle, or by their L2 distance (appendix A.5, which finds it far worse)."""
     exclude_prompt_states: bool = True
     """Keep no features of prompt rows, because nothing reads them (MaskKV's prompt-state exclusion). False: keep them,
     as dLLM-Cache's code does. That takes more memory and changes no token."""
@@ -35,6 +36,15 @@ class DLLMCacheOptions(CacheOptions):
     """Recompute the whole response in the first layer in every pass, as dLLM-Cache's code does; the paper does not say
     so. False: there, only rows that were just unmasked have changed, because a row's value in the first layer depends
     on its token alone."""
+
+    @model_validator(mode="after")
+    def _metric_has_a_use(self) -> Self:
+        if self.similarity == "random" and self.similarity_metric != "cosine":
+            raise ValueError(
+                f"similarity='random' compares nothing, so similarity_metric={self.similarity_metric!r} has no use; "
+                f"leave one out"
+            )
+        return self
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -95,15 +105,20 @@ def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
     return [0, *features[1:]] if spec.cache.refresh_first_layer else features
 
 
-def paper_settings(model: str, family: ModelFamily) -> dict[str, Any]:
-    """Tables 1 and 2: (prompt, response) refresh intervals."""
-    model = PurePath(model).name
-    if family.name == "Dream":
-        prompt, response = (100, 2) if "base" in model.lower() else (50, 2)
-    else:
-        prompt, response = (100, 6) if "1.5" in model else (50, 7)
-    return {"prompt_refresh_interval": prompt, "response_refresh_interval": response}
-
-
+_INTERVALS = {
+    "LLaDA": {"1.5": (100, 6), "base": (25, 5), "instruct": (50, 7)},
+    "Dream": {"base": (100, 2), "instruct": (50, 2)},
+}
+"""(prompt, response), by a part of the model's name. The paper has some for each benchmark (Tables 11 to 14), which
+``dllm eval --paper-task`` takes. Those for all benchmarks are from Sparse-dLLM, which compares itself with dLLM-Cache
+(its Appendix B). It leaves out LLaDA-8B-Base, which gets those for GSM8K (Table 11), as LLaDA-8B-Instruct's 50 and 7
+are (Table 12)."""
+PAPER_SETTINGS = {
+    family: {
+        part: {"prompt_refresh_interval": prompt, "response_refresh_interval": response}
+        for part, (prompt, response) in intervals.items()
+    }
+    for family, intervals in _INTERVALS.items()
+}
 TUNED = {"response_refresh_interval": (4, 7, 14), "update_ratio": (0.1, 0.25, 0.5)}
-DLLM_CACHE = CacheMethod(plan, hold_canvas_and_features, DLLMCacheOptions, paper_settings=paper_settings, tuned=TUNED)
+DLLM_CACHE = CacheMethod(plan, hold_canvas_and_features, DLLMCacheOptions, paper_settings=PAPER_SETTINGS, tuned=TUNED)

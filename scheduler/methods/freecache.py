@@ -1,7 +1,9 @@
 """FreeCache (arXiv 2505.21467, section 3.2.1): the prompt and finished blocks are computed once."""
 
+from pydantic import Field
+
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, tokens_before
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
 
@@ -10,33 +12,55 @@ class FreeCacheOptions(CacheOptions):
 
     include_suffix: bool = True
     """Compute the masked tokens behind the window in every step too. False: the window alone."""
+    cache_block_length: int | None = Field(default=None, ge=1)
+    """Response tokens whose keys and values are kept together, once all of them are finished; until then every step
+    computes them. A multiple of ``block_length`` (the paper: 256, with blocks of 64). None: one block."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """The first step computes the whole canvas and keeps the prompt. A finished block is fed once more, with its final
-    tokens, when it has left the window: the first step after that keeps it. Its last row then predicts the window's
-    first position where logits are shifted.
+    """The first step computes the whole canvas and keeps the prompt. A finished cache block is fed once more, with its
+    final tokens, when it has left the window: the first step after that keeps it. Its last row then predicts the
+    window's first position where logits are shifted.
     """
     options = spec.cache
     assert isinstance(options, FreeCacheOptions)
-    window, clean = spec.span_of(progress.running), tokens_before(spec, progress.running)
+    window, clean = spec.span_of(progress.running), clean_tokens(spec, progress.running)
     visible = spec.visible(window)
     stop = visible.stop if options.include_suffix else window.stop
     if progress.num_forwards == 0:
         kept = Retention.whole(Span(0, clean))
         return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, visible, adds=[kept])
-    clean_before = tokens_before(spec, progress.before) if progress.step == 0 else clean
+    clean_before = clean_tokens(spec, progress.before) if progress.step == 0 else clean
     if clean_before < clean:
         span, finished = Span(clean_before, stop), Retention.whole(Span(clean_before, clean))
         return step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, span, read=clean_before, adds=[finished])
-    span = Span(window.start, stop)
-    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, span, read=clean)
+    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(clean, stop), read=clean)
+
+
+def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
+    """Tokens that are kept while these blocks run: the prompt, and whole cache blocks before them."""
+    assert isinstance(spec.cache, FreeCacheOptions)
+    finished = tokens_before(spec, running) - spec.prompt_length
+    return spec.prompt_length + finished - finished % (spec.cache.cache_block_length or spec.block_length)
+
+
+def refusal(spec: DecodingSpec) -> str | None:
+    """Cache blocks are whole blocks; a response of one block keeps nothing but its prompt."""
+    assert isinstance(spec.cache, FreeCacheOptions)
+    length = spec.cache.cache_block_length
+    if length is None or spec.num_blocks == 1 or length % spec.block_length == 0:
+        return None
+    return (
+        f"block_length={spec.block_length} does not divide the engine's cache_block_length={length}; choose one that "
+        f"does, or start the engine with another cache_block_length"
+    )
 
 
 FREECACHE = CacheMethod(
     plan,
-    hold_tokens(tokens_before),
+    hold_tokens(clean_tokens),
     FreeCacheOptions,
+    refusal=refusal,
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES_TO_RETAIN,

@@ -78,6 +78,27 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
     assert compared.count(" 1.00 ") >= len(run["cells"])
 
 
+def test_a_guide_is_measured_beside_one_token_a_step(monkeypatch):
+    asked = ["--methods", "none,dual", "--guide-model", "demo", "--guide-top-k", "2"]
+    made = Benchmark(bench.settings(bench.filled(parsed(*asked), {})))
+    assert {u.text: u.options for u in made.settings.unmaskings} == {
+        "one": {"guided": False},
+        "guided": {"guided": True, "guide_top_k": 2},
+    }
+    alone = Benchmark(bench.settings(bench.filled(parsed("--methods", "none,dual"), {})))
+    one, guided = made.settings.unmaskings
+    # The plain model has no guide, and the guide's weights and pages count.
+    assert {cell.unmasking for cell in made._cells(("dual",)) if cell.method == "plain"} == {one}
+    assert made.subject.weight_bytes > alone.subject.weight_bytes
+    assert made.subject.pool_bytes("dual", [guided]) > alone.subject.pool_bytes("dual", [one])
+    for arguments, problem in (
+        (["--guide-top-k", "2"], "--guide-top-k: there is no guide; give --guide-model"),
+        (["--model", "llada-8b/8", "--guide-model", "demo"], "'llada-8b/8' has random weights"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            Benchmark(bench.settings(bench.filled(parsed(*arguments), {})))
+
+
 def test_methods_that_do_not_fit_side_by_side_are_measured_one_by_one(monkeypatch):
     settings = bench.settings(bench.filled(parsed("--model", "llada-8b/8", "--methods", "none,dual"), {}))
     made = benchmark.Benchmark(settings)

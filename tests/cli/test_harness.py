@@ -142,6 +142,15 @@ def test_a_papers_cache_options_are_for_its_method_and_give_way_to_the_commands_
     assert harness._for_tasks(own, task) is own
 
 
+def test_a_guide_has_no_use_for_a_papers_steps():
+    args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--guide-model", "demo")
+    args.unmasking_rules = "one,guided"
+    (task,) = evaluate.harness_tasks(args)
+    one, guided = (harness.decoding_of(task, combination) for combination in evaluate.combinations(args))
+    assert "steps" in one
+    assert guided == {"gen_length": 256, "block_length": 32, "seed": 0, "guided": True}
+
+
 def test_the_commands_own_settings_go_before_the_papers():
     args = parsed("--model", "Dream-org/Dream-v0-Base-7B", "--paper-task", "humaneval", "--num-fewshot", "2")
     (task,) = evaluate.harness_tasks(args)

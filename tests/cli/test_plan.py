@@ -53,6 +53,16 @@ def test_the_command_serves_with_the_plans_settings(capsys):
     assert (read.max_model_len, read.max_num_batched_tokens) == (1280, 8192)
 
 
+def test_a_guide_is_counted_and_served(capsys):
+    asked = ["plan", "demo", "--gpu-memory", "2GiB", "--prompt", "64", "--response", "64", "--guide-model", "demo"]
+    out = planned(capsys, *asked)
+    assert "guide's weights" in out
+    assert "are the guide's." in out
+    sizing = json.loads(planned(capsys, *asked, "--json"))
+    assert sizing["demand"]["pages"] == sizing["guide_pages"] > 0
+    assert sizing["serve"][-2:] == ["--guide-model", "demo"]
+
+
 def test_speed_is_predicted_and_says_so(capsys):
     command = [*LLADA[:2], "--speed", "--gpu", "h200", "--batch", "1,2", "--response", "64", "--steps", "8"]
     text = planned(capsys, *command)

@@ -66,6 +66,8 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
         (["--block-length", "16", "--unmasking", "random", "--threshold", "0.9", "--max-model-len", "512"],
          {"request_defaults": {"block_length": 16, "unmasking": "random", "threshold": 0.9}}),
         (["--factor", "0.5"], {"request_defaults": {"factor": 0.5}}),
+        (["--guide-model", "g", "--no-guided", "--guide-top-k", "2", "--guide-fallback", "draft"],
+         {"guide_model": "g", "request_defaults": {"guided": False, "guide_top_k": 2, "guide_fallback": "draft"}}),
         (["--entropy-bound", "0.5"], {"request_defaults": {"entropy_bound": 0.5}}),
         (["--margin", "0.5"], {"request_defaults": {"margin": 0.5}}),
         (["--steps", "64", *STEPS_GIVEN], {"request_defaults": {"steps": 64, "threshold": 0.5}}),

@@ -126,7 +126,7 @@ def cache_tables() -> list[str]:
 def checkpoint_table() -> list[str]:
     """A row per released checkpoint, a column per cache method that has settings of its own for some of them."""
     found = {
-        checkpoint: {name: method.paper_settings(checkpoint, family) for name, method in CACHE_METHODS.items()}
+        checkpoint: {name: method.settings_for(checkpoint, family)[1] for name, method in CACHE_METHODS.items()}
         for family in FAMILIES.values()
         for checkpoint in family.checkpoints
     }

@@ -64,6 +64,8 @@ def test_refresh_intervals_are_those_of_the_checkpoint():
     llada = {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
     assert row.cache_options("GSAI-ML/LLaDA-8B-Instruct") == {"dllm_cache": llada}
     assert row.cache_options("GSAI-ML/LLaDA-1.5") == {}
+    base = {"prompt_refresh_interval": 25, "response_refresh_interval": 5}
+    assert row.cache_options("GSAI-ML/LLaDA-8B-Base") == {"dllm_cache": base}
     assert row.cache_options("/models/Dream-v0-Instruct-7B")["dllm_cache"]["prompt_refresh_interval"] == 25
 
 

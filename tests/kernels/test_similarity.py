@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.similarity import cosine, least_similar, similarity_sums
+from dllm_engine.kernels.similarity import cosine, least_similar, negative_distance, similarity_sums
 from tests.kernels import formulas
 from tests.kernels.checks import check_similarity_sums, refused, similarity_case
 from tests.support.kernels import TOLERANCE
@@ -60,6 +60,22 @@ def test_cosine_is_that_of_pytorch_for_short_vectors_too(size):
     a, b = torch.randn(2, 30, 8) * size
     sums = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
     torch.testing.assert_close(cosine(sums), F.cosine_similarity(a, b), rtol=1e-5, atol=1e-6)
+
+
+def test_distances_are_those_of_pytorch_and_none_where_a_row_differs_by_rounding_alone():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 30, 96)
+    b[:10], b[10:20] = a[:10], a[10:20] * (1 + 2e-7)
+    sums = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
+    distance = -negative_distance(sums)
+    assert not distance[:20].any()
+    torch.testing.assert_close(distance[20:], (a - b)[20:].square().sum(1), rtol=1e-5, atol=0)
+
+
+def test_a_long_vector_of_nearly_the_same_direction_is_far_away():
+    a, b = torch.tensor([[[10.0, 0.0], [0.1, 0.0]], [[9.0, 0.1], [0.0, 0.1]]])
+    sums = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
+    assert [least_similar(of(sums), 1).tolist() for of in (cosine, negative_distance)] == [[1], [0]]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +135,7 @@ def test_errors_name_what_does_not_fit():
     )
     refused(r"differ in type: torch\.float16, torch\.float32", similarity_sums, fresh.half(), pages, slots)
     refused(r"sums \[2, 4\] are not \[3, num_rows\]", cosine, torch.zeros(2, 4))
+    refused(r"sums \[2, 4\] are not \[3, num_rows\]", negative_distance, torch.zeros(2, 4))
     refused(r"count=5 of similarity \[2, 4\]", least_similar, torch.zeros(2, 4), 5)
     refused("count=-1", least_similar, torch.zeros(4), -1)
     refused(r"similarity \[\]", least_similar, torch.tensor(1.0), 1)

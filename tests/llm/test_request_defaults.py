@@ -13,6 +13,7 @@ from dllm_engine.demo import demo_model_path
 from dllm_engine.families import FAMILIES
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.request_options import InvalidRequestError, with_defaults
 from dllm_engine.scheduler.resolve import check_request_defaults, resolve_decoding
 from scripts.train_demo.model import SHAPE, DemoModel, save
@@ -68,6 +69,31 @@ def test_they_are_fitted_to_the_response(gen_length, block_length, steps):
     assert (spec.block_length, spec.steps) == (block_length, steps)
 
 
+LENIENT = {"guide_top_k": 2, "guide_threshold": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "asked", "expected"),
+    [
+        (LENIENT, {}, Guidance(top_k=2, threshold=0.5)),
+        (LENIENT, {"guide_top_k": 3}, Guidance(top_k=3, threshold=0.5)),
+        (LENIENT, {"guided": False}, None),
+        # Defaults that the guide has no use for are for those that do without it.
+        (LENIENT | {"threshold": 0.9}, {}, Guidance(top_k=2, threshold=0.5)),
+        # Guided only where a request says so, or how.
+        (LENIENT | {"guided": False}, {}, None),
+        (LENIENT | {"guided": False}, {"threshold": 0.9}, None),
+        (LENIENT | {"guided": False}, {"guided": True}, Guidance(top_k=2, threshold=0.5)),
+        ({"guided": False}, {"guide_correction": True}, Guidance(correction=True)),
+    ],
+    ids=str,
+)
+def test_those_of_a_guide(defaults, asked, expected):
+    spec = resolved(defaults, engine={"guide_model": "demo"}, **asked)
+    assert spec.guidance == expected
+    assert (spec.parallel is None) == (expected is not None or "threshold" not in asked)
+
+
 def test_who_names_steps_runs_one_block_at_a_time():
     defaults = {"entropy_threshold": 0.5, "block_add_threshold": 0.1}
     assert resolved(defaults, gen_length=16).block_add_threshold == 0.1
@@ -101,6 +127,8 @@ def test_what_a_request_names_itself_is_not_fitted():
         ({"block_add_threshold": 0.1}, ("block_add_threshold=0.1", "need a rule")),
         ({"top_p": 0.9}, ("no 'top_p'",)),
         ({"stepz": 3}, ("no 'stepz'",)),
+        ({"guide_top_k": 2}, ("guide_top_k=2: the engine has no guide",)),
+        ({"guide_threshold": 1.5}, ("request default guide_threshold=1.5",)),
     ],
     ids=str,
 )

@@ -2,13 +2,16 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
+from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.families import FAMILIES
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
@@ -22,6 +25,7 @@ from dllm_engine.sizing import (
     weight_bytes,
 )
 from tests.support import tiny_checkpoints
+from tests.support.byte_level_tokenizers import copy_renumbered
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
@@ -160,9 +164,54 @@ def test_budgets_per_head_count_as_what_a_layers_pages_hold():
     assert 512 <= sizing.demand.tokens_retained <= 512 + 2 * PAGE_SIZE
 
 
-def test_a_guide_model_is_not_planned_for(tiny_llada):
-    with pytest.raises(SizingError, match="--guide-model is not counted"):
-        plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo")))
+@pytest.mark.parametrize("own_tokenizer", [False, True])
+def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, own_tokenizer):
+    guide = "demo"
+    if own_tokenizer:
+        copy_renumbered(DEMO_GUIDE_DIR, folder := tmp_path / "guide")
+        guide = str(folder)
+    settings = {"cache_method": "dual", "page_size": PAGE_SIZE, "guide_model": guide}
+    llm = engines("demo", skip_tokenizer_init=False, **settings)
+    reserved, retained, _ = run_one(llm, RESPONSE)
+    sizing = plan(deployment("demo", options=EngineOptions(**settings)))
+    assert (sizing.demand.pages, sizing.demand.tokens_retained, sizing.notes) == (reserved, retained, [])
+    shape, pages = runner_of(llm).guide.shape, runner_of(llm).guide.pages
+    assert shape.tokens_per_token == 1 + own_tokenizer
+    tokens = (PROMPT + RESPONSE - 1) * (1 + own_tokenizer)
+    per_page = pages.keys.shape[1] // shape.num_kv_heads
+    assert sizing.guide_pages == shape.num_layers * -(-tokens // per_page)
+    (alone,) = (d for d in sizing.others if d.cache_method == "none")
+    assert alone.pages == sizing.guide_pages
+    (refusing,) = (d for d in sizing.others if d.cache_method == "d2_cache")
+    assert refusing.requests == 0
+    assert "guide" in refusing.limit
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "num_tables"),
+    [(LlamaConfig, LlamaForCausalLM, 2), (partial(Qwen2Config, tie_word_embeddings=True), Qwen2ForCausalLM, 1)],
+)
+def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_tables):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model(config(**sizes, num_key_value_heads=2, vocab_size=150)).save_pretrained(tmp_path)
+    in_file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    padding = num_tables * (192 - 150) * 64 * 4
+    planned = deployment("demo", options=EngineOptions(guide_model=str(tmp_path)))
+    sizing, alone = plan(planned), plan(deployment("demo", "none"))
+    assert sizing.guide_weight_bytes == in_file + padding
+    assert sizing.pool_bytes == alone.pool_bytes - sizing.guide_weight_bytes
+
+
+def test_a_guide_is_taken_to_have_another_tokenizer_where_that_cannot_be_seen(tiny_llada):
+    sizing = plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo", guide_tokens_per_token=3.0)))
+    assert "cannot be compared" in sizing.notes[0]
+    assert sizing.notes[0].endswith("; 3 guide tokens per token are reserved for the guide")
+
+
+def test_a_guide_whose_heads_ranks_cannot_share_is_refused(tiny_llada, tmp_path):
+    LlamaConfig(hidden_size=64, num_attention_heads=1, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(SizingError, match="--tensor-parallel-size 2 does not divide the 1 attention heads of"):
+        plan(deployment(tiny_llada, options=EngineOptions(guide_model=str(tmp_path)), tensor_parallel_size=2))
 
 
 def test_memory_adds_up(tiny_llada):

@@ -29,8 +29,11 @@ VARIANTS = {
     "d2_cache": ("d2_cache", {"masked_rows": 6}),
     "d2_cache, latest": ("d2_cache", {"masked_rows": 4, "confidence": "latest", "range_unit": "block", "gap_fill": 3}),
     "freecache, block alone": ("freecache", {"include_suffix": False}),
+    "freecache, cache blocks": ("freecache", {"cache_block_length": 40}),
     "dllm_cache": ("dllm_cache", REFRESHES),
     "dllm_cache by key": ("dllm_cache", REFRESHES | {"similarity": "key"}),
+    "dllm_cache by distance": ("dllm_cache", REFRESHES | {"similarity_metric": "l2"}),
+    "dllm_cache by chance": ("dllm_cache", REFRESHES | {"similarity": "random"}),
     "dllm_cache, first layer too": ("dllm_cache", REFRESHES | {"refresh_first_layer": False}),
     "dllm_cache, prompt states": ("dllm_cache", REFRESHES | {"exclude_prompt_states": False}),
     "maskkv": ("maskkv", REFRESHES | {"kv_budget": 12, "profile": PROFILE}),
@@ -71,7 +74,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def request(gen_length: int, block_length: int, steps: int | None):
     rule = {"threshold": 0.3} if steps is None else {"steps": steps}
     asked = {"gen_length": gen_length, "block_length": block_length, "unmasking": "maskgit_plus", "ignore_eos": True}
-    return DiffusionParams(**asked, **rule)
+    return DiffusionParams(**asked, **rule, seed=gen_length)  # of what a cache method draws
 
 
 PROMPTS = [prompt(case[0], i) for i, case in enumerate(LENGTHS)]

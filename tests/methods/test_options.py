@@ -8,6 +8,9 @@ from dllm_engine import DiffusionParams
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, maskkv
+from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.vllm_hooks import engine_config
 from tests.support.engines import generate, scheduler_of, start_engine
 
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -41,6 +44,11 @@ def out_of_range():
         ("freecache", {"include_suffix": "half"}, "include_suffix='half'"),
         ("dual", {"retention_ratio": 0.5}, "'retention_ratio'=0.5"),
         ("dllm_cache", {"kv_budget": 9}, "unknown cache option 'kv_budget'=9.*prompt_refresh_interval"),
+        (
+            "dllm_cache",
+            {"similarity": "random", "similarity_metric": "l2"},
+            "compares nothing, so similarity_metric='l2'",
+        ),
         ("es_dllm", {"keep_schedule": []}, "must begin with depth 0"),
         ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 0.5], [0.2, 0.5]]}, "depths must rise"),
         ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 1]]}, "depths must rise within"),
@@ -66,12 +74,14 @@ def test_the_papers_settings_have_a_name():
     [
         ("GSAI-ML/LLaDA-8B-Instruct", (50, 7)),
         ("GSAI-ML/LLaDA-1.5", (100, 6)),
+        ("/models/llada-8b-base", (25, 5)),
         ("Dream-org/Dream-v0-Base-7B", (100, 2)),
         ("Dream-org/Dream-v0-Instruct-7B", (50, 2)),
     ],
 )
 def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
     family = DREAM if "Dream" in name else LLADA
+    assert EngineOptions(cache_method="dllm_cache").method.settings_for(name, family)[0], "the name tells"
     for chosen in ({}, "paper"):
         cache = EngineOptions(cache_method="dllm_cache", cache_options=chosen).with_paper_settings(name, family).cache
         assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
@@ -84,8 +94,14 @@ def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
 
 
 @pytest.mark.parametrize(("model", "expected"), [("llada-tiny-a", (50, 7)), ("dream-tiny-a", (50, 2))])
-def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoints, model, expected):
-    llm = engines(reference_checkpoints / model, page_size=8, max_model_len=96, cache_method="dllm_cache")
+def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoints, monkeypatch, model, expected):
+    told: list[str] = []
+    monkeypatch.setattr(engine_config.logger, "warning", lambda text, *values: told.append(text % values))
+    settings = {"page_size": 8, "max_model_len": 95, "cache_method": "dllm_cache"}
+    llm = engines(reference_checkpoints / model, **settings)
+    (line,) = told
+    assert f"{model} holds none of " in line
+    assert f"those of 'instruct': prompt_refresh_interval=50, response_refresh_interval={expected[1]}. Set" in line
     cache = scheduler_of(llm).options.cache
     assert (cache.prompt_refresh_interval, cache.response_refresh_interval) == expected
     (output,) = generate(llm, [[5] * 12], DiffusionParams(gen_length=16, block_length=16, ignore_eos=True))
@@ -94,6 +110,14 @@ def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoint
 
 
 # Of requests
+
+
+def test_cache_blocks_of_freecache_are_whole_blocks():
+    engine = EngineOptions(cache_method="freecache", cache_options={"cache_block_length": 24})
+    for suited in ({"block_length": 8}, {"block_length": 24}, {"block_length": 48}, {"gen_length": 10}):
+        resolve_decoding(DiffusionParams(**{"gen_length": 48} | suited), 10, LLADA, engine)
+    with pytest.raises(InvalidRequestError, match="block_length=16 does not divide the engine's cache_block_length=24"):
+        resolve_decoding(DiffusionParams(gen_length=48, block_length=16), 10, LLADA, engine)
 
 
 @pytest.mark.parametrize("method", ["dual", "dllm_cache"])

@@ -51,7 +51,12 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (16, 1, {"masked_rows": 5, "rollout_p": 0.0, "sigma": 2.0, "range_unit": "block", "gap_fill": 2}),
         (8, 4, {"rollout_p": 0.25, "sigma": 40.0, "confidence": "latest", "range_unit": "block"}),
     ],
-    "freecache": [(4, 4, {"include_suffix": True}), (16, 1, {"include_suffix": False})],
+    "freecache": [
+        (4, 4, {"include_suffix": True}),
+        (16, 1, {"include_suffix": False}),
+        (8, 1, {"cache_block_length": 15}),
+        (8, 4, {"cache_block_length": 3, "include_suffix": False}),
+    ],
     "es_dllm": [
         (8, 1, {"indicator": "query", "alpha": 0.3, "block_refresh_interval": 1000, "prompt_refresh_interval": 5}),
         (8, 1, {"indicator": "value", "alpha": 0.0, "keep_schedule": [[0.8, 0], [0.3, 0.9]]}),
@@ -69,6 +74,8 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (32, 4, refreshes(7, 5, 0.04, refresh_first_layer=False)),
         (32, 4, refreshes(7, 4, 0.3, similarity="key", refresh_first_layer=False)),
         (32, 4, refreshes(100, 100, 0.3)),
+        (8, 1, refreshes(6, 4, 0.3, similarity_metric="l2")),
+        (16, 4, refreshes(5, 4, 0.3, similarity="random")),
     ],
     "maskkv": [
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12)),
@@ -108,13 +115,20 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
             if not asked.keys() & {"entropy_bound", "margin", "entropy_threshold"}
         ]
         return in_certain_order(requests[:count], number)
-    requests = in_certain_order(random_requests(number, count, is_dream), number)
+    requests = random_requests(number, count, is_dream)
+    if cache_block := options.get("cache_block_length"):
+        drawn = random_requests(number, 8 * count, is_dream)
+        requests = [(p, asked) for p, asked in drawn if cache_block % asked["block_length"] == 0][:count]
+    requests = in_certain_order(requests, number)
     if method != "dkv":  # which feeds what an end token has given up once more
         for _, asked in requests[1::4]:
             asked |= {"stop_token_ids": list(ENDS), "early_stop": True}
     if CACHE_METHODS[method].trims_suffix:
         for number, (_, asked) in enumerate(requests[::3]):
             asked["suffix_blocks"] = number % 3
+    if options.get("similarity") == "random":
+        for i, (_, asked) in enumerate(requests):
+            asked["seed"] = 5 + i
     if method == "sparse":
         for prompt, asked in requests[::3]:
             asked["retention_ratio"] = options.get("retention_ratio", 0.5) / (2 + len(prompt) % 3)

@@ -97,6 +97,8 @@ class Decoding:
     suffix_blocks: int | None = None
     early_stop: bool = False
     stop_token_ids: list[int] = field(default_factory=list)
+    seed: int = 0
+    """Of what a cache method draws."""
     temperature: float = 0.0
     uniform: Uniform | None = None
     """The random numbers of a temperature above 0."""

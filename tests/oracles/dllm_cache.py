@@ -22,6 +22,8 @@ Readings where the papers leave room:
   not recomputed in one layer is untouched in the next. Where the first layer is not refreshed in every pass, the rows
   decoded last and the lowest positions are therefore picked, in all layers.
 * An update ratio of 0 reuses the response fully (V too). A positive one that rounds down to no row still replaces V.
+* L2 distances are taken of the same vectors and compared as coarsely: as shares of the longest one's square.
+* A random choice is drawn for each layer and pass. It looks at nothing, so V is replaced in the picked rows only.
 """
 
 import math
@@ -29,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_engine.kernels.noise import uniform
 from tests.oracles.decoding import Decoding
 from tests.oracles.models import Layer
 
@@ -43,10 +46,14 @@ class LayerCache:
     mlp: torch.Tensor
 
 
-def most_changed(fresh: torch.Tensor, cached: torch.Tensor, count: int) -> tuple[list[int], float]:
-    """The ``count`` rows of ``[rows, ...]`` whose values differ most in direction from the cached ones, sorted; and the
-    difference of similarity between the last of them and the first one left out."""
-    similarity = torch.cosine_similarity(fresh.double().flatten(1), cached.double().flatten(1), dim=-1)
+def most_changed(fresh: torch.Tensor, cached: torch.Tensor, count: int, metric: str) -> tuple[list[int], float]:
+    """The ``count`` rows of ``[rows, ...]`` whose values differ most from the cached ones, sorted: in direction, or by
+    their distance; and the difference of similarity between the last of them and the first one left out."""
+    a, b = fresh.double().flatten(1), cached.double().flatten(1)
+    if metric == "l2":
+        similarity = -(a - b).square().sum(-1) / (2 * b.square().sum(-1).max())
+    else:
+        similarity = torch.cosine_similarity(a, b, dim=-1)
     similarity = similarity.round(decimals=9)  # the same numbers by another route differ by about 1e-14
     order = similarity.argsort(stable=True).tolist()
     gap = float(similarity[order[count]] - similarity[order[count - 1]]) if 0 < count < len(order) else math.inf
@@ -70,12 +77,13 @@ class AdaptiveCache:
         response_refresh_interval: int = 7,
         update_ratio: float = 0.25,
         similarity: str = "value",
+        similarity_metric: str = "cosine",
         refresh_first_layer: bool = True,
         exclude_prompt_states: bool = True,
     ) -> None:
         self.run, self.model = run, run.model
         self.intervals = prompt_refresh_interval, response_refresh_interval
-        self.update_ratio, self.similarity = update_ratio, similarity
+        self.update_ratio, self.similarity, self.metric = update_ratio, similarity, similarity_metric
         self.refresh_first_layer, self.exclude_prompt_states = refresh_first_layer, exclude_prompt_states
         self.forwards = self.num_known = 0
         self.caches: list[LayerCache] = []
@@ -116,10 +124,13 @@ class AdaptiveCache:
             rows = prompt if prompt_due or always else []
             if response_due or always:
                 rows = rows + response
+            elif adapts and self.similarity == "random":
+                updated.append(self.drawn(number, response))
+                rows = rows + updated[-1]
             elif adapts:
                 fresh, cached = (v, cache.v) if self.similarity == "value" else (k, cache.k)
                 count = int(len(response) * self.update_ratio)
-                picked, gap = most_changed(fresh[response], cached[response], count)
+                picked, gap = most_changed(fresh[response], cached[response], count, self.metric)
                 if gap > 0:  # ties are decided by position
                     self.run.decided(50 * gap)
                 cached[response] = fresh[response]
@@ -138,6 +149,12 @@ class AdaptiveCache:
         self.forwards += 1
         whole = prompt_due or not self.exclude_prompt_states
         return model.predict(x), range(0 if whole else live, length)
+
+    def drawn(self, layer: int, response: list[int]) -> list[int]:
+        """Rows of the lowest random numbers."""
+        counters = [torch.tensor(value) for value in (self.run.seed, self.forwards, response, -2 - layer)]
+        lowest = uniform(*counters).argsort().tolist()[: int(len(response) * self.update_ratio)]
+        return sorted(response[row] for row in lowest)
 
     def visible(self, number: int) -> list[list[int]] | None:
         """Per KV head, the positions that queries of a layer attend to in this forward pass (None: all)."""

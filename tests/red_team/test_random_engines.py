@@ -47,7 +47,8 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "prompt_refresh_interval": [1, 6, 50],
         "response_refresh_interval": [1, 4, 7],
         "update_ratio": [0.0, 0.25, 1.0],
-        "similarity": ["key", "value"],
+        "similarity": ["key", "value", "random"],
+        "similarity_metric": ["cosine", "l2"],
         "refresh_first_layer": [True, False],
         "exclude_prompt_states": [True, False],
     },
@@ -68,7 +69,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "response_refresh_interval": [1, 5],
         "redistribute": [True, False],
     },
-    "freecache": {"include_suffix": [True, False]},
+    "freecache": {"include_suffix": [True, False], "cache_block_length": [None, 240]},
     "d2_cache": {
         "rollout_p": [0.0, 0.1, 1.0],
         "masked_rows": [1, 4, 32],
@@ -105,6 +106,8 @@ def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> d
     """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
     guided = guide is not None and method not in ("es_dllm", "d2_cache") and draw.random() < 0.4
     options = {name: draw.choice(values) for name, values in CHOICES[method].items()}
+    if options.get("similarity") == "random":
+        del options["similarity_metric"]  # nothing is compared
     if options.get("refresh", "all") != "all":
         options.pop("scorer", None)  # the others look at the whole canvas
     return {

@@ -163,6 +163,7 @@ _ADAPTIVE = {
     "update_ratio": _RATIO,
     "exclude_prompt_states": st.booleans(),
     "refresh_first_layer": st.booleans(),
+    "similarity": st.sampled_from(["value", "random"]),
 }
 _REFRESH = {
     "refresh": st.sampled_from(["all", "response", "near"]),
@@ -182,7 +183,7 @@ METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
         "scope": st.sampled_from(["bidirectional", "prefix"]),
     },
     "dkv": {"refresh_interval": st.integers(1, 9)},
-    "freecache": {"include_suffix": st.booleans()},
+    "freecache": {"include_suffix": st.booleans(), "cache_block_length": st.none() | st.integers(1, 30)},
     "es_dllm": {
         "indicator": st.sampled_from(["hidden_state", "query", "key", "value", "none"]),
         "alpha": _RATIO,

@@ -159,6 +159,25 @@ def test_freecache_keeps_a_finished_block_in_the_next_ones_first_step(include_su
     assert all(plan.rows is RowRule.ALL and plan.max_rows == plan.span.size for plan in plans)
 
 
+def test_freecache_computes_finished_blocks_until_their_cache_block_is_finished():
+    request = spec(block_length=4, cache=cache_of("freecache", cache_block_length=8), steps=6)
+    plans = plans_of(request, "freecache")
+    assert [plan.window for plan in plans] == [(start, min(start + 4, 31)) for start in range(10, 31, 4)]
+    assert [(plan.state, plan.span, plan.read, plan.retained) for plan in plans] == [
+        (UPDATE, (0, 31), 0, 10),
+        (REUSE, (10, 31), 10, 10),
+        (UPDATE, (10, 31), 10, 18),
+        (REUSE, (18, 31), 18, 18),
+        (UPDATE, (18, 31), 18, 26),
+        (REUSE, (26, 31), 26, 26),
+    ]
+    options = engine_options("freecache", cache_block_length=16)
+    # The prompt and 16 tokens; of a longer cache block the prompt alone.
+    assert page_demand(spec(cache=options.cache), options) == 4 * 7
+    options = engine_options("freecache", cache_block_length=24)
+    assert page_demand(spec(cache=options.cache), options) == 4 * 3
+
+
 @pytest.mark.parametrize(
     ("method", "pages"),
     # 26, 26, 13, 31 and 26 tokens in pages of 4.

@@ -1,0 +1,44 @@
+"""What is known of an engine's guide model before it is loaded: its sizes, and whether it has the same tokens."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from dllm_engine.model_executor.models.causal import CausalModel
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.page_layout import GuideShape
+
+
+@lru_cache
+def guide_config(guide: str) -> Any:
+    """A guide's config; raises ``ValueError`` where it cannot be loaded, or names a model that cannot guide."""
+    try:
+        config = AutoConfig.from_pretrained(guide)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
+    # The key under which a diffusion model's config says so.
+    config.include_qkv_bias = CausalModel.decoder_shape(config).qkv_bias
+    return config
+
+
+def has_same_tokens(guide: str, vocabulary: Mapping[str, int]) -> bool:
+    """Whether token ids mean the same to a guide and a model of this vocabulary, and the guide knows most of them."""
+    theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
+    agrees = all(vocabulary.get(token, number) == number for token, number in theirs.items())
+    return agrees and len(vocabulary.keys() & theirs.keys()) >= 0.9 * len(vocabulary)
+
+
+def with_shape(options: EngineOptions, *, same_tokens: bool) -> EngineOptions:
+    """Engine options with the sizes of their guide; raises ``ValueError`` as ``guide_config``."""
+    assert options.guide_model is not None
+    shape = CausalModel.decoder_shape(guide_config(options.guide_model))
+    guide_shape = GuideShape(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        same_tokens=same_tokens,
+        tokens_per_token=1.0 if same_tokens else options.guide_tokens_per_token,
+    )
+    return options.model_copy(update={"guide_shape": guide_shape})
