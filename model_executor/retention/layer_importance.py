@@ -1,0 +1,43 @@
+"""How much each layer changes its tokens, which layer budgets go by."""
+
+from collections.abc import Iterable
+
+import torch
+
+from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.step_batch import RowBounds
+from dllm_engine.scheduler.methods.layer_budgets import ImportanceName
+
+
+def layer_importance(
+    layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases, rows: RowBounds
+) -> dict[ImportanceName, torch.Tensor]:
+    """Importance of each layer to each of some canvases, in a forward pass over them that keeps nothing.
+
+    ``layer_importance`` is MaskKV's (arXiv 2510.09309, equation 8): 1 − mean cosine between a token's hidden states
+    before and after a layer. ``attention_importance`` is SqueezeAttention's (arXiv 2404.04793): the same before and
+    after the layer's attention, with the residual.
+
+    Args:
+        hidden: embeddings of the canvases, which lie end to end, ``[num_rows, hidden_size]``; left as they are.
+        rows: of each canvas.
+
+    Returns:
+        float32 ``[num_layers, num_canvases]`` each, 0 to 2; 0 where hidden states are no numbers.
+    """
+
+    def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        cosines = torch.cosine_similarity(before.float(), after.float(), dim=-1).split(rows.sizes)
+        means = torch.stack([of_canvas.mean() for of_canvas in cosines])
+        return torch.nan_to_num(1 - means.clamp(-1, 1))
+
+    of_layers, of_attention = [], []
+    for layer in layers:
+        q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+        attended = hidden + layer.o_proj(bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens))
+        after = attended + layer.mlp(layer.mlp_norm(attended))
+        of_layers.append(changes(hidden, after))
+        of_attention.append(changes(hidden, attended))
+        hidden = after
+    return {"layer_importance": torch.stack(of_layers), "attention_importance": torch.stack(of_attention)}
