@@ -43,7 +43,7 @@ class MaskKVOptions(DLLMCacheOptions):
     prompt within the budget is retained whole."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
     """The largest share of the prompt that is retained, on average."""
-    scorer: ScorerName | Literal["h2o"] = "mask_voting"
+    scorer: Literal[ScorerName, "h2o"] = "mask_voting"
     """How the importance of a prompt token for a head is scored."""
     voters: Literal["all", "first", "second", "third", "last"] = "all"
     """Which masked positions vote, for ``scorer="mask_voting"``: all, or a quarter of them (Table 11)."""
