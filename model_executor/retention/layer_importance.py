@@ -9,6 +9,9 @@ from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.scheduler.methods.layer_budgets import ImportanceName
 
+_ROWS_AT_ONCE = 1024
+"""Whose hidden states are held in float32: no more memory than vLLM has measured that a pass takes."""
+
 
 def layer_importance(
     layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases, rows: RowBounds
@@ -28,8 +31,9 @@ def layer_importance(
     """
 
     def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        cosines = torch.cosine_similarity(before.float(), after.float(), dim=-1).split(rows.sizes)
-        means = torch.stack([of_canvas.mean() for of_canvas in cosines])
+        parts = zip(before.split(_ROWS_AT_ONCE), after.split(_ROWS_AT_ONCE), strict=True)
+        cosines = torch.cat([torch.cosine_similarity(a.float(), b.float(), dim=-1) for a, b in parts])
+        means = torch.stack([of_canvas.mean() for of_canvas in cosines.split(rows.sizes)])
         return torch.nan_to_num(1 - means.clamp(-1, 1))
 
     of_layers, of_attention = [], []

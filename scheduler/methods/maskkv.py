@@ -116,7 +116,7 @@ def measures_layers(spec: DecodingSpec) -> bool:
     """Whether a request's budgets go by what its first forward pass measures."""
     options = spec.cache
     assert isinstance(options, MaskKVOptions)
-    evicts = average_budget(options, spec.prompt_length) < spec.prompt_length
+    evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
     return evicts and options.profile == "online" and importance_name(options) is not None
 
 
