@@ -27,14 +27,14 @@ def layer_importance(
         rows: of each canvas.
 
     Returns:
-        float32 ``[num_layers, num_canvases]`` each, 0 to 2; 0 where hidden states are no numbers.
+        float32 ``[num_layers, num_canvases]`` each, 0 to 2, or NaN where hidden states are no numbers.
     """
 
     def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         parts = zip(before.split(_ROWS_AT_ONCE), after.split(_ROWS_AT_ONCE), strict=True)
         cosines = torch.cat([torch.cosine_similarity(a.float(), b.float(), dim=-1) for a, b in parts])
         means = torch.stack([of_canvas.mean() for of_canvas in cosines.split(rows.sizes)])
-        return torch.nan_to_num(1 - means.clamp(-1, 1))
+        return 1 - means.clamp(-1, 1)
 
     of_layers, of_attention = [], []
     for layer in layers:

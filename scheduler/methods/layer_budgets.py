@@ -49,6 +49,7 @@ def layer_budgets(
     """
     if average >= prompt_length:
         return [prompt_length] * num_layers
+    # Of a request that is about to end with an error, the sum is no number.
     known = importance if importance is not None and sum(importance) > 0 else [1.0] * num_layers
     if known is not importance and LAYER_BUDGETS[kind].importance is not None:
         kind = "uniform"
