@@ -202,11 +202,12 @@ class LLM(vllm.LLM):
         engine = EngineOptions.from_vllm_config(self.llm_engine.vllm_config)
         return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), engine)
 
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> list[float]:
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> dict[str, list[float]]:
         """How much each layer changes its tokens in a forward pass over a prompt and a masked response.
 
-        1 − mean cosine between a token's hidden states before and after a layer, 0 … 2; a mean over prompts like those
-        to come is MaskKV's ``profile``. Raises ``ValueError`` for a canvas beyond ``max_model_len``.
+        1 − mean cosine between a token's hidden states before and after a layer (``layer_importance``), or before and
+        after its attention (``attention_importance``), 0 … 2; a mean over prompts like those to come is MaskKV's
+        ``profile``. Raises ``ValueError`` for a canvas beyond ``max_model_len``.
         """
         length, limit = len(prompt_token_ids) + gen_length, self.model_config.max_model_len
         if not prompt_token_ids or length > limit:

@@ -271,7 +271,7 @@ def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> 
         num_steps, rows = num_steps + 1, rows + step_plan.max_rows
         if step_plan.retained > retained:
             pages = options.method.pages(spec, progress.running, geometry)[PageKind.KV]
-            retained = max(retained, min(step_plan.retained, sum(pages) * geometry.page_size // len(pages)))
+            retained = max(retained, min(step_plan.retained, sum(pages) * geometry.page_size // geometry.num_layers))
     return retained, rows / num_steps
 
 

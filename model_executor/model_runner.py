@@ -189,10 +189,10 @@ class DiffusionModelRunner:
         probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, self.device)
 
     @torch.inference_mode()
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
         """Importance of each layer in a forward pass over a prompt and a masked response."""
         tokens = prompt_token_ids + [self.mask_token_id] * gen_length
-        return probes.layer_importance(self.model, torch.tensor(tokens, device=self.device))
+        return probes.profile_of_layers(self.model, torch.tensor(tokens, device=self.device))
 
     @torch.inference_mode()
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:

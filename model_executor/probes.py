@@ -7,8 +7,8 @@ import torch
 
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder, RotaryPhases
-from dllm_engine.model_executor.passes.base import LayerPass, attend_alone
 from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.retention.layer_importance import layer_importance
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
 
@@ -35,12 +35,18 @@ def run_largest_batch(
         guide.profile_run(num_rows)
 
 
-def layer_importance(model: DiffusionDecoder, tokens: torch.Tensor) -> list[float]:
+def profile_of_layers(model: DiffusionDecoder, tokens: torch.Tensor) -> dict[str, list[float]]:
     """Importance of each layer in a forward pass over one canvas, ``tokens`` ``[canvas_length]``; see
-    ``ProfilingPass``."""
-    layer_pass = ProfilingPass(RowBounds([len(tokens)], tokens.device))
-    model(tokens, torch.arange(len(tokens), device=tokens.device), layer_pass)
-    return layer_pass.importance
+    ``layer_importance``."""
+    profile: dict[str, list[float]] = {}
+
+    def measure(layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        measured = layer_importance(layers, hidden, phases, RowBounds([len(tokens)], tokens.device))
+        profile.update({name: of_layers[:, 0].tolist() for name, of_layers in measured.items()})
+        return hidden
+
+    model(tokens, torch.arange(len(tokens), device=tokens.device), measure)
+    return profile
 
 
 def masked_logprobs(
@@ -71,26 +77,3 @@ def masked_logprobs(
     predicting = rows - (places > 0).long() * shift
     logprobs = predictor.logprobs_of(hidden[predicting], tokens[rows])
     return [part.tolist() for part in logprobs.split(sizes.tolist())]
-
-
-class ProfilingPass(LayerPass):
-    """A dense pass over one canvas that measures how much each layer changes its tokens.
-
-    The offline profile that MaskKV shares its budget by (arXiv 2510.09309, equation 8).
-    """
-
-    def __init__(self, row_bounds: RowBounds) -> None:
-        self.row_bounds = row_bounds
-        self.importance: list[float] = []
-        """Per layer 1 − mean cosine between a token's hidden state before and after it, 0 … 2."""
-
-    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        for layer in layers:
-            q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-            after = hidden + layer.o_proj(attend_alone(q, k, v, self.row_bounds))
-            after += layer.mlp(layer.mlp_norm(after))
-            self.importance.append(
-                float(1 - torch.cosine_similarity(hidden.double(), after.double(), dim=-1).mean().clamp(-1, 1))
-            )
-            hidden = after
-        return hidden

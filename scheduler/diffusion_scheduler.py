@@ -153,10 +153,10 @@ class DiffusionScheduler(RequestQueue):
         tables = iter(self.pages.resize(request_id, [n for per_layer in counts.values() for n in per_layer]))
         return {kind: [next(tables) for _ in per_layer] for kind, per_layer in counts.items()}
 
-    def _settle_pages(self, state: RequestState, kv_slots: list[int]) -> None:
-        """Give back what was reserved for the worst case. Tables lose their last pages only, which hold nothing."""
+    def _settle_pages(self, state: RequestState, kv_slots: int) -> None:
+        """Give back what was reserved for the worst case. The table loses its last pages only, which hold nothing."""
         slots_per_page = self.geometry.page_size * self.geometry.num_kv_heads
-        state.page_counts = state.page_counts | {PageKind.KV: [pages_for(slots, slots_per_page) for slots in kv_slots]}
+        state.page_counts = state.page_counts | {PageKind.KV: [pages_for(kv_slots, slots_per_page)]}
         self._resize_tables(state.request.request_id, state.page_counts)
         self.pages.settle(state.request.request_id)
         state.pages_settled = True

@@ -105,8 +105,9 @@ class StepReport:
     """One entry per trace name; None when the engine does not trace."""
     ends: bool = False
     """Whether the response ends with the running blocks (``DecodingSpec.early_stop``)."""
-    kv_slots: list[int] | None = None
-    """Key slots that each layer needs for good, on the rank that needs most; None unless this step has settled it."""
+    kv_slots: int | None = None
+    """Key slots that the request needs for good in the table that its layers share, on the rank that needs most; None
+    unless this step has settled it."""
     logprobs: LogprobsLists | None = None
     """Log-probabilities of ``tokens``, if the request asks."""
     change: WindowChange | None = None

@@ -22,7 +22,7 @@ class PageKind(Enum):
 
 
 PageCounts = dict[PageKind, list[int]]
-"""Pages per table: for each kind, one number per layer."""
+"""Pages per table: for each kind, one number per layer, or one for a table that all layers share."""
 
 
 class GuideShape(BaseModel):

@@ -29,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "profile",
         help="measure the importance of a model's layers, for cache_method=maskkv",
         description="Runs one forward pass over each prompt and a masked response, and averages per layer 1 - cosine "
-        "between what enters and what leaves it. `--cache-option profile=FILE` uses the result.",
+        "between what enters and what leaves it, or its attention. `--cache-option profile=FILE` uses the result.",
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
     parser.add_argument(
@@ -67,15 +67,20 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "num_prompts": len(prompts),
         "gen_length": args.gen_length,
-        "layer_importance": importance,
+        **importance,
     }
     args.output.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
-    print(format_table([("LAYER", "IMPORTANCE"), *((str(i), f"{s:.4f}") for i, s in enumerate(importance))]))
+    per_layer = zip(*importance.values(), strict=True)
+    rows = [(str(i), *(f"{score:.4f}" for score in scores)) for i, scores in enumerate(per_layer)]
+    print(format_table([("LAYER", "IMPORTANCE", "OF ATTENTION"), *rows]))
     print(f"wrote {args.output}; use it with --cache-method maskkv --cache-option profile={args.output}")
     return 0
 
 
-def average_importance(llm: "LLM", prompts: list[list[int]], gen_length: int) -> list[float]:
-    """Mean over the prompts, per layer."""
+def average_importance(llm: "LLM", prompts: list[list[int]], gen_length: int) -> dict[str, list[float]]:
+    """Means over the prompts, per layer."""
     measured = [llm.profile_layers(prompt, gen_length) for prompt in tqdm(prompts, desc="Prompts", unit="")]
-    return [sum(of_layer) / len(measured) for of_layer in zip(*measured, strict=True)]
+    return {
+        name: [sum(of_layer) / len(measured) for of_layer in zip(*(profile[name] for profile in measured), strict=True)]
+        for name in measured[0]
+    }

@@ -66,9 +66,9 @@ class LayerPass:
         """Rows that the pass computed for a request of ``num_rows``, as a mean over the layers, rounded up."""
         return num_rows
 
-    def kv_slots(self, index: int) -> list[int] | None:
-        """Key slots that each layer of a request needs for good, on the rank that needs most; None unless this pass has
-        settled it."""
+    def kv_slots(self, index: int) -> int | None:
+        """Key slots that a request needs for good in the table that its layers share, on the rank that needs most; None
+        unless this pass has settled it."""
         return None
 
     def record(self, index: int) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """MaskKV (arXiv 2510.09309): the masked positions vote on the prompt in the first pass, and each KV head of each layer
 retains what its budget allows; from then on dLLM-Cache's schedule, on what is retained."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
@@ -15,15 +17,23 @@ from dllm_engine.kernels.eviction import max_pooled
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import BatchTables
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows
 from dllm_engine.model_executor.passes.base import attend_alone
 from dllm_engine.model_executor.retention.head_budgets import head_budgets
+from dllm_engine.model_executor.retention.layer_importance import layer_importance
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.dllm_cache import live_start
-from dllm_engine.scheduler.methods.maskkv import MaskKVOptions, average_budget, prompt_budgets
+from dllm_engine.scheduler.methods.maskkv import (
+    MaskKVOptions,
+    average_budget,
+    importance_name,
+    measures_layers,
+    prompt_budgets,
+)
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import Scope
 
@@ -37,39 +47,40 @@ class RetainedPrompt:
     numbers: list[torch.Tensor] = field(default_factory=list)
     """Per layer, the number of each token among those that a head retained, −1 where it did not; int32
     ``[prompt_length, num_kv_heads]``."""
-    kv_slots: list[torch.Tensor] = field(default_factory=list)
-    """Slots of keys per layer, on the rank that needs most."""
 
 
 class HeadTables(BatchTables):
-    """Tables of keys and values in packed ranges: each KV head's retained prompt tokens, then the response."""
+    """Keys and values in packed ranges of one table that all layers share: layer by layer and head by head, the head's
+    retained prompt tokens, then the response. A layer's ranges begin where those before it end, so layers vote in
+    order."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, PageKind.KV)
         self.batch, self.pages = batch, pages
         device = batch.positions.device
-        num_layers, heads = self.tables.shape[0], pages.num_kv_heads
+        num_layers, heads = BatchTables(batch, PageKind.FEATURES).tables.shape[0], pages.num_kv_heads
         for canvas in batch.canvases:
             if canvas.cache_state is None:
                 canvas.cache_state = RetainedPrompt(torch.zeros(num_layers, heads, dtype=torch.int64, device=device))
         self.kept = torch.stack([canvas.cache_state.kept for canvas in batch.canvases], dim=1)
         """``[num_layers, num_requests, num_kv_heads]``"""
+        gen_lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)
+        self.lengths = self.kept + gen_lengths[:, None]
+        """Of each head's range, like ``kept``."""
+        in_order = self.lengths.transpose(0, 1)
+        ends = in_order.flatten(1).cumsum(dim=1).view_as(in_order)
+        self.starts = (ends - in_order).transpose(0, 1).contiguous()
+        """First slot of each head's range. In a first pass, of the layers that have voted."""
         self.requests = batch.request_of_row()
         prompt_lengths = on_device([canvas.spec.prompt_length for canvas in batch.canvases], device)
         self.response_index = batch.positions - prompt_lengths[self.requests]
         """Position of each row in its response; negative in the prompt."""
-        self.gen_lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
         self.prompts = [
             (i, batch.cu_seqlens[i]) for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)
         ]
         """Requests whose prompt is recomputed, and the row it begins at."""
-
-    def head_ranges(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """First slot and length of each head's range, ``[num_requests, num_kv_heads]`` each."""
-        lengths = self.kept[layer] + self.gen_lengths[:, None]
-        return lengths.cumsum(dim=1) - lengths, lengths
 
     def retain(self, layer: int, index: int, chosen: torch.Tensor, kept: torch.Tensor) -> None:
         """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads, prompt_length]`` bool, ``kept`` its row
@@ -78,10 +89,14 @@ class HeadTables(BatchTables):
         state: RetainedPrompt = self.batch.canvases[index].cache_state
         state.kept[layer] = kept
         state.numbers.append(numbers.T.int())
+        gen_length = self.batch.canvases[index].spec.gen_length
         self.kept[layer, index] = kept
+        self.lengths[layer, index] = kept + gen_length
+        first = self.starts[layer - 1, index, -1] + self.lengths[layer - 1, index, -1] if layer else 0
+        self.starts[layer, index] = first + self.lengths[layer, index].cumsum(dim=0) - self.lengths[layer, index]
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        start, _ = self.head_ranges(layer)
+        start = self.starts[layer]
         requests, response = self.requests, self.response_index
         slots = (start + self.kept[layer])[requests] + response[:, None]
         slots[response < 0] = -1
@@ -94,12 +109,12 @@ class HeadTables(BatchTables):
         if rows is not None:
             requests, slots = requests[rows], slots[rows]
         per_page = self.pages.keys.shape[1]
-        physical = self.tables[layer][requests[:, None], slots.clamp(min=0) // per_page].long() * per_page
+        physical = self.tables[0][requests[:, None], slots.clamp(min=0) // per_page].long() * per_page
         return torch.where(slots >= 0, physical + slots % per_page, -1)
 
     def paged_tokens(self, layer: int) -> PagedTokens:
-        start, lengths = (x.int() for x in self.head_ranges(layer))
-        k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[layer]
+        start, lengths = self.starts[layer].int(), self.lengths[layer].int()
+        k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[0]
         return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
 
 
@@ -116,8 +131,14 @@ class MaskKVPass(AdaptivePass):
         self.options = options
         self.head_tables = HeadTables(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
-        self.slots_of_voting: list[list[int]] = []
-        """``kv_slots`` of each, read from the device once for all."""
+        of_ranks = pages.total_kv_heads // pages.num_kv_heads
+        self.tokens_of_ranks = torch.zeros(len(self.voting), of_ranks, dtype=torch.int64, device=batch.positions.device)
+        """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
+        self.most_of_ranks: list[int] = []
+        """The most of a rank, read from the device once for all."""
+        self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
+        self.budgets: dict[int, list[int]] = {}
+        """Per layer, of each of ``voting``."""
         super().__init__(
             batch,
             pages,
@@ -129,13 +150,43 @@ class MaskKVPass(AdaptivePass):
             first_adaptive_layer=int(options.refresh_first_layer),
         )
 
-    def kv_slots(self, index: int) -> list[int] | None:
+    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        layers = list(layers)
+        measured = self._measure(layers, hidden, phases)
+        for index in self.voting:
+            spec = self.batch.canvases[index].spec
+            self.budgets[index] = prompt_budgets(spec, len(layers), measured.get(index))
+        return super().__call__(layers, hidden, phases)
+
+    def _measure(
+        self, layers: Sequence[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> dict[int, list[float]]:
+        """Importance of the layers to each of ``measuring``.
+
+        All layers must have run before the first may evict, and until then their keys and values would have to be held
+        beside the pages. So they run twice.
+        """
+        name = importance_name(self.options)
+        if not self.measuring or name is None:
+            return {}
+        batch, device = self.batch, hidden.device
+        rows = torch.cat([torch.arange(*batch.cu_seqlens[i : i + 2], device=device) for i in self.measuring])
+        bounds = RowBounds([batch.num_rows(i) for i in self.measuring], device)
+        of_layers = layer_importance(layers, hidden[rows], phases[rows], bounds)[name]
+        # Sums over ranks may differ in their last bits, and budgets must not.
+        of_requests = get_tp_group().broadcast(of_layers.T.contiguous()).tolist()
+        return dict(zip(self.measuring, of_requests, strict=True))
+
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        return super().rows_computed(index, num_rows) + num_rows * (index in self.measuring)
+
+    def kv_slots(self, index: int) -> int | None:
         if index not in self.voting:
             return None
-        if not self.slots_of_voting:
-            of_voting = [torch.stack(self.batch.canvases[i].cache_state.kv_slots) for i in self.voting]
-            self.slots_of_voting = torch.stack(of_voting).tolist()
-        return self.slots_of_voting[self.voting.index(index)]
+        if not self.most_of_ranks:
+            self.most_of_ranks = self.tokens_of_ranks.amax(dim=1).tolist()
+        response = self.batch.canvases[index].spec.gen_length * self.num_layers * self.pages.num_kv_heads
+        return self.most_of_ranks[self.voting.index(index)] + response
 
     def record(self, index: int) -> dict[str, Any]:
         entries = super().record(index)
@@ -172,17 +223,17 @@ class MaskKVPass(AdaptivePass):
         return out
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
-        canvas, num_layers = self.batch.canvases[index], self.head_tables.tables.shape[0]
+        canvas = self.batch.canvases[index]
         spec, options = canvas.spec, canvas.spec.cache
         assert isinstance(options, MaskKVOptions)
-        budgets = prompt_budgets(options, spec.prompt_length, num_layers)
         heads = k.shape[1]
         world, total_heads = get_tensor_model_parallel_world_size(), self.pages.total_kv_heads
         plan = self.batch.plans[index]
-        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads, options.observation_window)
+        window, scorer = options.observation_window, SCORERS[options.scorer]
+        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads, window, options.voters)
         first_head = scored.first_kv_head
         tokens = torch.arange(spec.prompt_length, device=q.device)
-        scores = SCORERS[options.scorer].score(scored, tokens)
+        scores = scorer.score(scored, tokens)
         of_all_heads = scores
         if world > 1:
             of_all_heads = scores.new_zeros(total_heads, spec.prompt_length)
@@ -194,15 +245,15 @@ class MaskKVPass(AdaptivePass):
             kept_of_all = head_budgets(
                 options.head_budget,
                 of_all_heads,
-                budgets[layer],
+                self.budgets[index][layer],
                 base_share=options.alpha,
                 redistribute=options.redistribute,
             )
         kept = kept_of_all[first_head : first_head + heads]
-        pooled = max_pooled(scores, options.pool_kernel_size)
-        ranking = pooled.sort(dim=1, descending=True, stable=True).indices
-        within = torch.arange(spec.prompt_length, device=q.device) < kept[:, None]
+        recent = tokens >= spec.prompt_length - scorer.num_recent(kept, window)[:, None]
+        pooled = max_pooled(scores.masked_fill(recent, 0), options.pool_kernel_size or scorer.pool_kernel_size)
+        ranking = pooled.masked_fill(recent, torch.inf).sort(dim=1, descending=True, stable=True).indices
+        within = tokens < kept[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
         self.head_tables.retain(layer, index, chosen, kept)
-        of_ranks = kept_of_all.view(-1, heads).sum(dim=1)
-        canvas.cache_state.kv_slots.append(of_ranks.max() + spec.gen_length * heads)
+        self.tokens_of_ranks[self.voting.index(index)] += kept_of_all.view(-1, heads).sum(dim=1)

@@ -17,6 +17,9 @@ from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.step_plan import StepPlan
 
+QUARTERS = ("first", "second", "third", "last")
+"""Of the masked positions."""
+
 
 @dataclass(frozen=True)
 class ScoredLayer:
@@ -40,6 +43,8 @@ class ScoredLayer:
     """Number of this rank's first KV head in the model."""
     observation_window: int
     """Last prompt tokens whose queries vote (``snapkv``)."""
+    voters: str = "all"
+    """Which masked positions vote (``mask_voting``): all, or the quarter of that name."""
 
     @classmethod
     def of(
@@ -52,6 +57,7 @@ class ScoredLayer:
         layer: int,
         total_kv_heads: int,
         observation_window: int,
+        voters: str = "all",
     ) -> "ScoredLayer":
         """Layer ``layer`` of a request, from this rank's part of it."""
         world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
@@ -67,6 +73,7 @@ class ScoredLayer:
             # With more ranks than KV heads, neighbouring ranks hold the same head.
             first_kv_head=rank * total_kv_heads // world,
             observation_window=observation_window,
+            voters=voters,
         )
 
 
@@ -75,7 +82,12 @@ class Scorer(NamedTuple):
 
     score: Callable[[ScoredLayer, torch.Tensor], torch.Tensor]
     """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas positions ``tokens``."""
-    needs_lse: bool
+    needs_lse: bool = True
+    num_recent: Callable[[torch.Tensor, int], torch.Tensor] = lambda kept, window: torch.zeros_like(kept)
+    """``num_recent(kept, observation_window)``: of the prompt tokens that each head of ``maskkv`` retains, how many are
+    the last ones of the prompt, whatever they score."""
+    pool_kernel_size: int = 1
+    """Width of the max-pooling over the scores of the others, unless asked for."""
 
 
 def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
@@ -86,8 +98,24 @@ def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def mask_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """MaskKV: the attention that all masked positions pay to each token."""
-    return _votes(layer, on_device(np.flatnonzero(layer.masked), tokens.device), tokens)
+    """MaskKV: the attention that masked positions pay to each token: all, or a quarter of them (Table 11), which is one
+    at least."""
+    masks = np.flatnonzero(layer.masked)
+    if layer.voters != "all":
+        first, stop = ((QUARTERS.index(layer.voters) + end) * len(masks) // 4 for end in (0, 1))
+        masks = masks[first : max(stop, first + 1)]
+    return _votes(layer, on_device(masks, tokens.device), tokens)
+
+
+def all_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """The attention that all computed positions pay to each token (MaskKV, Table 13)."""
+    return _votes(layer, torch.arange(layer.q.shape[0], device=tokens.device), tokens)
+
+
+def prompt_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """The attention that the prompt pays to each token (MaskKV, Table 13). By it H2O (arXiv 2306.14048) chooses its
+    heavy hitters, here of a model whose attention is not causal."""
+    return _votes(layer, torch.arange(layer.prompt_length, device=tokens.device), tokens)
 
 
 def snapkv(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
@@ -110,7 +138,11 @@ def _votes(layer: ScoredLayer, voters: torch.Tensor, tokens: torch.Tensor) -> to
 
 SCORERS: dict[str, Scorer] = {
     "mean_query": Scorer(mean_query, needs_lse=False),
-    "mask_voting": Scorer(mask_voting, needs_lse=True),
-    "snapkv": Scorer(snapkv, needs_lse=True),
+    "mask_voting": Scorer(mask_voting),
+    "all_voting": Scorer(all_voting),
+    "prompt_voting": Scorer(prompt_voting),
+    # The width that its paper has for LongBench.
+    "snapkv": Scorer(snapkv, num_recent=lambda kept, window: kept.clamp(max=window), pool_kernel_size=7),
+    "h2o": Scorer(prompt_voting, num_recent=lambda kept, window: kept // 2),
     "random": Scorer(random, needs_lse=False),
 }

@@ -30,7 +30,7 @@ class DiffusionWorker:
     def execute_dummy_batch(self) -> None:
         """Data-parallel ranks of a dense model do not wait for each other."""
 
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> list[float]:
+    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
         """For ``LLM.profile_layers``, through vLLM's ``collective_rpc``."""
         return self.model_runner.profile_layers(prompt_token_ids, gen_length)
 

@@ -14,7 +14,7 @@ from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 Plan = Callable[[DecodingSpec, Progress], StepPlan]
 HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
-ScorerName = Literal["mask_voting", "mean_query", "snapkv", "random"]
+ScorerName = Literal["mask_voting", "all_voting", "prompt_voting", "mean_query", "snapkv", "random"]
 """Names in ``model_executor/retention/scorers.py``."""
 
 

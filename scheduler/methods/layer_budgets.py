@@ -1,11 +1,13 @@
 """How many prompt tokens each layer retains per KV head: the layer side of a retention budget.
 
-Pure functions of whole numbers and an offline profile, so that pages can be reserved before anything runs. A new one is
-a function and its name in ``LAYER_BUDGETS``.
+Pure functions of whole numbers and of the importance of layers. Whatever the importance, budgets sum to no more than
+the average of all layers, so that pages can be reserved before anything runs. A new one is a function and its entry in
+``LAYER_BUDGETS``.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 PYRAMID_STEEPNESS = 20
 """PyramidKV's β (arXiv 2406.02069): the last layer retains a 20th of the average."""
@@ -13,7 +15,16 @@ SQUEEZE_SHARE = 0.4
 """SqueezeAttention (arXiv 2404.04793): share of the average that the least important layers keep."""
 SQUEEZE_CLUSTERS = 3
 
-LayerBudget = Callable[[int, Sequence[float], float, bool], list[float]]
+ImportanceName = Literal["layer_importance", "attention_importance"]
+"""1 − mean cosine between hidden states before and after a layer, or before and after its attention."""
+
+
+class LayerBudget(NamedTuple):
+    """How a budget is split."""
+
+    shares: Callable[[int, Sequence[float], float, bool], list[float]]
+    importance: ImportanceName | None = None
+    """What it goes by, beside the number of layers."""
 
 
 def layer_budgets(
@@ -31,17 +42,18 @@ def layer_budgets(
     Args:
         kind: a name in ``LAYER_BUDGETS``.
         average: the target, a mean over the layers (B̄).
-        importance: one score per layer, more important layers may get more; None: nothing is known of the layers.
+        importance: one score per layer, more important layers may get more; None: not measured.
         base_share: share of the average that every layer gets in any case (MaskKV's β).
         redistribute: hand on what rounding down and the cap at ``prompt_length`` leave, so that the budgets sum to
             ``average`` times the number of layers exactly.
     """
     if average >= prompt_length:
         return [prompt_length] * num_layers
+    # Of a request that is about to end with an error, the sum is no number.
     known = importance if importance is not None and sum(importance) > 0 else [1.0] * num_layers
-    if known is not importance and kind == "boundary":
+    if known is not importance and LAYER_BUDGETS[kind].importance is not None:
         kind = "uniform"
-    shares = LAYER_BUDGETS[kind](average, known, base_share, redistribute)
+    shares = LAYER_BUDGETS[kind].shares(average, known, base_share, redistribute)
     if redistribute:
         return largest_remainder(shares, average * num_layers, prompt_length)
     return [int(share) for share in shares]
@@ -79,8 +91,8 @@ def pyramid(average: int, importance: Sequence[float], base_share: float, exact:
 
 
 def squeeze(average: int, importance: Sequence[float], base_share: float, exact: bool) -> list[float]:
-    """SqueezeAttention: layers fall into three clusters of importance; the least important one keeps 40% of the
-    average, and the others share what it gives up evenly."""
+    """SqueezeAttention: layers fall into three clusters by how much their attention changes its tokens; the least
+    important one keeps 40% of the average, and the others share what it gives up evenly."""
     clusters = _clusters(importance)
     least = clusters.count(0)
     if least == len(clusters):
@@ -127,8 +139,8 @@ def largest_remainder(shares: Sequence[float], total: int, cap: int) -> list[int
 
 
 LAYER_BUDGETS: dict[str, LayerBudget] = {
-    "uniform": uniform,
-    "boundary": boundary,
-    "pyramid": pyramid,
-    "squeeze": squeeze,
+    "uniform": LayerBudget(uniform),
+    "boundary": LayerBudget(boundary, "layer_importance"),
+    "pyramid": LayerBudget(pyramid),
+    "squeeze": LayerBudget(squeeze, "attention_importance"),
 }

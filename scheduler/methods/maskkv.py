@@ -2,32 +2,29 @@
 of the prompt; from then on dLLM-Cache's schedule."""
 
 import json
-import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dllm_engine.scheduler.methods import dllm_cache
 from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_pages
-from dllm_engine.scheduler.methods.layer_budgets import layer_budgets
+from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, ImportanceName, layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import Scope, StepPlan
-
-logger = logging.getLogger(f"vllm.{__name__}")
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
 HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]
 
 
-def read_profile(path: str) -> list[float]:
-    """The layer importances in a file that ``dllm profile`` wrote; raises ``ValueError`` where it is none."""
+def read_profile(path: str, importance: ImportanceName) -> list[float]:
+    """One importance per layer from a file that ``dllm profile`` wrote; raises ``ValueError`` where it is none."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))["layer_importance"]
+        return json.loads(Path(path).read_text(encoding="utf-8"))[importance]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a layer profile ({type(error).__name__}: {error}); make one with `dllm profile`"
@@ -46,16 +43,18 @@ class MaskKVOptions(DLLMCacheOptions):
     prompt within the budget is retained whole."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
     """The largest share of the prompt that is retained, on average."""
-    scorer: ScorerName = "mask_voting"
+    scorer: Literal[ScorerName, "h2o"] = "mask_voting"
     """How the importance of a prompt token for a head is scored."""
+    voters: Literal["all", "first", "second", "third", "last"] = "all"
+    """Which masked positions vote, for ``scorer="mask_voting"``: all, or a quarter of them (Table 11)."""
     observation_window: int = Field(default=32, ge=1)
-    """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
-    pool_kernel_size: WindowWidth = 1
+    """Number of last prompt tokens that vote and are retained, for ``scorer="snapkv"``."""
+    pool_kernel_size: WindowWidth | None = None
     """Width of the max-pooling over a head's scores before its tokens are ranked, which retains the neighbours of
-    important tokens too (from SnapKV, not in the paper). Odd; 1 turns it off. Budgets use the unpooled scores."""
+    important tokens too (from SnapKV, not in the paper). Odd; 1 turns it off. Budgets use the unpooled scores. None: 7
+    for ``scorer="snapkv"``, 1 for others."""
     layer_budget: LayerBudgetName = "boundary"
-    """How the budget is split between layers. ``boundary`` and ``squeeze`` need a ``profile``; without one all layers
-    get the same."""
+    """How the budget is split between layers; ``boundary`` and ``squeeze`` by the ``profile``."""
     beta: float = Field(default=0.4, ge=0, le=1)
     """Share of the average budget that every layer gets, for ``layer_budget="boundary"``."""
     head_budget: HeadBudgetName = "prompt_preference"
@@ -64,20 +63,33 @@ class MaskKVOptions(DLLMCacheOptions):
     """Share of a layer's budget that every head gets, for ``head_budget="prompt_preference"``."""
     redistribute: bool = False
     """Give what rounding down and short prompts leave of the budgets to other layers and heads (not in the paper)."""
-    profile: tuple[float, ...] | None = None
-    """Importance of each layer, from 0 to 2, or a file that ``dllm profile`` wrote. None: all layers are alike."""
+    profile: Literal["online"] | tuple[float, ...] = "online"
+    """Importance of each layer, from 0 to 2, or a file that ``dllm profile`` wrote. ``online``: measured for each
+    request in its first forward pass, which is run twice for that."""
 
     @field_validator("profile", mode="before")
     @classmethod
-    def _read_profile(cls, value: Any) -> Any:
-        return read_profile(value) if isinstance(value, str) else value
+    def _read_profile(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str) or value == "online":
+            return value
+        of_budget = LAYER_BUDGETS[info.data["layer_budget"]].importance if "layer_budget" in info.data else None
+        return read_profile(value, of_budget or "layer_importance")
 
     @field_validator("profile")
     @classmethod
-    def _sensible_profile(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        if value is not None and (not value or not all(0 <= score <= 2 for score in value)):
-            raise ValueError("needs one number from 0 to 2 per layer: 1 minus a mean cosine")
+    def _sensible_profile(cls, value: Any) -> Any:
+        if value != "online" and (not value or not all(0 <= score <= 2 for score in value)):
+            raise ValueError("needs one number from 0 to 2 per layer, 1 minus a mean cosine, or 'online'")
         return value
+
+    @model_validator(mode="after")
+    def _masks_vote(self) -> Self:
+        if self.voters != "all" and self.scorer != "mask_voting":
+            raise ValueError(
+                f"voters={self.voters!r} needs scorer='mask_voting', since no masks vote for scorer={self.scorer!r}; "
+                f"change one of them"
+            )
+        return self
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -95,43 +107,51 @@ def average_budget(options: MaskKVOptions, prompt_length: int) -> int:
     return average if options.kv_budget is None else min(average, options.kv_budget)
 
 
-@lru_cache(maxsize=256)
-def prompt_budgets(options: MaskKVOptions, prompt_length: int, num_layers: int) -> list[int]:
-    """Prompt tokens per KV head that each layer retains, on average over its heads."""
+def importance_name(options: MaskKVOptions) -> ImportanceName | None:
+    """The importance of layers that budgets go by."""
+    return LAYER_BUDGETS[options.layer_budget].importance
+
+
+def measures_layers(spec: DecodingSpec) -> bool:
+    """Whether a request's budgets go by what its first forward pass measures."""
+    options = spec.cache
+    assert isinstance(options, MaskKVOptions)
+    evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
+    return evicts and options.profile == "online" and importance_name(options) is not None
+
+
+def prompt_budgets(spec: DecodingSpec, num_layers: int, measured: Sequence[float] | None) -> list[int]:
+    """Prompt tokens per KV head that each layer retains, on average over its heads. ``measured``: importance of the
+    layers, where the first pass has measured it."""
+    options = spec.cache
+    assert isinstance(options, MaskKVOptions)
     return layer_budgets(
         options.layer_budget,
-        average_budget(options, prompt_length),
-        options.profile,
+        average_budget(options, spec.prompt_length),
+        measured if options.profile == "online" else options.profile,
         num_layers,
-        prompt_length,
+        spec.prompt_length,
         base_share=options.beta,
         redistribute=options.redistribute,
     )
 
 
 def hold_budget_and_features(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-    """Heads differ in what they retain, and all of a layer's budget may fall to the heads of one rank."""
+    """All layers share one table, since what each retains is known only after it has voted. All of a layer's budget may
+    fall to the heads of one rank, up to the whole prompt; so the most is held where layers have equal budgets."""
     assert isinstance(spec.cache, MaskKVOptions)
-    heads, slots_per_page = geometry.num_kv_heads, geometry.page_size * geometry.num_kv_heads
-    kv = [
-        pages_for(
-            min(spec.prompt_length * heads, budget * geometry.total_kv_heads) + spec.gen_length * heads, slots_per_page
-        )
-        for budget in prompt_budgets(spec.cache, spec.prompt_length, geometry.num_layers)
-    ]
-    return {PageKind.KV: kv, PageKind.FEATURES: feature_pages(spec, geometry)}
+    heads = geometry.num_kv_heads
+    prompt = min(spec.prompt_length * heads, average_budget(spec.cache, spec.prompt_length) * geometry.total_kv_heads)
+    slots = geometry.num_layers * (prompt + spec.gen_length * heads)
+    return {
+        PageKind.KV: [pages_for(slots, geometry.page_size * heads)],
+        PageKind.FEATURES: feature_pages(spec, geometry),
+    }
 
 
 def check(options: MaskKVOptions, num_layers: int, guided: bool) -> None:
-    """The profile must be of the model; without one, layer budgets that go by it are all alike."""
-    if options.profile is None:
-        if options.layer_budget in ("boundary", "squeeze"):
-            logger.warning(
-                "maskkv has no layer profile, so layer_budget=%r gives every layer the same; make one with `dllm "
-                "profile` and pass it as cache_options={'profile': FILE}",
-                options.layer_budget,
-            )
-    elif len(options.profile) != num_layers:
+    """The profile must be of the model."""
+    if options.profile != "online" and len(options.profile) != num_layers:
         raise ValueError(
             f"cache option profile has {len(options.profile)} layers, the model has {num_layers}; make one for this "
             f"model with `dllm profile`"
@@ -139,7 +159,7 @@ def check(options: MaskKVOptions, num_layers: int, guided: bool) -> None:
 
 
 def largest(options: MaskKVOptions) -> CacheOptions:
-    """A share of one prompt token is none, while of a few a layer, or the heads of a rank, may retain them all."""
+    """A share of one prompt token is none, while of a few the heads of a rank may retain them all."""
     return options.model_copy(update={"retention_ratio": 1.0})
 
 

@@ -3,28 +3,24 @@
 import json
 
 import pytest
-import torch
 
 from dllm_engine.cli.main import main
-from dllm_engine.model_executor.passes.dense import DensePass
-from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.options import EngineOptions
+from tests.oracles.maskkv import importance
+from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
 
 
 @pytest.mark.parametrize("checkpoint", ["llada-tiny-a", "dream-tiny-a"])
 def test_importance_is_one_minus_the_mean_cosine_of_each_layer(engines, reference_checkpoints, checkpoint):
     llm = engines(reference_checkpoints / checkpoint, max_model_len=128)
-    model, prompt = runner_of(llm).model, [7 * i % 480 for i in range(20)]
-    tokens = torch.tensor(prompt + [runner_of(llm).mask_token_id] * 8)
-    expected = []
-    with torch.inference_mode():
-        hidden, phases = model.embed_input_ids(tokens), model.rotary(torch.arange(28))
-        for layer in model.layers:
-            before = hidden.clone()
-            hidden = DensePass(RowBounds([28], tokens.device))([layer], hidden, phases)
-            expected.append(float(1 - torch.cosine_similarity(before.double(), hidden.double(), dim=-1).mean()))
-    assert llm.profile_layers(prompt, 8) == pytest.approx(expected, abs=1e-6)
+    prompt = [7 * i % 480 for i in range(20)]
+    plain = PlainModel(reference_checkpoints / checkpoint)
+    found, canvas = llm.profile_layers(prompt, 8), prompt + [runner_of(llm).mask_token_id] * 8
+    assert list(found) == ["layer_importance", "attention_importance"]
+    for (name, scores), of_attention in zip(found.items(), (False, True), strict=True):
+        assert scores == pytest.approx(importance(plain, canvas, of_attention=of_attention), abs=1e-5), name
+    assert found["layer_importance"] != found["attention_importance"]
 
 
 def test_a_canvas_that_does_not_fit_is_named(engines, reference_checkpoints):
@@ -47,9 +43,12 @@ def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
     chats = [[{"role": "user", "content": "Copy: Rome Tom"}], lines[1]["messages"]]
     tokenize = demo.get_tokenizer().apply_chat_template
     each = [demo.profile_layers(tokenize(c, add_generation_prompt=True, return_dict=False)) for c in chats]
-    assert profile["layer_importance"] == pytest.approx([(a + b) / 2 for a, b in zip(*each, strict=True)])
-    options = EngineOptions.parse({"cache_method": "maskkv", "cache_options": {"profile": str(output)}})
-    assert list(options.cache.profile) == profile["layer_importance"]
+    for layer_budget, name in (("boundary", "layer_importance"), ("squeeze", "attention_importance")):
+        of_prompts = zip(*(measured[name] for measured in each), strict=True)
+        assert profile[name] == pytest.approx([(a + b) / 2 for a, b in of_prompts])
+        cache_options = {"profile": str(output), "layer_budget": layer_budget}
+        options = EngineOptions.parse({"cache_method": "maskkv", "cache_options": cache_options})
+        assert list(options.cache.profile) == profile[name]
     assert f"profile={output}" in capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ INTERVALS = {"prompt_refresh_interval": 5, "response_refresh_interval": 3, "upda
 METHODS = {
     "dkv": {"refresh_interval": 4},
     "dllm_cache": INTERVALS,
-    "maskkv": INTERVALS | {"kv_budget": 12, "alpha": 0.0, "profile": [0.3, 0.1, 0.1, 0.5], "refresh_first_layer": True},
+    "maskkv": INTERVALS | {"kv_budget": 12, "alpha": 0.0, "refresh_first_layer": True},
 }
 
 
@@ -33,13 +33,11 @@ def pages_for(amount: int, per_page: int) -> int:
 
 
 def pages_of_a_rank(model: str, prompt_length: int, retained: list[list[list[int]]]) -> int:
-    """Pages of ``maskkv`` after voting: of the rank whose heads retain more, in each layer, and of features."""
+    """Pages of ``maskkv`` after voting: of the rank whose heads retain more in all layers, and of features."""
     heads = MODELS[model] // 2
-    kv = 0
-    for layer in retained:
-        counts = [len(positions) for positions in layer]
-        most = max(sum(counts[:heads]), sum(counts[heads:]))
-        kv += pages_for(most + GEN_LENGTH * heads, PAGE_SIZE * heads)
+    counts = [[len(positions) for positions in layer] for layer in retained]
+    most = max(sum(sum(layer[of_rank]) for layer in counts) for of_rank in (slice(heads), slice(heads, None)))
+    kv = pages_for(most + NUM_LAYERS * GEN_LENGTH * heads, PAGE_SIZE * heads)
     # 128 numbers a row, 32 a head; none in the first layer.
     rows = GEN_LENGTH + (model == "dream-tiny-a")
     return kv + (NUM_LAYERS - 1) * pages_for(rows, 2 * PAGE_SIZE * heads * 32 // 128)

@@ -118,6 +118,14 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, metho
         assert failed(output) == 1
 
 
+def test_layers_measured_by_what_is_not_finite_have_equal_budgets(engine):
+    llm = engine("maskkv", cache_options={"kv_budget": 2})
+    (alone,) = generate(llm, NEIGHBOURS[:1], params())
+    neighbour, bad = generate(llm, [NEIGHBOURS[0], BAD], [params(), params()])
+    assert tokens(neighbour) == tokens(alone)
+    assert failed(bad) == 1
+
+
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("method", CACHE_METHODS)
 def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, family, looks_ahead, monkeypatch):

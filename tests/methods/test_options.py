@@ -7,7 +7,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS, maskkv
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.scheduler.resolve import resolve_decoding
 from dllm_engine.vllm_hooks import engine_config
@@ -171,15 +171,6 @@ def test_a_profile_of_another_model_is_refused(reference_checkpoints):
         start_engine(reference_checkpoints / "llada-tiny-a", cache_method="maskkv", cache_options=options)
 
 
-@pytest.mark.parametrize(
-    ("options", "warnings"),
-    [({}, 1), ({"layer_budget": "squeeze"}, 1), ({"layer_budget": "pyramid"}, 0), ({"profile": PROFILE}, 0)],
-)
-def test_a_missing_profile_is_told_once(engines, reference_checkpoints, monkeypatch, options, warnings):
-    told: list[str] = []
-    monkeypatch.setattr(maskkv.logger, "warning", lambda text, *values: told.append(text % values))
-    # A length of its own, so that no other test has started this engine.
-    settings = {"page_size": 8, "max_model_len": 127, "cache_method": "maskkv", "cache_options": options}
-    engines(reference_checkpoints / "llada-tiny-a", **settings)
-    assert len(told) == warnings
-    assert all("no layer profile" in line and "dllm profile" in line for line in told)
+def test_masks_vote_only_where_the_scorer_lets_them():
+    with pytest.raises(ValueError, match=r"voters='last' needs scorer='mask_voting'.* scorer='snapkv'"):
+        EngineOptions.parse({"cache_method": "maskkv", "cache_options": {"voters": "last", "scorer": "snapkv"}})

@@ -78,7 +78,7 @@ def test_pages_of_a_request(engine, method, model, options, lengths, expected):
     assert held(engine(method, model, **base, **options), *lengths) == [*expected, ((0, 0), 1)]
 
 
-# MaskKV, whose heads share what a layer reserves
+# MaskKV, whose layers and heads share what a request reserves
 
 
 def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
@@ -98,32 +98,33 @@ def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
     return first[0], after, [[len(positions) for positions in layer] for layer in retained]
 
 
-def test_pages_of_heads_that_share_a_budget(engine, monkeypatch):
-    # Base int(0.4 · 12) = 4, pool 8 · 4 = 32; the boundary earns int(0.8 · 32) = 25, so int(4 + 12.5) = 16 a layer, and
-    # the middle the 7 left, so int(4 + 3.5) = 7. A page of 8 tokens has 32 slots: of 4 heads · (16 + 12) = 112 slots 4
-    # pages, of 4 · (7 + 12) = 76 slots 3. Features: 12 rows of the 16 that a page holds, in each layer.
-    options = REFRESHES | {"kv_budget": 12, "profile": PROFILE}
+@pytest.mark.parametrize("budgets", [{}, {"profile": PROFILE}, {"layer_budget": "squeeze"}, {"scorer": "h2o"}], ids=str)
+def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, budgets):
+    options = REFRESHES | {"kv_budget": 12} | budgets
     first, after, kept = pages_of_maskkv(engine("maskkv", **options), monkeypatch, 37, 12, 12)
-    assert first == (18, 18)
-    assert after == [((18, 18), 11), ((0, 0), 1)], "rounding down leaves less than a page"
-    assert all(most - 4 < sum(layer) <= most for layer, most in zip(kept, [64, 28, 28, 64], strict=True))
-    # The same with the first layer recomputed in every pass.
-    llm = engine("maskkv", **options, refresh_first_layer=True)
-    assert pages_of_maskkv(llm, monkeypatch, 37, 12, 12)[0] == (17, 17)
-    # 100 prompt tokens, of which as many are kept, against 4 · (100 + 12) = 448 slots, 14 pages, where all are.
-    assert pages_of_maskkv(engine("maskkv", **options), monkeypatch, 100, 12, 12)[0] == (4 + 3 + 3 + 4 + 4,) * 2
+    # 12 tokens of the prompt and 12 of the response, of 4 heads in 4 layers, in pages of 32 slots, however layers share
+    # them. Features: 12 rows of the 16 that a page holds, in each layer.
+    assert first == (4 * 4 * 24 // 32 + 4,) * 2
+    slots = sum(map(sum, kept)) + 4 * 4 * 12
+    assert after == [((-(-slots // 32) + 4,) * 2, 11), ((0, 0), 1)]
+    assert slots > 4 * 4 * (12 + 12 - 2), "only rounding loses tokens"
+    assert len({sum(layer) for layer in kept}) > 1, "layers are alike"
+
+
+def test_a_prompt_within_the_budget_is_held_whole(engine, monkeypatch):
     everything = engine("maskkv", **REFRESHES, kv_budget=None)
-    assert pages_of_maskkv(everything, monkeypatch, 100, 12, 12)[0] == (4 * 14 + 4,) * 2
+    # 4 · 4 · (100 + 12) slots, 32 a page.
+    assert pages_of_maskkv(everything, monkeypatch, 100, 12, 12)[0] == (56 + 4,) * 2
 
 
 def test_what_the_heads_cannot_use_is_given_back_after_voting(engine, monkeypatch):
     llm = engine("maskkv", page_size=2, **REFRESHES, kv_budget=16, profile=[0.5, 0, 0, 0.5])
     first, after, kept = pages_of_maskkv(llm, monkeypatch, 24, 12, 12)
     # Base 6 and a pool of 40 for the boundary alone: 26, 6, 6, 26 tokens a head, but there are only 24. A page has 8
-    # slots and room for 4 rows of features: 4 · (24 + 12) = 144 slots and 4 · (6 + 12) = 72; 3 pages of features each.
-    assert first == (18 + 9 + 9 + 18 + 4 * 3,) * 2
+    # slots and room for 4 rows of features: 4 · 4 · (16 + 12) = 448 slots; 3 pages of features each.
+    assert first == (56 + 4 * 3,) * 2
     assert max(kept[0] + kept[3]) == 24, "no head is at its cap; choose another prompt"
-    exact = sum(-(-(sum(layer) + 4 * 12) // 8) for layer in kept) + 4 * 3
+    exact = -(-(sum(map(sum, kept)) + 4 * 4 * 12) // 8) + 4 * 3
     assert exact < 66
     assert after == [((exact, exact), 11), ((0, 0), 1)]
 

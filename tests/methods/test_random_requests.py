@@ -79,7 +79,11 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     ],
     "maskkv": [
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12)),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, layer_budget="squeeze", voters="third")),
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE)),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, scorer="snapkv", observation_window=4)),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="h2o", head_budget="uniform")),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="all_voting")),
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12, layer_budget="uniform", head_budget="uniform")),
         (8, 1, refreshes(6, 3, 0.25, kv_budget=9, profile=PROFILE, redistribute=True)),
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, pool_kernel_size=5)),

@@ -13,7 +13,7 @@ from tests.oracles.models import PlainModel
 from tests.support.answers import answers
 
 MODELS = ["llada-tiny-a", "dream-tiny-a"]
-SCORERS = ["mean_query", "mask_voting", "snapkv", "random"]
+SCORERS = ["mean_query", "mask_voting", "all_voting", "prompt_voting", "snapkv", "random"]
 PROFILE = [0.3, 0.1, 0.1, 0.5]
 EVEN = {"kv_budget": 12, "layer_budget": "uniform", "head_budget": "uniform"}
 PROMPT = [random.Random(37 + i).randrange(480) for i in range(37)]
@@ -64,7 +64,7 @@ def test_every_scorer_retains_its_share_of_the_candidates(ask, model, scorer):
 
 def test_scorers_disagree(ask, per_head):
     sparse = [ask("sparse", scorer=scorer, retention_ratio=0.4).traces["retained_positions"] for scorer in SCORERS]
-    maskkv = [per_head(scorer=scorer, **EVEN) for scorer in SCORERS]
+    maskkv = [per_head(scorer=scorer, **EVEN) for scorer in [*SCORERS, "h2o"]]
     for retained in (sparse, maskkv):
         assert all(a != b for a, b in itertools.combinations(retained, 2))
 

@@ -45,6 +45,21 @@ def test_rows_that_maskkv_does_not_update(answer, first_layer, of_adaptive_pass)
     assert found.tokens_computed == 53 * 3 + 16 * 3 + 10 * of_adaptive_pass
 
 
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, 2),
+        ({"layer_budget": "squeeze"}, 2),
+        ({"layer_budget": "uniform"}, 1),
+        ({"profile": [0.3, 0.1, 0.1, 0.5]}, 1),
+    ],
+    ids=str,
+)
+def test_the_first_pass_of_maskkv_runs_twice_where_it_measures_layers(answer, options, passes):
+    found = answer("maskkv", 16, 16, 1, kv_budget=12, **options)
+    assert found.tokens_computed == passes * 53
+
+
 def test_rows_that_es_dllm_drops(answer):
     schedule = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
     found = answer("es_dllm", 24, 8, 24, keep_schedule=schedule, block_refresh_interval=4)

@@ -63,6 +63,38 @@ def test_mask_voting_sums_the_attention_of_all_masked_positions(heads, tokens):
     torch.testing.assert_close(SCORERS["mask_voting"].score(layer, tokens), votes[:, tokens].float())
 
 
+@pytest.mark.parametrize(
+    ("voters", "masks"),
+    # Of the nine masks; and of two, where a quarter is one at least.
+    [("first", [19, 20]), ("second", [22, 24]), ("third", [25, 26]), ("last", [27, 28, 29])],
+)
+def test_a_quarter_of_the_masks_votes(voters, masks):
+    layer = layer_of(voters=voters)
+    votes = attention_to(layer, masks)
+    torch.testing.assert_close(SCORERS["mask_voting"].score(layer, TOKENS[0]), votes[:, :PROMPT].float())
+    two = np.zeros(LENGTH, dtype=bool)
+    two[[20, 29]] = True
+    votes = attention_to(layer, [29 if voters in ("third", "last") else 20])
+    layer = layer_of(voters=voters, masked=two)
+    torch.testing.assert_close(SCORERS["mask_voting"].score(layer, TOKENS[0]), votes[:, :PROMPT].float())
+
+
+@pytest.mark.parametrize(("name", "voters"), [("all_voting", LENGTH), ("prompt_voting", PROMPT), ("h2o", PROMPT)])
+def test_all_of_the_canvas_or_the_prompt_votes(name, voters):
+    layer = layer_of()
+    votes = attention_to(layer, list(range(voters)))
+    for tokens in TOKENS:
+        torch.testing.assert_close(SCORERS[name].score(layer, tokens), votes[:, tokens].float())
+
+
+def test_what_heads_retain_of_the_end_of_the_prompt():
+    kept = torch.tensor([0, 3, 9])
+    recent = {name: scorer.num_recent(kept, 5).tolist() for name, scorer in SCORERS.items()}
+    assert recent.pop("snapkv") == [0, 3, 5]
+    assert recent.pop("h2o") == [0, 1, 4]
+    assert set(map(tuple, recent.values())) == {(0, 0, 0)}
+
+
 @pytest.mark.parametrize(("window", "voters"), [(5, range(13, 18)), (1, [17]), (18, range(18)), (99, range(18))])
 @pytest.mark.parametrize("heads", HEADS)
 def test_snapkv_sums_the_attention_of_the_last_prompt_tokens(heads, window, voters):
@@ -144,7 +176,7 @@ def test_only_scorers_that_say_so_need_the_denominators():
     for scorer in SCORERS.values():
         if not scorer.needs_lse:
             scorer.score(without, TOKENS[0])
-    assert {name for name, scorer in SCORERS.items() if scorer.needs_lse} == {"mask_voting", "snapkv"}
+    assert {name for name, scorer in SCORERS.items() if not scorer.needs_lse} == {"mean_query", "random"}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,15 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
 * The budget is a whole number of prompt tokens, the average per layer and KV head. Layer budgets count per KV head.
 * A vote is a softmax over the keys of the whole canvas (equation 6; the pseudo-code's line names the prompt's keys).
   All masked positions vote, which are those of the response that are not given.
-* Boundary is the first and the last layer, one each; a model of one or two layers has no middle. Without a profile,
-  or with one that sums to 0, all layers get the average.
+* Boundary is the first and the last layer, one each; a model of one or two layers has no middle. With a profile that
+  sums to 0 all layers get the average.
+* Without a profile, importance is measured in a forward pass over the prompt and all masks, of all their tokens.
+* SqueezeAttention (``layer_budget="squeeze"``) goes by the importance of the attention alone, with its residual. Its
+  three clusters are those that k-means finds from the lowest, the highest and the number between them.
+* A quarter of the masks (Table 11) is a run of them, one at least; quarter i of n begins at mask ⌊i n / 4⌋.
+* SnapKV retains its window of last prompt tokens in any case, and pools the votes on the others alone. Of a head that
+  retains fewer, the last ones. H2O: half of what a head retains, rounded down, are the last prompt tokens, the others
+  those to which the whole prompt attends most, in a model whose attention is not causal.
 * Floors as in Algorithms 2 and 3, and what they lose is lost. A head never keeps more than the prompt; the budget that
   Algorithm 2 gives a layer may be more than that.
 * ``redistribute`` (not of the paper) instead takes the exact shares, unrounded also between the groups of layers,
@@ -17,8 +24,8 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
   lacks the most of its share; to the lowest index if two lack the same.
 * Shares are computed in double precision, pool times mass before the division.
 * Equal votes: the lowest position is kept first.
-* ``pool_kernel_size`` (not of the paper) above 1: a head ranks positions by the most votes within so wide a window.
-  Its mass, which its budget goes by, stays that of the votes themselves.
+* ``pool_kernel_size`` (7 for SnapKV, else 1): a head ranks positions by the most votes within so wide a window. Its
+  mass, which its budget goes by, stays that of the votes themselves.
 * A budget of at least the prompt's length evicts nothing.
 * Prompt refreshes gather the positions that the first pass chose. A refresh of only the prompt reuses the response
   fully; nothing is verified then.
@@ -33,14 +40,60 @@ import torch
 
 from tests.oracles.decoding import Decoding
 from tests.oracles.dllm_cache import AdaptiveCache, LayerCache
-from tests.oracles.models import Layer
+from tests.oracles.models import Layer, PlainModel
 
 
-def mask_votes(q: torch.Tensor, k: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Votes ``[KV heads, prompt]`` of mask queries ``[masks, heads, d]`` with the keys ``[canvas, KV heads, d]``.
+def importance(model: PlainModel, canvas: Sequence[int], *, of_attention: bool) -> list[float]:
+    """Per layer 1 − mean cosine between hidden states before and after it, or before and after its attention."""
+    x, out = model.embed(canvas), []
+    for layer in model.layers:
+        attended = x + model.attention(layer, *model.qkv(layer, x, range(len(canvas))))
+        after = attended + model.mlp(layer, attended)
+        changed = attended if of_attention else after
+        out.append(1 - float(torch.cosine_similarity(x.double(), changed.double(), dim=-1).mean()))
+        x = after
+    return out
 
-    The sum over the mask queries of their attention to each prompt position, averaged over the query heads that share
-    a KV head.
+
+def squeeze(average: int, scores: Sequence[float]) -> list[int]:
+    """SqueezeAttention: the least important cluster keeps 0.4 of the average, the others share what that leaves."""
+    low, high = min(scores), max(scores)
+    centres, clusters = [low, (low + high) / 2, high], None
+    while True:
+        nearest = [min((abs(score - centre), i) for i, centre in enumerate(centres))[1] for score in scores]
+        if nearest == clusters:
+            break
+        clusters = nearest
+        for i in set(clusters):
+            own = [score for score, cluster in zip(scores, clusters, strict=True) if cluster == i]
+            centres[i] = sum(own) / len(own)
+    least = clusters.count(0)
+    if low == high:
+        return [average] * len(scores)
+    kept, total = 0.4 * average, average * len(scores)
+    return [int(kept if i == 0 else (total - kept * least) / (len(scores) - least)) for i in clusters]
+
+
+def voters_of(scorer: str, run: Decoding, *, voters: str, observation_window: int) -> list[int]:
+    """The positions that vote in the first pass."""
+    prompt = len(run.prompt)
+    if scorer == "snapkv":
+        return list(range(max(0, prompt - observation_window), prompt))
+    if scorer != "mask_voting":
+        return list(range({"all_voting": run.length, "prompt_voting": prompt, "h2o": prompt}[scorer]))
+    masks = run.masked(prompt, run.length)
+    if voters == "all":
+        return masks
+    i = ["first", "second", "third", "last"].index(voters)
+    first, stop = i * len(masks) // 4, (i + 1) * len(masks) // 4
+    return masks[first:stop] or [masks[first]]
+
+
+def votes_of(q: torch.Tensor, k: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """Votes ``[KV heads, prompt]`` of queries ``[voters, heads, d]`` with the keys ``[canvas, KV heads, d]``.
+
+    The sum over the queries of their attention to each prompt position, averaged over the query heads that share a KV
+    head.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     votes = torch.zeros(kv_heads, prompt_length)
@@ -75,7 +128,7 @@ def largest_remainder(shares: Sequence[float], total: int, cap: int) -> list[int
 
 def layer_budgets(
     average: int,
-    profile: Sequence[float] | None,
+    profile: Sequence[float],
     num_layers: int,
     *,
     beta: float = 0.4,
@@ -83,7 +136,7 @@ def layer_budgets(
     prompt_length: int = 0,
 ) -> list[int]:
     """Algorithm 2. ``prompt_length`` matters only to ``redistribute``."""
-    if profile is None or sum(profile) == 0:
+    if sum(profile) == 0:
         return [average] * num_layers
     boundary = sorted({0, num_layers - 1})
     middle = [layer for layer in range(num_layers) if layer not in boundary]
@@ -140,26 +193,38 @@ class MaskKVCache(AdaptiveCache):
         *,
         kv_budget: int = 256,
         layer_budget: str = "boundary",
-        profile: Sequence[float] | None = None,
+        profile: str | Sequence[float] = "online",
         beta: float = 0.4,
         head_budget: str = "prompt_preference",
         alpha: float = 0.1,
         redistribute: bool = False,
-        pool_kernel_size: int = 1,
+        scorer: str = "mask_voting",
+        voters: str = "all",
+        observation_window: int = 32,
+        pool_kernel_size: int | None = None,
         **refreshes: Any,
     ) -> None:
         super().__init__(run, **({"refresh_first_layer": False} | refreshes))
         self.prompt_length, num_layers = len(run.prompt), len(run.model.layers)
-        assert layer_budget in ("boundary", "uniform")
+        assert layer_budget in ("boundary", "uniform", "squeeze")
         if kv_budget >= self.prompt_length:
             self.budgets, head_budget = [self.prompt_length] * num_layers, "uniform"
+        elif layer_budget == "uniform":
+            self.budgets = [kv_budget] * num_layers
         else:
-            shares = {"beta": beta, "redistribute": redistribute, "prompt_length": self.prompt_length}
-            self.budgets = layer_budgets(
-                kv_budget, profile if layer_budget == "boundary" else None, num_layers, **shares
-            )
+            if isinstance(profile, str):
+                assert profile == "online"
+                profile = importance(run.model, run.canvas, of_attention=layer_budget == "squeeze")
+            if layer_budget == "squeeze":
+                assert not redistribute
+                self.budgets = squeeze(kv_budget, profile)
+            else:
+                shares = {"beta": beta, "redistribute": redistribute, "prompt_length": self.prompt_length}
+                self.budgets = layer_budgets(kv_budget, profile, num_layers, **shares)
         self.head_budget, self.alpha, self.redistribute = head_budget, alpha, redistribute
-        self.pool_kernel_size = pool_kernel_size
+        self.scorer, self.observation_window = scorer, observation_window
+        self.voters = voters_of(scorer, run, voters=voters, observation_window=observation_window)
+        self.pool_kernel_size = pool_kernel_size or {"snapkv": 7}.get(scorer, 1)
         self.retained: list[list[list[int]]] = []
         run.traces["retained_per_head"] = [self.retained]
 
@@ -176,14 +241,17 @@ class MaskKVCache(AdaptiveCache):
             cache.k[evicted, g] = cache.v[evicted, g] = math.nan
 
     def vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
-        votes = mask_votes(q[self.run.masked(self.prompt_length, self.run.length)], cache.k, self.prompt_length)
+        votes = votes_of(q[self.voters], cache.k, self.prompt_length)
         masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
         shares = {"alpha": self.alpha, "redistribute": self.redistribute}
         keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, **shares)
-        ranked = pooled(votes, self.pool_kernel_size)
-        self.retained.append([keep_top(scores, count) for scores, count in zip(ranked, keep, strict=True)])
+        self.retained.append([])
         for g, count in enumerate(keep):
-            ordered = ranked[g].double().sort(descending=True).values
+            recent = {"snapkv": min(self.observation_window, count), "h2o": count // 2}.get(self.scorer, 0)
+            border, count = self.prompt_length - recent, count - recent
+            ranked = pooled(votes[g : g + 1, :border], self.pool_kernel_size)[0]
+            self.retained[-1].append(keep_top(ranked, count) + list(range(border, self.prompt_length)))
+            ordered = ranked.double().sort(descending=True).values
             if 0 < count < len(ordered):
                 last = ordered[count - 1]
                 # Neighbours with the same maximum are equal in any arithmetic.
@@ -197,5 +265,6 @@ class MaskKVCache(AdaptiveCache):
 
 def plain_maskkv(run: Decoding, **options: Any) -> None:
     """``kv_budget``: retained prompt tokens, the average per layer and KV head. ``layer_budget``: "boundary" (Algorithm
-    2 with ``profile``, the layers' importances) or "uniform". ``head_budget``: "prompt_preference" or "uniform"."""
+    2 with ``profile``, the layers' importances), "squeeze" or "uniform". ``head_budget``: "prompt_preference" or
+    "uniform"."""
     MaskKVCache(run, **options).decode()

@@ -106,14 +106,12 @@ def test_dream_in_one_block_has_no_step_outside_its_schedule():
         ("dllm_cache", {}, True, [8] * 4, [0, 6, 6, 6]),
         ("dllm_cache", {"refresh_first_layer": False}, False, [8] * 4, [6] * 4),
         ("dllm_cache", {"exclude_prompt_states": False}, False, [8] * 4, [0, 8, 8, 8]),
-        # 4 of the prompt and 21: 50 slots. The profile's base is 1 and its pool 12: 9 for the boundary, int(1 + 4.5) a
-        # layer, and 3 for the middle, int(1 + 1.5).
-        ("maskkv", {"kv_budget": 4}, False, [7] * 4, [6] * 4),
-        ("maskkv", {"kv_budget": 4, "profile": (0.3, 0.1, 0.1, 0.3)}, False, [7, 6, 6, 7], [6] * 4),
-        ("maskkv", {"kv_budget": 4, "refresh_first_layer": True}, True, [7] * 4, [0, 6, 6, 6]),
-        ("maskkv", {"kv_budget": 10}, False, [8] * 4, [6] * 4),
-        # A pyramid of 8 a layer from 16, more than there are, to 0.
-        ("maskkv", {"kv_budget": 8, "layer_budget": "pyramid"}, False, [8, 8, 7, 6], [6] * 4),
+        # 4 of the prompt and 21, of two heads in four layers: 200 slots of 8 a page, however layers share them.
+        ("maskkv", {"kv_budget": 4}, False, [25], [6] * 4),
+        ("maskkv", {"kv_budget": 4, "profile": (0.3, 0.1, 0.1, 0.3)}, False, [25], [6] * 4),
+        ("maskkv", {"kv_budget": 4, "refresh_first_layer": True}, True, [25], [0, 6, 6, 6]),
+        # All 10, 248 slots.
+        ("maskkv", {"kv_budget": 11}, False, [31], [6] * 4),
     ],
 )
 def test_pages_of_a_request(method, options, shifts_logits, kv, features):
@@ -130,11 +128,11 @@ def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
     # One of two ranks: 4 slots and 2 rows a page. Its head may be left all 8 of both heads, but not all 10.
     rank = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=1, head_dim=8, hidden_size=32, total_kv_heads=2)
     kv, features = pages_of(request, "maskkv", 0, rank).values()
-    assert kv == [8] * 4
+    assert kv == [4 * 29 // 4]
     assert features == [11] * 4
     # With a budget of 6 it could be 12, but the prompt has 10 tokens: 31 in all.
     engine = engine_options("maskkv", kv_budget=6)
-    assert pages_of(spec(engine.cache), "maskkv", 0, rank)[PageKind.KV] == [8] * 4
+    assert pages_of(spec(engine.cache), "maskkv", 0, rank)[PageKind.KV] == [4 * 31 // 4]
 
 
 def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
@@ -199,7 +197,7 @@ METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
         "layer_budget": st.sampled_from(["uniform", "boundary", "pyramid", "squeeze"]),
         "beta": _RATIO,
         "redistribute": st.booleans(),
-        "profile": st.none() | st.lists(st.floats(0, 2), min_size=4, max_size=4),
+        "profile": st.just("online") | st.lists(st.floats(0, 2), min_size=4, max_size=4),
     },
 }
 
@@ -243,7 +241,7 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
-    """Of one token a share of a half leaves none; of two, the first layer of a pyramid, or a rank, may retain both."""
+    """Of one token a share of a half leaves none; of two a rank may retain both."""
     engine = engine_options("maskkv", kv_budget=None, retention_ratio=0.5, layer_budget="pyramid")
     # A page holds the features of any response here.
     geometry = PoolGeometry(
