@@ -17,7 +17,7 @@ from dllm_engine.check.checks import CannotRunError, Check, compare
 from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.eviction import mean_query_scores
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
-from dllm_engine.kernels.noise import gumbel, gumbel_max, uniform
+from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max, uniform
 from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.kernels.similarity import similarity_sums
@@ -183,6 +183,15 @@ def _gumbel_max(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     return list(gumbel_max(logits, *draw.counters(), 0, 0.7, 3))
 
 
+def _filtered_logits(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    logits = draw.normal(LOGIT_ROWS, sizes.vocab_size) * 4
+    logits[0] = logits[0].round()  # many ties
+    logits[1, 3] = 50.0  # the forbidden token alone passes
+    of_p, of_both = (filtered_logits(logits, 0.7, 0.9, top_k, 3) for top_k in (0, 50))
+    # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.
+    return [of_p.logsumexp(dim=-1), of_both.logsumexp(dim=-1), filtered_logits(logits, 0.7, 1.0, 50, 3).clamp(min=-100)]
+
+
 def _noise(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     tokens = torch.arange(sizes.vocab_size, device=draw.device)
     counters = *(counter[:, None] for counter in draw.counters()), tokens
@@ -253,7 +262,11 @@ _BY_WIDTH: dict[str, _Case] = {
     "read_features": _read_features,
     "add_features": _add_features,
 }
-_BY_VOCABULARY: dict[str, _Case] = {"token_statistics": _token_statistics, "gumbel_max": _gumbel_max}
+_BY_VOCABULARY: dict[str, _Case] = {
+    "token_statistics": _token_statistics,
+    "gumbel_max": _gumbel_max,
+    "filtered_logits": _filtered_logits,
+}
 _OF_VLLM = {"silu_and_mul": _silu_and_mul, "rms_norm": _rms_norm, "fused_add_rms_norm": _fused_add_rms_norm}
 
 

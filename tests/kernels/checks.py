@@ -19,6 +19,8 @@ from tests.support.kernels import TOLERANCE, error
 
 Kernel = Callable[..., Any]
 ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
+"""Top-p and top-k."""
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
@@ -198,6 +200,26 @@ def check_gumbel_max(
         score, column = gumbel_max(logits, *counters, first_token, temperature, forbidden)
         assert torch.equal(column, scores.argmax(dim=1))
         torch.testing.assert_close(score, scores.amax(dim=1), rtol=1e-14, atol=1e-14)
+
+
+def check_filtered_logits(
+    filtered_logits: Kernel, vocab_size: int, top_p: float, top_k: int, dtype: torch.dtype, seed: int = 0,
+    device: str = "cpu",
+) -> None:  # fmt: skip
+    """Every token is kept or not as the formula says, but those that rounding may decide on."""
+    logits = Draw(seed, device).normal(7, vocab_size + 3, dtype=dtype)[:, 3:] * 4
+    logits[0, : vocab_size // 2] = -torch.inf
+    logits[1:3] = logits[1:3].round()  # many ties
+    logits[3] = 2.0
+    logits[4, 0] = 60.0
+    for forbidden, temperature in ((-1, 1.7), (0, 0.3)):
+        found = filtered_logits(logits, temperature, top_p, top_k, forbidden)
+        at_temperature = logits.float() / temperature
+        kept, before = formulas.filtered_logits(at_temperature, top_p, top_k, forbidden)
+        expected = at_temperature.masked_fill(~kept, torch.finfo(torch.float32).min)
+        unsure = (before - top_p).abs() < 1e-5
+        assert torch.equal(found[~unsure], expected[~unsure])
+        assert ((found == at_temperature) | (found == torch.finfo(torch.float32).min)).all()
 
 
 def check_voting_scores(

@@ -18,6 +18,25 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
     return torch.cat(out)
 
 
+def filtered_logits(
+    logits: torch.Tensor, top_p: float, top_k: int, forbidden_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which tokens are kept, the probability of those before each), a row at a time."""
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    before = torch.zeros_like(logits, dtype=torch.float64)
+    for row, keeps, sums in zip(logits.double(), kept, before, strict=True):
+        likeliest = sorted(range(len(row)), key=lambda token: -row[token])  # of equal ones the lowest first
+        total = 0.0
+        for token, probability in zip(likeliest, row.softmax(dim=0)[likeliest].tolist(), strict=True):
+            sums[token], total = total, total + probability
+        if top_p < 1:
+            keeps &= sums <= top_p
+        if 0 < top_k < len(row):
+            keeps &= row >= row[likeliest[top_k - 1]]
+        keeps[next(token for token in likeliest if token != forbidden_token)] = True
+    return kept, before
+
+
 def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return torch.einsum("hd,jhd->j", q.double().mean(dim=0), keys)

@@ -13,8 +13,18 @@ pytest.importorskip("triton")
 
 from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.features import feature_rows
-from dllm_engine.kernels.noise import gumbel
-from dllm_engine.kernels.triton import eviction, features, noise, paged_attention, rotary, similarity, slots, voting
+from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max
+from dllm_engine.kernels.triton import (
+    eviction,
+    features,
+    filters,
+    noise,
+    paged_attention,
+    rotary,
+    similarity,
+    slots,
+    voting,
+)
 from dllm_engine.kernels.triton import token_statistics as statistics
 from dllm_engine.kernels.triton.tiles import Tiles
 from tests.kernels import checks
@@ -168,6 +178,34 @@ def test_gumbel_max(vocab_size, first_token, splits, dtype):
         checks.check_gumbel_max(kernel, vocab_size, first_token, temperature, dtype, seed, DEVICE)
 
 
+@in_each_type
+@pytest.mark.parametrize(("top_p", "top_k"), checks.FILTERS[1:])
+def test_filtered_logits(top_p, top_k, dtype):
+    checks.check_filtered_logits(filters.filtered_logits, 1500, top_p, top_k, dtype, device=DEVICE)
+
+
+@runs_triton
+def test_many_tokens_and_few_of_them_pass():
+    logits = torch.randn(2, 5000, device=DEVICE)
+    logits[0, 4500] = 9.0
+    found = filters.filtered_logits(logits, 1.0, 1.0, 3, -1)
+    assert torch.equal(found, filtered_logits.kernel(logits, 1.0, 1.0, 3, -1))
+    zeros = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    score, column = noise.gumbel_max(found, *zeros, 0, 1.0, -1, 2)
+    expected_score, expected = gumbel_max.kernel(found, *zeros, 0, 1.0, -1)
+    assert torch.equal(column, expected)
+    torch.testing.assert_close(score, expected_score, rtol=1e-14, atol=0)
+
+
+@runs_triton
+def test_rows_that_are_no_numbers_stay_so():
+    """Their probability, which is no number, ends the request."""
+    logits = torch.zeros(4, 3000, device=DEVICE)
+    logits[0, 2500], logits[1, 7], logits[2], logits[3] = torch.nan, torch.inf, torch.nan, -torch.inf
+    found = filters.filtered_logits(logits, 0.7, 0.9, 5, -1)
+    torch.testing.assert_close(found, logits / 0.7, **checks.EXACT)
+
+
 @runs_triton
 def test_noise_of_a_kernel_is_that_of_a_cpu_to_the_last_bit_of_its_logarithms():
     """Each column alone is its row's best, so that the score is its noise."""
@@ -304,10 +342,11 @@ def test_token_statistics_compile_for_a_gpu(monkeypatch, wanted):
 
 
 @compiles
-def test_gumbel_max_compiles_for_a_gpu(monkeypatch):
-    kernels = compile_launches(monkeypatch, noise)
-    counters = torch.zeros(3, 2, dtype=torch.int64)
-    noise.gumbel_max(torch.zeros(2, 126464, dtype=BFLOAT16), *counters, 0, 0.7, 126336, 16)
+def test_sampling_compiles_for_a_gpu(monkeypatch):
+    kernels = [kernel for module in (noise, filters) for kernel in compile_launches(monkeypatch, module)]
+    logits, counters = torch.zeros(2, 126464, dtype=BFLOAT16), torch.zeros(3, 2, dtype=torch.int64)
+    noise.gumbel_max(logits, *counters, 0, 0.7, 126336, 16)
+    filters.filtered_logits(logits, 0.7, 0.9, 50, 126336)
     assert all(len(kernel.shared_memory) == 1 for kernel in kernels)
 
 
