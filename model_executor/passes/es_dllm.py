@@ -192,6 +192,7 @@ class EarlySkipPass(LayerPass):
             hidden[rows] = x
             self.finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
             self.finished[rows] = True
+            self.num_finished = self.stage.sizes
         return hidden
 
     def _attend(

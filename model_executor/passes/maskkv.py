@@ -116,8 +116,6 @@ class MaskKVPass(AdaptivePass):
         self.options = options
         self.head_tables = HeadTables(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
-        self.slots_of_voting: list[list[int]] = []
-        """``kv_slots`` of each, read from the device once for all."""
         super().__init__(
             batch,
             pages,
@@ -128,13 +126,11 @@ class MaskKVPass(AdaptivePass):
             first_adaptive_layer=int(options.refresh_first_layer),
         )
 
+    def asked(self) -> list[torch.Tensor]:
+        return [torch.stack(self.batch.canvases[i].cache_state.kv_slots) for i in self.voting]
+
     def kv_slots(self, index: int) -> list[int] | None:
-        if index not in self.voting:
-            return None
-        if not self.slots_of_voting:
-            of_voting = [torch.stack(self.batch.canvases[i].cache_state.kv_slots) for i in self.voting]
-            self.slots_of_voting = torch.stack(of_voting).tolist()
-        return self.slots_of_voting[self.voting.index(index)]
+        return self.answers[self.voting.index(index)].tolist() if index in self.voting else None
 
     def record(self, index: int) -> dict[str, Any]:
         entries = super().record(index)
