@@ -25,5 +25,5 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
         return []
     parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]
     arrays = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([part.shape[0] for part in parts])[:-1])
-    types = [torch.empty(0, dtype=tensor.dtype).numpy().dtype for tensor in tensors]
-    return [a.view(kind).reshape(t.shape) for a, kind, t in zip(arrays, types, tensors, strict=True)]
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    return [a.view(name).reshape(t.shape) for a, name, t in zip(arrays, types, tensors, strict=True)]

@@ -24,7 +24,7 @@ from dllm_engine.kernels.similarity import similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.kernels.vllm_operators import vllm_kernel
-from dllm_engine.kernels.voting import voting_scores
+from dllm_engine.kernels.voting import summed_probabilities, voting_scores
 from dllm_engine.options import EngineOptions
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -138,10 +138,11 @@ def _mean_query_scores(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     return [of_request[: span[3]] for of_request, span in zip(scores, SPANS, strict=True)]
 
 
-def _voting_scores(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+def _over_denominators(operator: Callable[..., torch.Tensor], draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    """Of queries, keys and logarithms of softmax denominators."""
     q, k = draw.queries_and_keys(sizes)
     lse = draw.normal(VOTERS, sizes.num_heads).float() + 6.0  # about that of ROWS scores
-    return [voting_scores(q[-VOTERS:], k, lse)]
+    return [operator(q[-VOTERS:], k, lse)]
 
 
 def _features(draw: Draw, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -255,7 +256,8 @@ _BY_HEADS: dict[str, _Case] = {
     "rotate_": _rotate,
     "mean_query_scores": _mean_query_scores,
     "similarity_sums": _similarity_sums,
-    "voting_scores": _voting_scores,
+    "voting_scores": partial(_over_denominators, voting_scores),
+    "summed_probabilities": partial(_over_denominators, summed_probabilities),
 }
 _BY_WIDTH: dict[str, _Case] = {
     "write_features": _write_features,

@@ -222,19 +222,21 @@ def check_filtered_logits(
         assert ((found == at_temperature) | (found == torch.finfo(torch.float32).min)).all()
 
 
-def check_voting_scores(
-    voting_scores: Kernel, voters: int, keys: int, others: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
-    seed: int = 0, device: str = "cpu",
+def check_voting(
+    kernels: tuple[Kernel, Kernel], voters: int, keys: int, others: int, heads: tuple[int, int], dim: int,
+    dtype: torch.dtype, seed: int = 0, device: str = "cpu",
 ) -> None:  # fmt: skip
-    """The last rows of a sequence vote on its first, with ``others`` between them; what lies behind is not read."""
+    """The last rows of a sequence vote on its first, with ``others`` between them; what lies behind is not read.
+    ``kernels``: ``voting_scores`` and ``summed_probabilities``."""
     fused = Draw(seed, device).normal(keys + others + voters, sum(heads), dim, dtype=dtype)
     fused = torch.cat((fused, torch.full_like(fused[:1], torch.nan).expand(99, -1, -1)))[: len(fused)]
     q, k = fused[keys + others :, : heads[0]], fused[:, heads[0] :]
     lse = F.pad(log_sum_exp(q, k), (0, 0, 3, 0), value=torch.nan)[3:]
-    scores = voting_scores(q, k[:keys], lse)
-    assert scores.dtype == torch.float32
+    scores, sums = (kernel(q, k[:keys], lse) for kernel in kernels)
+    assert scores.dtype == sums.dtype == torch.float32
     # The products are exact in float32 whatever the type of the inputs.
     assert error(scores, formulas.voting_scores(q, k[:keys], lse)) < 1e-5
+    assert error(sums, formulas.probabilities(q, k[:keys], lse).sum(dim=0)) < 1e-5
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -134,11 +134,14 @@ def token_statistics(
 
 
 def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    sharing = q.shape[1] // k.shape[1]
-    keys = k.double().repeat_interleave(sharing, dim=1)
+    return probabilities(q, k, lse).sum(dim=1).unflatten(0, (k.shape[1], -1)).mean(dim=1)
+
+
+def probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """``[num_heads, num_rows, num_keys]``"""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("ihd,jhd->hij", q.double(), keys) * q.shape[2] ** -0.5
-    votes = (scores - lse.double().T[:, :, None]).exp().sum(dim=1)
-    return votes.unflatten(0, (k.shape[1], sharing)).mean(dim=1)
+    return (scores - lse.double().T[:, :, None]).exp()
 
 
 def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

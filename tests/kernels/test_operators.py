@@ -29,7 +29,7 @@ CASES = [
     ("rotate_", (torch.randn(3, 2, 8), torch.tensor([2, 0, 2]), ROWS)),
     ("token_statistics", (torch.randn(4, 9), 2, True, True)),
     ("token_statistics", (torch.randn(4, 9), 2, False, False)),
-    ("voting_scores", (QUERIES, VALUES, torch.randn(11, 4))),
+    *[(name, (QUERIES, VALUES, torch.randn(11, 4))) for name in ("voting_scores", "summed_probabilities")],
     *[("write_slots", (VALUES[:2], PAGES, slots)) for slots in (TWO_OF_TWO, WITH_MISSING)],
     *[("similarity_sums", (VALUES[:2], PAGES, slots)) for slots in (TWO_OF_TWO, WITH_MISSING)],
     *[(f"{verb}_features", (ROWS, FEATURES, torch.tensor(slots)))

@@ -133,7 +133,8 @@ def test_similarity_sums(rows, kv_heads, dim, missing, dtype):
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 8), ((3, 3), 96), ((14, 2), 64)])
 @pytest.mark.parametrize(("voters", "keys", "others"), [(19, 139, 2), (1, 1, 158), (64, 96, 0), (0, 5, 1), (3, 0, 1)])
 def test_voting_scores(voters, keys, others, heads, dim, dtype):
-    checks.check_voting_scores(voting.voting_scores, voters, keys, others, heads, dim, dtype, device=DEVICE)
+    kernels = voting.voting_scores, voting.summed_probabilities
+    checks.check_voting(kernels, voters, keys, others, heads, dim, dtype, device=DEVICE)
 
 
 @in_each_type
@@ -178,9 +179,10 @@ def test_gumbel_max(vocab_size, first_token, splits, dtype):
         checks.check_gumbel_max(kernel, vocab_size, first_token, temperature, dtype, seed, DEVICE)
 
 
-@in_each_type
-@pytest.mark.parametrize(("top_p", "top_k"), checks.FILTERS[1:])
-def test_filtered_logits(top_p, top_k, dtype):
+@runs_triton
+@pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
+def test_filtered_logits(number):
+    (top_p, top_k), dtype = checks.FILTERS[number], (FLOAT32, FLOAT16)[number % 2]
     checks.check_filtered_logits(filters.filtered_logits, 1500, top_p, top_k, dtype, device=DEVICE)
 
 
@@ -295,7 +297,8 @@ def launch_similarity(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> N
 
 
 def launch_voting(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    voting.voting_scores(x[:32, :heads], x[:, heads:], torch.zeros(32, heads))
+    for launch in (voting.voting_scores, voting.summed_probabilities):
+        launch(x[:32, :heads], x[:, heads:], torch.zeros(32, heads))
 
 
 @compiles
@@ -328,9 +331,9 @@ def test_kernels_of_float32_spill_no_registers(monkeypatch):
     attention, _ = compile_launches(monkeypatch, paged_attention, 86)
     case = paged_case([16], [[100] * 4], heads=4, dim=128, page_size=16, dtype=FLOAT32)
     paged_attention.paged_attention(*case.arguments(True, False, False), 1)
-    (votes,) = compile_launches(monkeypatch, voting, 86)
+    votes, sums = compile_launches(monkeypatch, voting, 86)
     launch_voting(32, 32, 128, torch.zeros(50, 64, 128))
-    assert attention.spilled == votes.spilled == [0]
+    assert attention.spilled == votes.spilled == sums.spilled == [0]
 
 
 @compiles
