@@ -20,10 +20,10 @@ from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 128
-"""Logits that are filtered at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
-FILTER_BYTES = 40
-"""What top-p and top-k hold for each logit, its float32, order and sum among it."""
+HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 512
+"""Logits that are made at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
+FILTER_BYTES = 4
+"""What top-p and top-k hold for each logit: its float32, or what takes its place."""
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
 GIB = 1 << 30
@@ -113,10 +113,11 @@ def plan(deployment: Deployment) -> Sizing:
     dtype = dtype_of(d.dtype, config)
     rows = max(d.max_num_batched_tokens, max_model_len)
     weights = weight_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype])
-    activations = activation_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
+    of_method = d.options.method.pass_bytes(rows, max_model_len)
+    activations = of_method + activation_bytes(config, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
     pool = int(d.gpu_memory * d.gpu_memory_utilization) - weights - activations - d.overhead
     if pool <= 0:
-        raise SizingError(_does_not_fit(d, config, weights, activations, DTYPE_BYTES[dtype], rows))
+        raise SizingError(_does_not_fit(d, config, weights, activations, of_method, DTYPE_BYTES[dtype], rows))
     if d.options.guide_model is not None:
         raise SizingError(
             "--guide-model is not counted by a plan; leave it unset, and set its weights and pages aside by --overhead"
@@ -341,13 +342,15 @@ def dtype_of(wanted: str, config: Any) -> str:
     return own if own in ("bfloat16", "float16") else "bfloat16"
 
 
-def _does_not_fit(d: Deployment, config: Any, weights: int, activations: int, dtype_bytes: int, rows: int) -> str:
+def _does_not_fit(
+    d: Deployment, config: Any, weights: int, activations: int, of_method: int, dtype_bytes: int, rows: int
+) -> str:
     share = d.gpu_memory * d.gpu_memory_utilization
     advice = "raise --gpu-memory, or lower --max-num-batched-tokens"
     for tp in (2, 4, 8):
         if tp > d.tensor_parallel_size and config.num_attention_heads % tp == 0:
             needed = weight_bytes(config, tp, dtype_bytes) + activation_bytes(config, tp, dtype_bytes, rows)
-            if needed + d.overhead < share:
+            if needed + of_method + d.overhead < share:
                 advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
                 break
     numbers = (d.gpu_memory, int(share), weights, activations, d.overhead)
