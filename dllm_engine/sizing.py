@@ -124,14 +124,15 @@ def plan(deployment: Deployment) -> Sizing:
         )
     geometry = d.options.geometry(config, d.tensor_parallel_size)
     page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
-    num_pages = pages_of_pool(pool, page_bytes)
 
     def demand(options: EngineOptions) -> RequestDemand:
         options = options.with_paper_settings(d.model, family_of(config))
         spec = request_spec(d, config, options)
         pages = options.method.page_demand(spec, geometry)
         retained, rows_per_step = walk(spec, options, geometry)
-        requests, limit = _requests(d, options, geometry, pages, num_pages, max_model_len)
+        its_pool = pool + of_method - options.method.pass_bytes(rows, max_model_len)
+        its_pages = pages_of_pool(its_pool, page_bytes)
+        requests, limit = _requests(d, options, geometry, pages, its_pages, max_model_len)
         return RequestDemand(
             cache_method=options.cache_method,
             cache_options=options.cache.model_dump(),
@@ -172,7 +173,7 @@ def plan(deployment: Deployment) -> Sizing:
         pool_bytes=pool,
         page_size=d.options.page_size,
         page_bytes=page_bytes,
-        num_pages=num_pages,
+        num_pages=pages_of_pool(pool, page_bytes),
         demand=chosen,
         others=others,
         notes=notes,
