@@ -150,6 +150,7 @@ class BatchCandidates:
         found.spare = unfinished[which]
         which = torch.where(found.spare, which[firsts], which)
         found._take_table(self.table[:, which])
+        found.predicted_alone = unfinished[which]  # of a request that has none
         found.certainty = None if self.certainty is None else self.certainty[which]
         return found
 
