@@ -23,10 +23,10 @@ from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.text import one_line
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 128
-"""Logits that are filtered at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
-FILTER_BYTES = 40
-"""What top-p and top-k hold for each logit, its float32, order and sum among it."""
+HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 512
+"""Logits that are made at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
+FILTER_BYTES = 4
+"""What top-p and top-k hold for each logit: its float32, or what takes its place."""
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
 GIB = 1 << 30
@@ -126,13 +126,13 @@ def plan(deployment: Deployment) -> Sizing:
         guided, guide, assumed = _with_guide(d)
         d, models, notes = replace(d, options=guided), [config, guide], [*notes, *assumed]
     weights = [weight_bytes(model, d.tensor_parallel_size, DTYPE_BYTES[dtype]) for model in models]
-    activations = _activation_bytes(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
+    of_method = d.options.method.pass_bytes(rows, max_model_len)
+    activations = of_method + _activation_bytes(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
     pool = int(d.gpu_memory * d.gpu_memory_utilization) - sum(weights) - activations - d.overhead
     if pool <= 0:
-        raise SizingError(_does_not_fit(d, models, sum(weights), activations, DTYPE_BYTES[dtype], rows))
+        raise SizingError(_does_not_fit(d, models, sum(weights), activations, of_method, DTYPE_BYTES[dtype], rows))
     geometry = d.options.geometry(config, d.tensor_parallel_size)
     page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
-    num_pages = pages_of_pool(pool, page_bytes)
 
     def demand(options: EngineOptions) -> RequestDemand:
         options = options.with_paper_settings(d.model, family_of(config))
@@ -141,7 +141,9 @@ def plan(deployment: Deployment) -> Sizing:
         spec = request_spec(d, config, options)
         pages = options.method.page_demand(spec, geometry)
         retained, rows_per_step = walk(replace(spec, guidance=None), options, geometry)
-        requests, limit = _requests(d, options, geometry, pages, num_pages, max_model_len)
+        its_pool = pool + of_method - options.method.pass_bytes(rows, max_model_len)
+        its_pages = pages_of_pool(its_pool, page_bytes)
+        requests, limit = _requests(d, options, geometry, pages, its_pages, max_model_len)
         return RequestDemand(
             cache_method=options.cache_method,
             cache_options=options.cache.model_dump(),
@@ -180,7 +182,7 @@ def plan(deployment: Deployment) -> Sizing:
         pool_bytes=pool,
         page_size=d.options.page_size,
         page_bytes=page_bytes,
-        num_pages=num_pages,
+        num_pages=pages_of_pool(pool, page_bytes),
         guide_pages=sum(map(sum, guide_pages(request_spec(d, config, d.options), geometry).values())),
         demand=chosen,
         others=others,
@@ -398,14 +400,16 @@ def dtype_of(wanted: str, config: Any) -> str:
     return own if own in ("bfloat16", "float16") else "bfloat16"
 
 
-def _does_not_fit(d: Deployment, models: list[Any], weights: int, activations: int, dtype_bytes: int, rows: int) -> str:
+def _does_not_fit(
+    d: Deployment, models: list[Any], weights: int, activations: int, of_method: int, dtype_bytes: int, rows: int
+) -> str:
     share = d.gpu_memory * d.gpu_memory_utilization
     advice = "raise --gpu-memory, or lower --max-num-batched-tokens"
     for tp in (2, 4, 8):
         if tp > d.tensor_parallel_size and all(model.num_attention_heads % tp == 0 for model in models):
             needed = sum(weight_bytes(model, tp, dtype_bytes) for model in models)
             needed += _activation_bytes(models, tp, dtype_bytes, rows)
-            if needed + d.overhead < share:
+            if needed + of_method + d.overhead < share:
                 advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
                 break
     numbers = (d.gpu_memory, int(share), weights, activations, d.overhead)

@@ -8,6 +8,8 @@ With u_j the number of token j, the token
     argmax_j (l_j / T + g_j),   g_j = −log(−log u_j)
 
 is a draw from softmax(l / T): the Gumbel-max trick. LLaDA's argmax of exp(l_j) / (−log u_j)^T is the same token.
+
+Before that, top-p and top-k may leave the likeliest tokens alone.
 """
 
 import torch
@@ -20,7 +22,7 @@ _MIX_2 = 0x94D049BB133111EB
 NO_TOKEN = -1
 """Token id of draws that belong to a position rather than to a token."""
 _NUMBERS_AT_ONCE = 1 << 24
-"""Drawn at once by the plain kernel: 128 MiB for each step of the hash."""
+"""Drawn or filtered at once by the plain kernels: 128 MiB for each step of the hash."""
 
 
 def signed_seed(seed: int) -> int:
@@ -130,4 +132,69 @@ def _(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} is not above 0: without noise take the argmax")
     if not -1 <= forbidden_token < logits.shape[1]:
+        raise ValueError(f"forbidden_token={forbidden_token} is not a column of logits {list(logits.shape)}, nor -1")
+
+
+@operator("filtered_logits", triton="filters")
+def filtered_logits(
+    logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
+) -> torch.Tensor:
+    """Logits at a temperature, the lowest finite number where top-p, then top-k, leaves a token out (Dream's order).
+
+    Top-p takes tokens by descending probability, of equal ones those of lower ids first, while those taken before sum
+    to at most ``top_p``: the token that crosses it is in. Top-k takes all tokens that are as likely as the k-th. Where
+    the forbidden token alone would be left, the likeliest other is too.
+
+    Kernels round the sums of top-p differently: they agree on every token but those for which the sum of what comes
+    before differs from ``top_p`` by less than 1e-5.
+
+    Args:
+        logits: ``[num_rows, vocab_size]``, float32, float16 or bfloat16.
+        temperature: above 0; logits are divided by it in float32.
+        top_p: above 0; from 1 on it leaves nothing out.
+        top_k: 0 leaves nothing out.
+        forbidden_token: column that is never drawn, such as the mask's, and counts all the same; −1 for none.
+
+    Returns:
+        float32 ``[num_rows, vocab_size]``. Rows with NaN, or +∞, or −∞ alone are not numbers to draw from, and what is
+        left out of them is not defined.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
+    num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
+    parts = [_filtered(rows.float() / temperature, top_p, top_k, forbidden_token) for rows in logits.split(num_rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _filtered(logits: torch.Tensor, top_p: float, top_k: int, forbidden_token: int) -> torch.Tensor:
+    lowest, unfiltered = torch.finfo(logits.dtype).min, logits
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        before = ordered.softmax(dim=-1).cumsum(dim=-1) > top_p
+        # The token that crosses the threshold is kept: shift the decision by one.
+        remove = torch.nn.functional.pad(before[:, :-1], (1, 0), value=False)
+        logits = logits.masked_fill(remove.scatter(-1, order, remove), lowest)
+    if top_k > 0:
+        kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kept, lowest)
+    if logits is unfiltered:
+        return logits
+    others = unfiltered.clone()
+    if forbidden_token >= 0:
+        others[:, forbidden_token] = -torch.inf
+    best = others.argmax(dim=-1, keepdim=True)
+    return logits.scatter(-1, best, unfiltered.gather(-1, best))
+
+
+@filtered_logits.register_fake
+def _(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int) -> torch.Tensor:
+    return torch.empty_like(logits, dtype=torch.float32)
+
+
+@filtered_logits.register_check
+def _(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int) -> None:
+    if not (temperature > 0 and top_p > 0 and top_k >= 0):
+        raise ValueError(f"temperature={temperature}, top_p={top_p}, top_k={top_k}: above 0, above 0, and 0 or more")
+    if logits.dim() != 2 or not -1 <= forbidden_token < logits.shape[1]:
         raise ValueError(f"forbidden_token={forbidden_token} is not a column of logits {list(logits.shape)}, nor -1")

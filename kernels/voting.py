@@ -59,28 +59,20 @@ def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return k.new_empty(k.shape[1], k.shape[0], dtype=torch.float32)
 
 
-@voting_scores.register_check
-def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
-    if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
-        raise ValueError(f"q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} do not belong together")
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
-    if lse.shape != q.shape[:2] or lse.dtype != torch.float32:
-        raise ValueError(f"lse {list(lse.shape)} {lse.dtype} is not float32 {list(q.shape[:2])}, as q has it")
-
-
 _PROBABILITIES_AT_ONCE = 1 << 24
-"""Of some heads, that ``summed_probabilities`` holds: 64 MiB."""
+"""Of some heads, that the plain kernel holds: 64 MiB."""
 
 
+@operator("summed_probabilities", triton="voting")
 def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The attention of each row to each key, summed over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}).
 
-    A few heads at a time, or one KV head's where these are more than fit. Arguments as of ``voting_scores``.
+    Arguments and errors are those of ``voting_scores``.
 
     Returns:
         float32 ``[num_rows, num_keys]``.
     """
+    # A few heads at a time, or one KV head's where these are more than fit.
     num_rows, sharing = q.shape[0], q.shape[1] // k.shape[1]
     total = q.new_zeros(num_rows, k.shape[0], dtype=torch.float32)
     # Query heads that share a KV head are further rows of it.
@@ -92,3 +84,19 @@ def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) ->
         probabilities = torch.baddbmm(of_lse, of_queries, keys).exp_()
         total += probabilities.unflatten(1, (sharing, num_rows)).sum(dim=(0, 1))
     return total
+
+
+@summed_probabilities.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[0], k.shape[0], dtype=torch.float32)
+
+
+@summed_probabilities.register_check
+@voting_scores.register_check
+def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
+    if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
+        raise ValueError(f"q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} do not belong together")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
+    if lse.shape != q.shape[:2] or lse.dtype != torch.float32:
+        raise ValueError(f"lse {list(lse.shape)} {lse.dtype} is not float32 {list(q.shape[:2])}, as q has it")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
@@ -85,9 +85,14 @@ class BatchCandidates:
     """Batch row that predicts the candidate."""
     table: torch.Tensor = field(init=False)
     """All of them, as ``columns``."""
+    spare: torch.Tensor | None = None
+    """Candidates that repeat another one, bool ``[num_candidates]``; see ``of_finished``."""
 
     def __post_init__(self) -> None:
-        self.table = on_device(self.columns, self.batch.positions.device)
+        self._take_table(on_device(self.columns, self.batch.positions.device))
+
+    def _take_table(self, table: torch.Tensor) -> None:
+        self.table = table
         self.requests, self.offsets, self.positions, self.places, self.rows = self.table.unbind()
 
     @classmethod
@@ -124,6 +129,30 @@ class BatchCandidates:
     def take(self, which: np.ndarray) -> "BatchCandidates":
         """Select some, by a bool mask ``[num_candidates]``."""
         return BatchCandidates(self.batch, self.members, self.columns[:, which])
+
+    def of_finished(self, finished: torch.Tensor, num_finished: Sequence[int]) -> "BatchCandidates":
+        """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool, of which a request has
+        ``num_finished``.
+
+        Which these are only the device knows, which is not waited for: each request gets as many candidates as it can
+        have. Where it has fewer, the first one is repeated. So of ``columns`` just the requests are right.
+        """
+        sizes = np.bincount(self.columns[0], minlength=len(self.batch.plans))
+        most = np.minimum(sizes, num_finished)
+        numbers = np.arange(self.columns.shape[1]) - (sizes.cumsum() - sizes)[self.columns[0]]
+        taken = numbers < most[self.columns[0]]
+        firsts = (most.cumsum() - most)[self.columns[0, taken]]
+        places, firsts = on_device(np.stack((np.flatnonzero(taken), firsts)), self.table.device).unbind()
+        unfinished = ~finished[self.rows]
+        # In each request the finished ones first, in their order.
+        which = (2 * self.requests + unfinished).sort(stable=True).indices[places]
+        found = self.take(taken)
+        found.spare = unfinished[which]
+        which = torch.where(found.spare, which[firsts], which)
+        found._take_table(self.table[:, which])
+        found.predicted_alone = unfinished[which]  # of a request that has none
+        found.certainty = None if self.certainty is None else self.certainty[which]
+        return found
 
     def of_requests(self, members: Sequence[int]) -> "BatchCandidates":
         """Select the candidates of some members."""
@@ -260,14 +289,16 @@ class StepOutcome:
     """Requests for which the model made logits that are NaN or infinite."""
 
 
-def outcomes_of(filled: list[list[Filled]], num_requests: int) -> list[StepOutcome]:
-    """The outcome of each step. Waits for the device once."""
+def outcomes_of(
+    filled: list[list[Filled]], num_requests: int, asked: Sequence[torch.Tensor] = ()
+) -> tuple[list[StepOutcome], list[np.ndarray]]:
+    """The outcome of each step, and the numbers of the tensors ``asked``. Waits for the device once."""
     parts = list(chain.from_iterable(filled))
     requests = range(num_requests)
     found = [StepOutcome([[] for _ in requests], [[] for _ in requests], set()) for _ in filled]
     if not parts:
-        return found
-    columns = torch.cat([torch.stack(part) for part in parts], dim=1).cpu().numpy()
+        return found, on_host(asked)
+    columns, *answers = on_host([torch.cat([torch.stack(part) for part in parts], dim=1), *asked])
     ends = np.cumsum([sum(part.outcome.shape[0] for part in of_step) for of_step in filled])
     for of_step, rows in zip(found, np.split(columns, ends[:-1], axis=1), strict=True):
         outcome = rows[3]
@@ -275,4 +306,4 @@ def outcomes_of(filled: list[list[Filled]], num_requests: int) -> list[StepOutco
             of_step.positions[request].append(position)
             of_step.tokens[request].append(token)
         of_step.not_finite.update(rows[0, outcome == NOT_FINITE].tolist())
-    return found
+    return found, answers

@@ -63,7 +63,8 @@ class Denoiser:
         for of_step in steps:
             plans = [of_step[request_id] for request_id in batch.request_ids]
             filled.append(self._step(batch, plans, groups, layer_pass))
-        return outcomes_of(filled, len(batch.plans))
+        outcomes_of_steps, layer_pass.answers = outcomes_of(filled, len(batch.plans), layer_pass.asked())
+        return outcomes_of_steps
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read before the next pass."""
@@ -85,9 +86,7 @@ class Denoiser:
         """One forward pass, and what it fills of the candidates by ``plans``, in the order of the batch."""
         hidden = self.forward(batch, layer_pass)
         if layer_pass.finished is not None:
-            # How many there are is data: the one look at the device in the middle of a step.
-            finished = layer_pass.finished.cpu().numpy()
-            groups = [group.take(finished[group.columns[4]]) for group in groups]
+            groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []
         filled = []
         for group in groups:
@@ -161,6 +160,8 @@ class Denoiser:
         """Unmask the plans' quotas of the candidates."""
         chosen = group.choose(statistics, self.store.masked[group.places], plans)
         self.store.fill(group.places, statistics.token, chosen)
+        if group.spare is not None:
+            chosen = chosen & ~group.spare
         return Filled(group.requests, group.positions, statistics.token, outcomes(statistics, chosen))
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:

@@ -186,7 +186,9 @@ class DiffusionModelRunner:
     def profile_run(self, randomize_inputs: bool = False) -> None:
         """The largest batch that may be asked for, for vLLM to measure its memory."""
         num_rows, longest = self.vllm_config.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len
+        held = torch.empty(self.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=self.device)
         probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, self.device)
+        del held
 
     @torch.inference_mode()
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:

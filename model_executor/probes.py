@@ -27,9 +27,9 @@ def run_largest_batch(
     positions = torch.arange(num_rows, device=device) % max_model_len
     sizes = [min(max_model_len, num_rows - start) for start in range(0, num_rows, max_model_len)]
     hidden = model(ids, positions, DensePass(RowBounds(sizes, device)))
+    chunk = head_chunks(num_rows, predictor.vocab_size, device)[0]
+    counters = Counters(*(positions[chunk],) * 3)
     for settings in (SamplingSettings(0.0, 1.0, 0, False), SamplingSettings(1.0, 0.9, 50, True)):
-        chunk = head_chunks(num_rows, predictor.vocab_size, device, filtered=settings.filters)[0]
-        counters = Counters(*(positions[chunk],) * 3)
         predictor.predict(hidden[chunk], settings, counters, with_entropy=True, with_margin=True, num_logprobs=1)
     if guide is not None:
         guide.profile_run(num_rows)

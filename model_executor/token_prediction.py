@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.noise import gumbel_max
+from dllm_engine.kernels.noise import filtered_logits, gumbel_max
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import on_device
@@ -68,14 +68,11 @@ class Counters:
         return Counters(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
-def head_chunks(num_rows: int, vocab_size: int, device: torch.device, *, filtered: bool = False) -> list[slice]:
-    """Rows that go through a head of ``vocab_size`` tokens at once, so that their logits fit in memory.
-
-    ``filtered``: top-p or top-k follow, which hold some 40 bytes for each logit.
-    """
+def head_chunks(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
+    """Rows that go through a head of ``vocab_size`` tokens at once, so that their logits fit in memory."""
     size = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
     if device.type != "cpu":
-        size = max(size // TILE_ROWS * TILE_ROWS, TILE_ROWS if filtered else LEAST_ROWS)
+        size = max(size // TILE_ROWS * TILE_ROWS, LEAST_ROWS)
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
@@ -113,7 +110,7 @@ class TokenPredictor:
         ``[2, num_barred]``: rows and tokens that they may not predict, which count as if they had no probability.
         """
         chunks = []
-        for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device, filtered=settings.filters):
+        for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
             shard = self.compute_logits(hidden[rows])
             if barred is not None:
                 _bar(shard, barred - np.array([[rows.start], [shard.first_token]]))
@@ -159,7 +156,8 @@ class TokenPredictor:
 
         drawn_from, temperature = logits, settings.temperature
         if settings.filters or settings.tempered:
-            drawn_from, temperature = _tempered(logits.float(), settings, mask_column), 1.0
+            filters = settings.temperature or 1.0, settings.top_p, settings.top_k
+            drawn_from, temperature = filtered_logits(logits, *filters, mask_column), 1.0
         measured = drawn_from if settings.tempered else logits
         token, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy, with_margin
@@ -274,28 +272,3 @@ def _concatenated(chunks: Sequence[_Rows]) -> _Rows:
         for field in fields_of_chunks
     )
     return type(chunks[0])(*joined)
-
-
-def _tempered(logits: torch.Tensor, settings: SamplingSettings, mask_column: int) -> torch.Tensor:
-    """Temperature, then top-p, then top-k, in Dream's order; what is filtered out has the lowest finite logit."""
-    lowest = torch.finfo(logits.dtype).min
-    if settings.temperature > 0:
-        logits = logits / settings.temperature
-    unfiltered = logits
-    if settings.top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        before = ordered.softmax(dim=-1).cumsum(dim=-1) > settings.top_p
-        # The token that crosses the threshold is kept: shift the decision by one.
-        remove = torch.nn.functional.pad(before[:, :-1], (1, 0), value=False)
-        logits = logits.masked_fill(remove.scatter(-1, order, remove), lowest)
-    if settings.top_k > 0:
-        kept = logits.topk(min(settings.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kept, lowest)
-    if settings.filters:
-        # Where the mask token is all that passed, the best other token passes too.
-        others = unfiltered.clone()
-        if mask_column >= 0:
-            others[:, mask_column] = -torch.inf
-        best = others.argmax(dim=-1, keepdim=True)
-        logits = logits.scatter(-1, best, unfiltered.gather(-1, best))
-    return logits

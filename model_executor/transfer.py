@@ -1,4 +1,4 @@
-"""From the host to the device."""
+"""From the host to the device and back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,3 +17,13 @@ def on_device(
     of_host = torch.as_tensor(values, dtype=dtype)
     # Only from pinned memory does a GPU fetch them by itself.
     return of_host if device.type == "cpu" else of_host.pin_memory().to(device, non_blocking=True)
+
+
+def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Copy tensors of a device to arrays of the host. However many they are, the device is waited for once."""
+    if not tensors:
+        return []
+    parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]
+    arrays = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([part.shape[0] for part in parts])[:-1])
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    return [a.view(name).reshape(t.shape) for a, name, t in zip(arrays, types, tensors, strict=True)]

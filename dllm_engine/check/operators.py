@@ -17,14 +17,14 @@ from dllm_engine.check.checks import CannotRunError, Check, compare
 from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.eviction import mean_query_scores
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
-from dllm_engine.kernels.noise import gumbel, gumbel_max, uniform
+from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max, uniform
 from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.kernels.similarity import similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.kernels.vllm_operators import vllm_kernel
-from dllm_engine.kernels.voting import voting_scores
+from dllm_engine.kernels.voting import summed_probabilities, voting_scores
 from dllm_engine.options import EngineOptions
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -138,10 +138,11 @@ def _mean_query_scores(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     return [of_request[: span[3]] for of_request, span in zip(scores, SPANS, strict=True)]
 
 
-def _voting_scores(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+def _over_denominators(operator: Callable[..., torch.Tensor], draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    """Of queries, keys and logarithms of softmax denominators."""
     q, k = draw.queries_and_keys(sizes)
     lse = draw.normal(VOTERS, sizes.num_heads).float() + 6.0  # about that of ROWS scores
-    return [voting_scores(q[-VOTERS:], k, lse)]
+    return [operator(q[-VOTERS:], k, lse)]
 
 
 def _features(draw: Draw, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -181,6 +182,15 @@ def _token_statistics(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
 def _gumbel_max(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     logits = draw.normal(LOGIT_ROWS, sizes.vocab_size) * 4
     return list(gumbel_max(logits, *draw.counters(), 0, 0.7, 3))
+
+
+def _filtered_logits(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
+    logits = draw.normal(LOGIT_ROWS, sizes.vocab_size) * 4
+    logits[0] = logits[0].round()  # many ties
+    logits[1, 3] = 50.0  # the forbidden token alone passes
+    of_p, of_both = (filtered_logits(logits, 0.7, 0.9, top_k, 3) for top_k in (0, 50))
+    # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.
+    return [of_p.logsumexp(dim=-1), of_both.logsumexp(dim=-1), filtered_logits(logits, 0.7, 1.0, 50, 3).clamp(min=-100)]
 
 
 def _noise(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
@@ -246,14 +256,19 @@ _BY_HEADS: dict[str, _Case] = {
     "rotate_": _rotate,
     "mean_query_scores": _mean_query_scores,
     "similarity_sums": _similarity_sums,
-    "voting_scores": _voting_scores,
+    "voting_scores": partial(_over_denominators, voting_scores),
+    "summed_probabilities": partial(_over_denominators, summed_probabilities),
 }
 _BY_WIDTH: dict[str, _Case] = {
     "write_features": _write_features,
     "read_features": _read_features,
     "add_features": _add_features,
 }
-_BY_VOCABULARY: dict[str, _Case] = {"token_statistics": _token_statistics, "gumbel_max": _gumbel_max}
+_BY_VOCABULARY: dict[str, _Case] = {
+    "token_statistics": _token_statistics,
+    "gumbel_max": _gumbel_max,
+    "filtered_logits": _filtered_logits,
+}
 _OF_VLLM = {"silu_and_mul": _silu_and_mul, "rms_norm": _rms_norm, "fused_add_rms_norm": _fused_add_rms_norm}
 
 

@@ -23,6 +23,7 @@ def _with_counter(key, counter):
 def _gumbel_max_kernel(
     logits, seeds, forwards, positions, scores, columns,
     vocab_size, row_stride, first_token, temperature, forbidden_token, per_split,
+    LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the best of one split of a row's vocabulary. ``scores`` and ``columns`` ``[rows, splits]``."""
@@ -37,14 +38,16 @@ def _gumbel_max_kernel(
     for first in range(split * per_split, stop, BLOCK):
         column = first + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + column, mask=column < stop, other=-float("inf")).to(tl.float32)
-        key = _with_counter(row_key, first_token + column)
-        uniform = ((key >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
-        # In float32 the noise would lose its tail, and a sum of 30 could be off by a millionth.
-        score = tl.div_rn(x, temperature).to(tl.float64) - tl.log(-tl.log(uniform))
-        score = tl.where(column == forbidden_token, -float("inf"), score)
-        block_best, where = tl.max(score, 0, return_indices=True)
-        best_column = tl.where(block_best > best, first + where, best_column)
-        best = tl.maximum(best, block_best)
+        # A filter leaves most blocks nothing to draw.
+        if tl.max(x, 0) > LOWEST:
+            key = _with_counter(row_key, first_token + column)
+            uniform = ((key >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+            # In float32 the noise would lose its tail, and a sum of 30 could be off by a millionth.
+            score = tl.div_rn(x, temperature).to(tl.float64) - tl.log(-tl.log(uniform))
+            score = tl.where(column == forbidden_token, -float("inf"), score)
+            block_best, where = tl.max(score, 0, return_indices=True)
+            best_column = tl.where(block_best > best, first + where, best_column)
+            best = tl.maximum(best, block_best)
     at = row * tl.num_programs(1) + split
     tl.store(scores + at, best)
     tl.store(columns + at, best_column.to(tl.int64))
@@ -72,6 +75,7 @@ def gumbel_max(
     _gumbel_max_kernel[num_rows, num_splits](
         logits, seeds.contiguous(), forwards.contiguous(), positions.contiguous(), scores, columns,
         vocab_size, logits.stride(0), first_token, float(temperature), forbidden_token, per_split,
+        LOWEST=torch.finfo(torch.float32).min,
         BLOCK=block,
     )  # fmt: skip
     if num_splits == 1:

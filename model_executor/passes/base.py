@@ -4,7 +4,7 @@ A model's layers expose parts only. A layer pass owns the loop over them; it may
 skipping) or compute some parts for all rows and others for a few (adaptive updates).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,11 @@ class LayerPass:
     finished: torch.Tensor | None = None
     """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
     rows predict a token."""
+    num_finished: Sequence[int] = ()
+    """Then, how many of each request's rows did."""
+
+    answers: Sequence[np.ndarray] = ()
+    """The numbers of ``asked``."""
 
     observes = False
     """Whether ``observe`` is to be called."""
@@ -56,6 +61,11 @@ class LayerPass:
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
         """Take in what was predicted at masked positions of a request, before any of them is unmasked."""
+
+    def asked(self) -> list[torch.Tensor]:
+        """What the host needs to know of the pass. It comes with what the pass filled, as ``answers``, so that the
+        device is waited for once."""
+        return []
 
     def next_rows(self, index: int) -> np.ndarray | None:
         """Canvas positions that the next step of a request computes, ascending, where its plan leaves that to the pass

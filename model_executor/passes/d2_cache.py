@@ -66,9 +66,6 @@ class RolloutPass(LayerPass):
         self.rollouts = [Rollout(batch.positions[batch.rows(i)], length) for i, length in enumerate(lengths)]
         self.known_before = [canvas.known[canvas.spec.prompt_length :] >= 0 for canvas in batch.canvases]
         """Which tokens of each response are known when the pass begins."""
-        self.seen: list[np.ndarray] = []
-        """Of each request, importance and confidence of every position, float64 ``[2, canvas_length]``; read from the
-        device once for all."""
         for canvas, length in zip(batch.canvases, lengths, strict=True):
             if canvas.cache_state is None:
                 canvas.cache_state = torch.zeros(length, device=device)
@@ -99,18 +96,18 @@ class RolloutPass(LayerPass):
             confidence = statistics.confidence(measure if measure in WEIGHTED_MEASURES else "probability")
             canvas.cache_state[positions] = confidence.float()
 
+    def asked(self) -> list[torch.Tensor]:
+        """Of each request, importance and confidence of every position."""
+        pairs = zip(self.rollouts, self.batch.canvases, strict=True)
+        return [torch.stack((rollout.importance(), canvas.cache_state)) for rollout, canvas in pairs]
+
     def next_rows(self, index: int) -> np.ndarray | None:
-        if not self.seen:
-            importance = [rollout.importance() for rollout in self.rollouts]
-            confidences = [canvas.cache_state for canvas in self.batch.canvases]
-            both = torch.stack((torch.cat(importance), torch.cat(confidences))).cpu().double().numpy()
-            self.seen = np.split(both, np.cumsum(self.lengths)[:-1], axis=1)
         canvas = self.batch.canvases[index]
         if (canvas.known >= 0).all():
             return None
-        importance_of, confidence = self.seen[index]
+        importance, confidence = self.answers[index].astype(np.float64)
         window = self.batch.plans[index].window
-        return choose_rows(canvas, window, self.known_before[index], confidence, importance_of)
+        return choose_rows(canvas, window, self.known_before[index], confidence, importance)
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,7 @@ class EarlySkipPass(LayerPass):
             hidden[rows] = x
             self.finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
             self.finished[rows] = True
+            self.num_finished = self.stage.sizes
         return hidden
 
     def _attend(
@@ -293,6 +294,11 @@ class EarlySkipPass(LayerPass):
         if statistics.held_back is not None and not canvas.spec.shifts_logits:
             # As in the authors' code: LLaDA forgets how confident an end token was that came too early, Dream does not.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)
+        if self.finished is not None:
+            rows = self.batch.rows(index)
+            predicts = torch.zeros(canvas.spec.canvas_length + 1, dtype=torch.bool, device=positions.device)
+            predicts[self.batch.positions[rows] + int(canvas.spec.shifts_logits)] = self.finished[rows]
+            confidences = torch.where(predicts[positions], confidences, canvas.cache_state[positions])
         canvas.cache_state[positions] = confidences
 
     def rows_computed(self, index: int, num_rows: int) -> int:

@@ -134,8 +134,6 @@ class MaskKVPass(AdaptivePass):
         of_ranks = pages.total_kv_heads // pages.num_kv_heads
         self.tokens_of_ranks = torch.zeros(len(self.voting), of_ranks, dtype=torch.int64, device=batch.positions.device)
         """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
-        self.most_of_ranks: list[int] = []
-        """The most of a rank, read from the device once for all."""
         self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
         self.budgets: dict[int, list[int]] = {}
         """Per layer, of each of ``voting``."""
@@ -164,7 +162,7 @@ class MaskKVPass(AdaptivePass):
         """Importance of the layers to each of ``measuring``.
 
         All layers must have run before the first may evict, and until then their keys and values would have to be held
-        beside the pages. So they run twice.
+        beside the pages. So they run twice. The host waits for what the first run has measured.
         """
         name = importance_name(self.options)
         if not self.measuring or name is None:
@@ -180,13 +178,14 @@ class MaskKVPass(AdaptivePass):
     def rows_computed(self, index: int, num_rows: int) -> int:
         return super().rows_computed(index, num_rows) + num_rows * (index in self.measuring)
 
+    def asked(self) -> list[torch.Tensor]:
+        return [self.tokens_of_ranks.amax(dim=1)] if self.voting else []
+
     def kv_slots(self, index: int) -> int | None:
         if index not in self.voting:
             return None
-        if not self.most_of_ranks:
-            self.most_of_ranks = self.tokens_of_ranks.amax(dim=1).tolist()
         response = self.batch.canvases[index].spec.gen_length * self.num_layers * self.pages.num_kv_heads
-        return self.most_of_ranks[self.voting.index(index)] + response
+        return int(self.answers[0][self.voting.index(index)]) + response
 
     def record(self, index: int) -> dict[str, Any]:
         entries = super().record(index)

@@ -50,6 +50,8 @@ class CacheMethod:
     launches: Mapping[RefreshState, int] | None = None
     """Kernels that a layer launches for the method beside its own parts and attention, by refresh state, in a batch of
     like requests. None: its layers choose rows by what they compute, and nobody has counted them."""
+    pass_bytes: Callable[[int, int], int] = lambda rows, longest: 0
+    """What a pass over so many rows, of canvases of at most such a length, holds for the method beside what all do."""
     uniform_sampler: Literal["never", "with_delay_eos", "always"] = "never"
     """When requests decode by ES-dLLM's sampler: equally many tokens per step in every model family, by the plain
     probability where a request is greedy."""

@@ -62,4 +62,10 @@ def check(options: D2CacheOptions, num_layers: int, guided: bool) -> None:
         )
 
 
-D2_CACHE = CacheMethod(plan, hold_canvas, D2CacheOptions, check=check)
+def pass_bytes(rows: int, longest: int) -> int:
+    """Four float32 for each row and position: rollout and probabilities of every request, and twice as much again while
+    a layer is added."""
+    return 16 * rows * longest
+
+
+D2_CACHE = CacheMethod(plan, hold_canvas, D2CacheOptions, check=check, pass_bytes=pass_bytes)

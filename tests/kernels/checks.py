@@ -19,6 +19,8 @@ from tests.support.kernels import TOLERANCE, error
 
 Kernel = Callable[..., Any]
 ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
+"""Top-p and top-k."""
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
@@ -200,19 +202,41 @@ def check_gumbel_max(
         torch.testing.assert_close(score, scores.amax(dim=1), rtol=1e-14, atol=1e-14)
 
 
-def check_voting_scores(
-    voting_scores: Kernel, voters: int, keys: int, others: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
-    seed: int = 0, device: str = "cpu",
+def check_filtered_logits(
+    filtered_logits: Kernel, vocab_size: int, top_p: float, top_k: int, dtype: torch.dtype, seed: int = 0,
+    device: str = "cpu",
 ) -> None:  # fmt: skip
-    """The last rows of a sequence vote on its first, with ``others`` between them; what lies behind is not read."""
+    """Every token is kept or not as the formula says, but those that rounding may decide on."""
+    logits = Draw(seed, device).normal(7, vocab_size + 3, dtype=dtype)[:, 3:] * 4
+    logits[0, : vocab_size // 2] = -torch.inf
+    logits[1:3] = logits[1:3].round()  # many ties
+    logits[3] = 2.0
+    logits[4, 0] = 60.0
+    for forbidden, temperature in ((-1, 1.7), (0, 0.3)):
+        found = filtered_logits(logits, temperature, top_p, top_k, forbidden)
+        at_temperature = logits.float() / temperature
+        kept, before = formulas.filtered_logits(at_temperature, top_p, top_k, forbidden)
+        expected = at_temperature.masked_fill(~kept, torch.finfo(torch.float32).min)
+        unsure = (before - top_p).abs() < 1e-5
+        assert torch.equal(found[~unsure], expected[~unsure])
+        assert ((found == at_temperature) | (found == torch.finfo(torch.float32).min)).all()
+
+
+def check_voting(
+    kernels: tuple[Kernel, Kernel], voters: int, keys: int, others: int, heads: tuple[int, int], dim: int,
+    dtype: torch.dtype, seed: int = 0, device: str = "cpu",
+) -> None:  # fmt: skip
+    """The last rows of a sequence vote on its first, with ``others`` between them; what lies behind is not read.
+    ``kernels``: ``voting_scores`` and ``summed_probabilities``."""
     fused = Draw(seed, device).normal(keys + others + voters, sum(heads), dim, dtype=dtype)
     fused = torch.cat((fused, torch.full_like(fused[:1], torch.nan).expand(99, -1, -1)))[: len(fused)]
     q, k = fused[keys + others :, : heads[0]], fused[:, heads[0] :]
     lse = F.pad(log_sum_exp(q, k), (0, 0, 3, 0), value=torch.nan)[3:]
-    scores = voting_scores(q, k[:keys], lse)
-    assert scores.dtype == torch.float32
+    scores, sums = (kernel(q, k[:keys], lse) for kernel in kernels)
+    assert scores.dtype == sums.dtype == torch.float32
     # The products are exact in float32 whatever the type of the inputs.
     assert error(scores, formulas.voting_scores(q, k[:keys], lse)) < 1e-5
+    assert error(sums, formulas.probabilities(q, k[:keys], lse).sum(dim=0)) < 1e-5
 
 
 def log_sum_exp(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,25 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
     return torch.cat(out)
 
 
+def filtered_logits(
+    logits: torch.Tensor, top_p: float, top_k: int, forbidden_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(which tokens are kept, the probability of those before each), a row at a time."""
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    before = torch.zeros_like(logits, dtype=torch.float64)
+    for row, keeps, sums in zip(logits.double(), kept, before, strict=True):
+        likeliest = sorted(range(len(row)), key=lambda token: -row[token])  # of equal ones the lowest first
+        total = 0.0
+        for token, probability in zip(likeliest, row.softmax(dim=0)[likeliest].tolist(), strict=True):
+            sums[token], total = total, total + probability
+        if top_p < 1:
+            keeps &= sums <= top_p
+        if 0 < top_k < len(row):
+            keeps &= row >= row[likeliest[top_k - 1]]
+        keeps[next(token for token in likeliest if token != forbidden_token)] = True
+    return kept, before
+
+
 def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return torch.einsum("hd,jhd->j", q.double().mean(dim=0), keys)
@@ -115,11 +134,14 @@ def token_statistics(
 
 
 def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    sharing = q.shape[1] // k.shape[1]
-    keys = k.double().repeat_interleave(sharing, dim=1)
+    return probabilities(q, k, lse).sum(dim=1).unflatten(0, (k.shape[1], -1)).mean(dim=1)
+
+
+def probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """``[num_heads, num_rows, num_keys]``"""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("ihd,jhd->hij", q.double(), keys) * q.shape[2] ** -0.5
-    votes = (scores - lse.double().T[:, :, None]).exp().sum(dim=1)
-    return votes.unflatten(0, (k.shape[1], sharing)).mean(dim=1)
+    return (scores - lse.double().T[:, :, None]).exp()
 
 
 def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dllm_engine.kernels import noise
-from dllm_engine.kernels.noise import NO_TOKEN, gumbel, uniform
-from tests.kernels.checks import check_gumbel_max, refused
+from dllm_engine.kernels.noise import NO_TOKEN, filtered_logits, gumbel, uniform
+from tests.kernels.checks import FILTERS, check_filtered_logits, check_gumbel_max, refused
 
 
 def counters(*values: int) -> tuple[torch.Tensor, ...]:
@@ -104,6 +104,36 @@ def test_the_best_of_two_shards_is_the_draw_of_the_whole():
     score, left = noise.gumbel_max(logits[:, :64], *of_rows, 0, 0.8, -1)
     other, right = noise.gumbel_max(logits[:, 64:], *of_rows, 64, 0.8, -1)
     assert torch.equal(torch.where(score >= other, left, right + 64), whole)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), FILTERS)
+def test_filters_equal_the_formula(monkeypatch, top_p, top_k):
+    monkeypatch.setattr(noise, "_NUMBERS_AT_ONCE", 300)
+    check_filtered_logits(noise.filtered_logits, 150, top_p, top_k, torch.bfloat16)
+
+
+def test_of_equal_tokens_top_p_takes_the_first_and_top_k_all():
+    logits = torch.tensor([[1.0, 2, 1, 2, 2, 1, 0, 2]])
+
+    def kept(top_p: float, top_k: int, forbidden: int = -1) -> list[int]:
+        return (filtered_logits(logits, 1.0, top_p, top_k, forbidden)[0] >= 0).nonzero()[:, 0].tolist()
+
+    assert kept(0.3, 0) == [1, 3]  # each of the likeliest is 0.21
+    assert kept(0.9, 0) == [0, 1, 2, 3, 4, 7]  # 0.85 before the first of the others, 0.93 before the second but one
+    assert kept(1.0, 2) == [1, 3, 4, 7]
+    assert kept(1.0, 5) == [0, 1, 2, 3, 4, 5, 7]
+    assert kept(0.3, 1) == [1, 3]
+    assert kept(1e-9, 0) == [1]
+    assert kept(1e-9, 0, forbidden=1) == [1, 3]
+    assert kept(1.0, 99) == list(range(8))
+
+
+def test_filters_that_make_no_sense_are_refused():
+    logits = torch.zeros(2, 9)
+    refused("temperature=0.0, top_p=0.9, top_k=1", filtered_logits, logits, 0.0, 0.9, 1, -1)
+    refused("top_p=0.0", filtered_logits, logits, 1.0, 0.0, 1, -1)
+    refused("top_k=-1", filtered_logits, logits, 1.0, 0.9, -1, -1)
+    refused("forbidden_token=9 is not a column", filtered_logits, logits, 1.0, 0.9, 1, 9)
 
 
 def test_draws_that_make_no_sense_are_refused():

@@ -24,11 +24,12 @@ CASES = [
     ("bidirectional_attention", (QUERIES, torch.randn(11, 4, 8), torch.randn(11, 4, 8), BOUNDS, CU_SEQLENS)),
     ("bidirectional_attention", (QUERIES, VALUES, VALUES, BOUNDS, CU_SEQLENS)),
     ("mean_query_scores", (QUERIES, VALUES, torch.tensor([[0, 3, 2, 6, 3, 2]]), 6)),
+    ("filtered_logits", (torch.randn(4, 9), 0.7, 0.9, 5, 2)),
     ("gumbel_max", (torch.randn(4, 9), *torch.zeros(3, 4, dtype=torch.int64), 5, 0.7, 2)),
     ("rotate_", (torch.randn(3, 2, 8), torch.tensor([2, 0, 2]), ROWS)),
     ("token_statistics", (torch.randn(4, 9), 2, True, True)),
     ("token_statistics", (torch.randn(4, 9), 2, False, False)),
-    ("voting_scores", (QUERIES, VALUES, torch.randn(11, 4))),
+    *[(name, (QUERIES, VALUES, torch.randn(11, 4))) for name in ("voting_scores", "summed_probabilities")],
     *[("write_slots", (VALUES[:2], PAGES, slots)) for slots in (TWO_OF_TWO, WITH_MISSING)],
     *[("similarity_sums", (VALUES[:2], PAGES, slots)) for slots in (TWO_OF_TWO, WITH_MISSING)],
     *[(f"{verb}_features", (ROWS, FEATURES, torch.tensor(slots)))

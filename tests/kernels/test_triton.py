@@ -13,8 +13,18 @@ pytest.importorskip("triton")
 
 from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.features import feature_rows
-from dllm_engine.kernels.noise import gumbel
-from dllm_engine.kernels.triton import eviction, features, noise, paged_attention, rotary, similarity, slots, voting
+from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max
+from dllm_engine.kernels.triton import (
+    eviction,
+    features,
+    filters,
+    noise,
+    paged_attention,
+    rotary,
+    similarity,
+    slots,
+    voting,
+)
 from dllm_engine.kernels.triton import token_statistics as statistics
 from dllm_engine.kernels.triton.tiles import Tiles
 from tests.kernels import checks
@@ -123,7 +133,8 @@ def test_similarity_sums(rows, kv_heads, dim, missing, dtype):
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 8), ((3, 3), 96), ((14, 2), 64)])
 @pytest.mark.parametrize(("voters", "keys", "others"), [(19, 139, 2), (1, 1, 158), (64, 96, 0), (0, 5, 1), (3, 0, 1)])
 def test_voting_scores(voters, keys, others, heads, dim, dtype):
-    checks.check_voting_scores(voting.voting_scores, voters, keys, others, heads, dim, dtype, device=DEVICE)
+    kernels = voting.voting_scores, voting.summed_probabilities
+    checks.check_voting(kernels, voters, keys, others, heads, dim, dtype, device=DEVICE)
 
 
 @in_each_type
@@ -166,6 +177,35 @@ def test_gumbel_max(vocab_size, first_token, splits, dtype):
 
     for seed, temperature in enumerate((0.2, 1.0, 1.7)):
         checks.check_gumbel_max(kernel, vocab_size, first_token, temperature, dtype, seed, DEVICE)
+
+
+@runs_triton
+@pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
+def test_filtered_logits(number):
+    (top_p, top_k), dtype = checks.FILTERS[number], (FLOAT32, FLOAT16)[number % 2]
+    checks.check_filtered_logits(filters.filtered_logits, 1500, top_p, top_k, dtype, device=DEVICE)
+
+
+@runs_triton
+def test_many_tokens_and_few_of_them_pass():
+    logits = torch.randn(2, 5000, device=DEVICE)
+    logits[0, 4500] = 9.0
+    found = filters.filtered_logits(logits, 1.0, 1.0, 3, -1)
+    assert torch.equal(found, filtered_logits.kernel(logits, 1.0, 1.0, 3, -1))
+    zeros = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
+    score, column = noise.gumbel_max(found, *zeros, 0, 1.0, -1, 2)
+    expected_score, expected = gumbel_max.kernel(found, *zeros, 0, 1.0, -1)
+    assert torch.equal(column, expected)
+    torch.testing.assert_close(score, expected_score, rtol=1e-14, atol=0)
+
+
+@runs_triton
+def test_rows_that_are_no_numbers_stay_so():
+    """Their probability, which is no number, ends the request."""
+    logits = torch.zeros(4, 3000, device=DEVICE)
+    logits[0, 2500], logits[1, 7], logits[2], logits[3] = torch.nan, torch.inf, torch.nan, -torch.inf
+    found = filters.filtered_logits(logits, 0.7, 0.9, 5, -1)
+    torch.testing.assert_close(found, logits / 0.7, **checks.EXACT)
 
 
 @runs_triton
@@ -257,7 +297,8 @@ def launch_similarity(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> N
 
 
 def launch_voting(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    voting.voting_scores(x[:32, :heads], x[:, heads:], torch.zeros(32, heads))
+    for launch in (voting.voting_scores, voting.summed_probabilities):
+        launch(x[:32, :heads], x[:, heads:], torch.zeros(32, heads))
 
 
 @compiles
@@ -290,9 +331,9 @@ def test_kernels_of_float32_spill_no_registers(monkeypatch):
     attention, _ = compile_launches(monkeypatch, paged_attention, 86)
     case = paged_case([16], [[100] * 4], heads=4, dim=128, page_size=16, dtype=FLOAT32)
     paged_attention.paged_attention(*case.arguments(True, False, False), 1)
-    (votes,) = compile_launches(monkeypatch, voting, 86)
+    votes, sums = compile_launches(monkeypatch, voting, 86)
     launch_voting(32, 32, 128, torch.zeros(50, 64, 128))
-    assert attention.spilled == votes.spilled == [0]
+    assert attention.spilled == votes.spilled == sums.spilled == [0]
 
 
 @compiles
@@ -304,10 +345,11 @@ def test_token_statistics_compile_for_a_gpu(monkeypatch, wanted):
 
 
 @compiles
-def test_gumbel_max_compiles_for_a_gpu(monkeypatch):
-    kernels = compile_launches(monkeypatch, noise)
-    counters = torch.zeros(3, 2, dtype=torch.int64)
-    noise.gumbel_max(torch.zeros(2, 126464, dtype=BFLOAT16), *counters, 0, 0.7, 126336, 16)
+def test_sampling_compiles_for_a_gpu(monkeypatch):
+    kernels = [kernel for module in (noise, filters) for kernel in compile_launches(monkeypatch, module)]
+    logits, counters = torch.zeros(2, 126464, dtype=BFLOAT16), torch.zeros(3, 2, dtype=torch.int64)
+    noise.gumbel_max(logits, *counters, 0, 0.7, 126336, 16)
+    filters.filtered_logits(logits, 0.7, 0.9, 50, 126336)
     assert all(len(kernel.shared_memory) == 1 for kernel in kernels)
 
 

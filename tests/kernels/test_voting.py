@@ -9,7 +9,7 @@ from dllm_engine.kernels import voting
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.voting import summed_probabilities, voting_scores
 from tests.kernels import formulas
-from tests.kernels.checks import check_voting_scores, log_sum_exp, refused
+from tests.kernels.checks import check_voting, log_sum_exp, refused
 from tests.support.kernels import TOLERANCE
 
 
@@ -24,7 +24,7 @@ from tests.support.kernels import TOLERANCE
 )
 @settings(max_examples=60, deadline=None)
 def test_equals_the_formula_for_views_of_one_projection(**arguments):
-    check_voting_scores(voting_scores, **arguments)
+    check_voting((voting_scores, summed_probabilities), **arguments)
 
 
 def test_worked_by_hand():

@@ -22,6 +22,7 @@ OPTIONS = {
     "maskkv": {"prompt_refresh_interval": 3, "response_refresh_interval": 2, "kv_budget": 6},
     "es_dllm": {"retention_ratio": 0.5},
 }
+REFRESHES = [(method, {"refresh": refresh}) for method in ("dual", "sparse") for refresh in ("response", "near")]
 PROMPTS = [[7 * i % 100 for i in range(1, length)] for length in (14, 10, 6, 14)]
 
 
@@ -75,17 +76,17 @@ def asked(**settings):
     return DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | settings))
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
-def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, waits, method):
-    """Also where blocks end, and in steps that refresh. The host must know besides which rows ES-dLLM dropped, how many
-    slots MaskKV needs after a vote, and before it the importance of layers, and by what d2Cache chooses rows."""
-    llm = engines.shared(
-        tiny_dream, trace=False, cache_method=method, cache_options=OPTIONS.get(method, {}), page_size=8
-    )
+@pytest.mark.parametrize(
+    ("method", "options"), [*((name, OPTIONS.get(name, {})) for name in CACHE_METHODS), *REFRESHES]
+)
+def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, waits, method, options):
+    """Also where blocks end, and in steps that refresh. What the host must know besides comes along: how many slots
+    MaskKV needs after a vote, and by what d2Cache chooses rows. The importance of layers MaskKV must know before."""
+    llm = engines.shared(tiny_dream, trace=False, cache_method=method, cache_options=options, page_size=8)
     of_dispatches = waits(llm)
     params = [asked(), asked(threshold=0.2), asked(unmasking="entropy"), asked(temperature=0.8, seed=1)]
     generate(llm, PROMPTS, params)
-    allowed = {"d2_cache": 2, "es_dllm": 2, "maskkv": 3}.get(method, 1)
+    allowed = {"maskkv": 2}.get(method, 1)
     assert max(map(len, of_dispatches)) == allowed, max(of_dispatches, key=len)
 
 

@@ -2,11 +2,13 @@
 
 import math
 import threading
+from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_engine.kernels.noise import uniform
 from dllm_engine.model_executor import token_prediction
@@ -142,6 +144,22 @@ def test_samples_stay_within_the_filters():
     assert set(got.token.tolist()) == allowed - {MASK}
 
 
+def test_filters_and_draw_of_a_chunk_take_a_launch_each():
+    """And the statistics one; a GPU sorts nothing."""
+    launched = Counter()
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            launched[func.name().partition(".")[0]] += not func.is_view
+            return func(*args, **(kwargs or {}))
+
+    rows = random_logits(), SamplingSettings(0.7, 0.9, 20, tempered=False), counters(9)
+    with Launches():
+        predictor_of().predict(*rows, with_entropy=False, with_margin=False)
+    of_ours = {"dllm::filtered_logits": 1, "dllm::gumbel_max": 1, "dllm::token_statistics": 1}
+    assert +launched == of_ours | {"aten::gather": 1, "aten::add": 1, "aten::sub": 1, "aten::exp": 1}
+
+
 def test_draws_differ_between_seeds_forwards_and_positions():
     logits = torch.zeros(1, VOCAB).expand(30, -1)
     base = Counters(torch.full((30,), 5), torch.full((30,), 3), torch.arange(30))
@@ -219,12 +237,9 @@ def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row(monkeypatch):
     assert torch.equal(predict(random_logits()).token, predict(random_logits(), predictor=predictor_of()).token)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "filtered", "rows"),
-    [(126_464, False, 512), (152_064, False, 512), (126_464, True, 128), (8192, False, 2048), (8100, True, 2048)],
-)
-def test_chunks_of_a_gpu_are_whole_tiles(vocab_size, filtered, rows):
-    chunks = head_chunks(2 * rows + 1, vocab_size, torch.device("cuda"), filtered=filtered)
+@pytest.mark.parametrize(("vocab_size", "rows"), [(126_464, 512), (152_064, 512), (8192, 2048), (8100, 2048)])
+def test_chunks_of_a_gpu_are_whole_tiles(vocab_size, rows):
+    chunks = head_chunks(2 * rows + 1, vocab_size, torch.device("cuda"))
     assert chunks == [slice(0, rows), slice(rows, 2 * rows), slice(2 * rows, 3 * rows)]
 
 

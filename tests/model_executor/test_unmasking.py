@@ -61,7 +61,7 @@ def fill_together(*requests: tuple[str, UnmaskQuota], held_back: list[bool] | No
     repeated = {name: torch.cat([x] * len(plans)) for name, x in vars(STATISTICS).items() if x is not None}
     if held_back is not None:
         repeated["held_back"] = torch.tensor(held_back * len(plans))
-    (outcome,) = outcomes_of([[denoiser._fill(candidates, TokenStatistics(**repeated), plans)]], len(plans))
+    (outcome,), _ = outcomes_of([[denoiser._fill(candidates, TokenStatistics(**repeated), plans)]], len(plans))
     for canvas, positions, tokens in zip(canvases, outcome.positions, outcome.tokens, strict=True):
         assert tokens == canvas.tokens[positions].tolist()
     return list(zip(canvases, outcome.positions, strict=True))
