@@ -160,7 +160,8 @@ class Denoiser:
         """Unmask the plans' quotas of the candidates."""
         chosen = group.choose(statistics, self.store.masked[group.places], plans)
         self.store.fill(group.places, statistics.token, chosen)
-        return Filled(group.requests, group.positions, statistics.token, outcomes(statistics, chosen))
+        outcome = outcomes(statistics, chosen, group.observed(statistics, plans))
+        return Filled(group.requests, group.positions, statistics.token, outcome)
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from dllm_engine.families import ScheduleKind
-from dllm_engine.scheduler.unmasking import split_steps
+from dllm_engine.scheduler.unmasking import SeenOfBlock, SlowFast, SpanState, split_steps
 
 
 class Span(NamedTuple):
@@ -80,6 +80,8 @@ class DecodingSpec:
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
+    slow_fast: SlowFast | None = None
+    """Options of ``parallel`` where it is SlowFast sampling."""
     tokens_per_step: int | None = None
     """Tokens that each step unmasks, whatever the schedule, or the least that ``parallel`` does; None: no such
     number."""
@@ -195,6 +197,8 @@ class Progress:
     """Denoising steps of these."""
     completed_at: list[int] = field(default_factory=list)
     """For each complete block with no mask before it: the forward passes after which that was so."""
+    span: SpanState | None = None
+    """Where SlowFast sampling stands in the running block, if the request decodes by it."""
     ended: bool = False
     """Whether the response ends with the running blocks, so that no more join."""
     num_forwards: int = 0
@@ -216,6 +220,7 @@ class Progress:
     def begin(cls, spec: DecodingSpec) -> "Progress":
         """That of a request that has not run."""
         progress = cls(masked=[spec.block_span(0).size])
+        progress.span = None if spec.slow_fast is None else SpanState(spec.prompt_length)
         progress._join(spec)
         return progress
 
@@ -240,7 +245,13 @@ class Progress:
         return next((number for number, left in enumerate(self.masked) if left), len(self.masked))
 
     def advance(
-        self, spec: DecodingSpec, num_unmasked: int, masked: list[int] | None = None, *, ends: bool = False
+        self,
+        spec: DecodingSpec,
+        num_unmasked: int,
+        masked: list[int] | None = None,
+        *,
+        ends: bool = False,
+        seen: SeenOfBlock | None = None,
     ) -> None:
         """On to the next step. All that plans read is up to date then.
 
@@ -248,7 +259,11 @@ class Progress:
             num_unmasked: tokens that the step unmasked.
             masked: masked tokens left in each running block; None: in a single one, so many fewer.
             ends: whether the response ends with the running blocks.
+            seen: where the request decodes by SlowFast sampling.
         """
+        if self.span is not None and spec.slow_fast is not None and seen is not None:
+            start = spec.block_span(self.running.first).start
+            self.span = self.span.after(spec.slow_fast, seen, start, dream=spec.shifts_logits)
         self.num_forwards += 1
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
@@ -270,3 +285,5 @@ class Progress:
         self.before, self.running = self.running, Blocks(self.leftmost, joining + 1)
         self.masked = [*self.masked[self.running.first - self.before.first :], spec.block_span(joining).size]
         self.steps_before, self.step = self.step, 0
+        if self.span is not None:
+            self.span = SpanState(spec.block_span(joining).start)

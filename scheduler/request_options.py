@@ -1,17 +1,19 @@
 """What a request may ask for beside vLLM's sampling parameters, and who may have a default for it."""
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.options import explain
+from dllm_engine.scheduler.unmasking import SlowFast
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
-PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
+PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold", "slow_fast")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 DEFAULTABLE_OPTIONS = (
     *("block_length", "steps", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
@@ -26,6 +28,16 @@ _MOST_TOKENS = (1 << 31) - 1
 
 class InvalidRequestError(VLLMValidationError, ValueError):
     """A request that cannot be served as asked. vLLM's server answers it with 400."""
+
+
+def _slow_fast_options(value: Any) -> Any:
+    """Options of ``SlowFast``, or JSON of them, since ``vllm_xargs`` takes no objects."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        SlowFast.model_validate({} if given is None else given)
+    except ValidationError as error:
+        raise ValueError(explain(error, "slow_fast option", SlowFast.model_fields)) from None
+    return given
 
 
 class RequestOptions(BaseModel):
@@ -46,6 +58,7 @@ class RequestOptions(BaseModel):
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     margin: float | None = Field(default=None, gt=0, le=1)
     entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(_slow_fast_options)] = None
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
     suffix_blocks: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     early_stop: bool | None = None
@@ -79,12 +92,14 @@ def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
 
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
-    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps or tokens
-    per step runs one block at a time."""
+    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps, tokens per
+    step or SlowFast sampling runs one block at a time."""
     left_out: set[str] = set()
     counts = chosen.keys() & {"steps", "tokens_per_step"}
     if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
         left_out.update(("tokens_per_step", *PARALLEL_OPTIONS))
     if counts:
         left_out.update(("steps", "block_add_threshold"))
+    if "slow_fast" in chosen:
+        left_out.add("block_add_threshold")
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

@@ -78,6 +78,10 @@ class UnmaskQuota:
     """Whether the first position must be filled in this step, because no later one can predict it."""
     guaranteed: Span | None = None
     """Where at least one candidate is filled, if there is any: the most confident one where the rule allows none."""
+    enough: int = 1
+    """Where ``parallel`` allows fewer than so many, unmask only the most confident one."""
+    observed: float | None = None
+    """Report the farthest candidate of at least this confidence; None: do not."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,22 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     if spec.block_add_threshold is not None:
         leftmost = spec.block_span(progress.leftmost)
         return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, least, first_needed, leftmost)
+    if spec.slow_fast is not None and progress.span is not None:
+        options, span = spec.slow_fast, progress.span
+        slow = span.is_slow(options)
+        threshold, enough = (
+            (options.slow_threshold, options.slow_minimum) if slow else (options.fast_threshold, options.fast_minimum)
+        )
+        return UnmaskQuota(
+            Span(span.start, window.stop if slow or span.end is None else span.end),
+            progress.num_masked,
+            1.0,
+            ParallelRule("slow_fast", threshold),
+            least,
+            first_needed,
+            enough=enough,
+            observed=options.span_threshold if span.end is None else None,
+        )
     steps = spec.steps_per_block[progress.running.first]
     in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
     if spec.schedule == "timestep" and in_blocks and step == 0 and steps != 1:
@@ -198,6 +218,15 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     return UnmaskQuota(window, count, ratio, spec.parallel, guaranteed=guaranteed)
 
 
+def cut(spec: DecodingSpec, progress: Progress, span: Span) -> Span:
+    """``span`` without what a step does as if the canvas had none of it: in the fast passes of SlowFast sampling, after
+    the first of each span, everything behind the span."""
+    state = progress.span
+    if state is None or state.end is None or state.num_fast == 0:
+        return span
+    return Span(span.start, min(span.stop, state.end))
+
+
 def step_plan(
     spec: DecodingSpec,
     progress: Progress,
@@ -209,8 +238,9 @@ def step_plan(
     read: int = 0,
     adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """A step that computes all rows of ``span``; ``window_alone`` as in ``unmask_quota``. After it, pages hold what it
-    reads and what it adds."""
+    """A step that computes all rows of ``span``, as far as the canvas is not ``cut`` unless it adds to pages;
+    ``window_alone`` as in ``unmask_quota``. After it, pages hold what it reads and what it adds."""
+    span = span if adds else cut(spec, progress, span)
     return StepPlan(
         state=state,
         scope=scope,

@@ -59,6 +59,9 @@ class HeadTables(BatchTables):
         self.response_index = batch.positions - prompt_lengths[self.requests]
         """Position of each row in its response; negative in the prompt."""
         self.gen_lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)
+        unread = [c.spec.canvas_length - plan.read for c, plan in zip(batch.canvases, batch.plans, strict=True)]
+        self.unread = on_device(unread, device, torch.int32)
+        """Tokens at the end of each response that no row attends to."""
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
         self.prompts = [
@@ -100,7 +103,9 @@ class HeadTables(BatchTables):
     def paged_tokens(self, layer: int) -> PagedTokens:
         start, lengths = (x.int() for x in self.head_ranges(layer))
         k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[layer]
-        return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
+        return PagedTokens(
+            k_pages, v_pages, table, start, self.token_stride, lengths - self.unread[:, None], self.max_head_len
+        )
 
 
 class MaskKVPass(AdaptivePass):

@@ -53,10 +53,10 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, False): (RefreshState.REUSE, Scope.ACTIVE),
     }[prompt_due, response_due]
     plan = step_plan(spec, progress, state, scope, span, window_alone=False)
-    plan = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    plan = replace(plan, read=plan.span.stop, retained=spec.canvas_length)
     if response_due or options.update_ratio == 0:
         return plan
-    return replace(plan, num_updated=int(spec.gen_length * options.update_ratio))
+    return replace(plan, num_updated=int((plan.span.stop - spec.prompt_length) * options.update_ratio))
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
