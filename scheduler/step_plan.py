@@ -252,5 +252,5 @@ def step_plan(
         forward=progress.num_forwards,
         read=read,
         retained=read + sum(retention.count for retention in adds),
-        adds=tuple(adds),
+        adds=tuple(retention for retention in adds if retention.count),
     )

@@ -101,7 +101,7 @@ class AdaptiveCache:
         """The next forward pass: its logits, NaN in rows of the prompt of which nothing is known, and rows fed."""
         model, length, prompt_length = self.model, self.run.length, len(self.run.prompt)
         prompt_due, response_due = self.due()
-        prompt, response = list(range(prompt_length)), list(range(prompt_length, length))
+        prompt, response = list(range(prompt_length)), list(range(prompt_length, self.run.cut))
         live = prompt_length - model.is_dream  # Dream's last prompt row predicts the first token of the response
         adapts = not response_due and self.update_ratio > 0 and (self.adapt_beside_prompt or not prompt_due)
         updated: list[list[int]] = []
@@ -137,11 +137,11 @@ class AdaptiveCache:
             self.updated.append(updated)
         self.forwards += 1
         whole = prompt_due or not self.exclude_prompt_states
-        return model.predict(x), range(0 if whole else live, length)
+        return model.predict(x), range(0 if whole else live, self.run.cut)
 
     def visible(self, number: int) -> list[list[int]] | None:
         """Per KV head, the positions that queries of a layer attend to in this forward pass (None: all)."""
-        return None
+        return None if self.run.cut == self.run.length else [list(range(self.run.cut))] * self.model.kv_heads
 
     def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
         """Called when a layer is done, with the queries of the whole canvas."""

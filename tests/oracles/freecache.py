@@ -27,7 +27,7 @@ def plain_freecache(run: Decoding, *, include_suffix: bool = True) -> None:
         if not run.order or (step == 0 and first != run.start_before):
             # What later passes of the window find in the cache.
             retained.append([list(range(first))] * num_layers)
-        last_fed = len(run.seen) if include_suffix else end
+        last_fed = len(run.seen) if include_suffix else min(end, run.cut)
         if step > 0:
             fed, clean = range(first, last_fed), range(first)
         elif run.order:
