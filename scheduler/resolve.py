@@ -133,11 +133,7 @@ def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str,
     if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
         rule = rule._replace(kind="strict_entropy_threshold")
     measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
-    suited = [
-        policy
-        for policy in UNMASKING_POLICIES.values()
-        if policy.measures == measure and not (untempered and policy.tempered)
-    ]
+    suited = [policy for policy in UNMASKING_POLICIES.values() if PARALLEL_RULES[rule.kind].suits(policy)]
     if options.unmasking is None:
         default = UNMASKING_POLICIES[family.default_unmasking]
         # The family's own where it suits, else one that like it measures before or after temperature and filters.

@@ -45,7 +45,12 @@ class ParallelUnmasking:
     may_pass_none: bool = False
     """Whether it lets no position pass where none is confident enough."""
     tuned: tuple[float, ...] = ()
-    """Values that `dllm tune` tries, the most careful first. Empty where requests do not name the rule."""
+    """Values that `dllm tune` tries, the most careful first. Empty where requests do not name the rule, or name it with
+    several numbers."""
+
+    def suits(self, policy: UnmaskingPolicy) -> bool:
+        """Whether a policy measures what the rule goes by."""
+        return policy.measures == self.measures and not (self.untempered and policy.tempered)
 
 
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.bench.report import HOW, SCHEMA, Report, comparison, tables
-from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int, positive_ints
+from dllm_engine.cli.arguments import ONE, RULES, key_value, parse_rule, positive_int, positive_ints, split_rules
 from dllm_engine.cli.engine import DTYPES
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import TASKS, Example, make_examples
@@ -200,7 +200,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     return BenchSettings(
         model=args.model,
         methods=methods,
-        unmaskings=tuple(map(_unmasking, args.unmasking.split(","))),
+        unmaskings=tuple(map(_unmasking, split_rules(args.unmasking))),
         batches=tuple(args.batch),
         lengths=Lengths(tuple(args.prompt), args.response, block),
         repeats=args.repeats,
