@@ -66,7 +66,7 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (8, 1, refreshes(5, 3, 0.0)),
         (8, 1, refreshes(6, 4, 1.0, exclude_prompt_states=False)),
         (8, 1, refreshes(7, 5, 0.13, similarity="key")),
-        (32, 4, refreshes(7, 5, 0.04, refresh_first_layer=False)),
+        (32, 4, refreshes(7, 5, 0.04, refresh_first_layer=False, interval_unit="passes")),
         (32, 4, refreshes(7, 4, 0.3, similarity="key", refresh_first_layer=False)),
         (32, 4, refreshes(100, 100, 0.3)),
     ],

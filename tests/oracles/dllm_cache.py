@@ -72,9 +72,11 @@ class AdaptiveCache:
         similarity: str = "value",
         refresh_first_layer: bool = True,
         exclude_prompt_states: bool = True,
+        interval_unit: str = "tokens",
     ) -> None:
         self.run, self.model = run, run.model
         self.intervals = prompt_refresh_interval, response_refresh_interval
+        self.counts_tokens = run.parallel and interval_unit == "tokens"
         self.update_ratio, self.similarity = update_ratio, similarity
         self.refresh_first_layer, self.exclude_prompt_states = refresh_first_layer, exclude_prompt_states
         self.forwards = self.num_known = 0
@@ -91,7 +93,7 @@ class AdaptiveCache:
     def due(self) -> list[bool]:
         """Whether the prompt and the response are refreshed in the pass that begins."""
         reached = [self.forwards]
-        if self.run.parallel:
+        if self.counts_tokens:
             known = sum(map(len, self.run.order))
             # Of the tokens of the last pass, how many were unmasked when each of them was.
             reached, self.num_known = list(range(self.num_known + 1, known + 1)), known

@@ -49,6 +49,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "update_ratio": [0.0, 0.25, 1.0],
         "similarity": ["key", "value"],
         "refresh_first_layer": [True, False],
+        "interval_unit": ["tokens", "passes"],
         "exclude_prompt_states": [True, False],
     },
     "es_dllm": {

@@ -163,6 +163,7 @@ _ADAPTIVE = {
     "update_ratio": _RATIO,
     "exclude_prompt_states": st.booleans(),
     "refresh_first_layer": st.booleans(),
+    "interval_unit": st.sampled_from(["tokens", "passes"]),
 }
 _REFRESH = {
     "refresh": st.sampled_from(["all", "response", "near"]),
