@@ -30,13 +30,15 @@ class InvalidRequestError(VLLMValidationError, ValueError):
     """A request that cannot be served as asked. vLLM's server answers it with 400."""
 
 
-def _slow_fast_options(value: Any) -> Any:
-    """Options of ``SlowFast``, or JSON of them, since ``vllm_xargs`` takes no objects."""
+def read_slow_fast(value: Any) -> Any:
+    """Options of ``SlowFast``, checked, from JSON too, since ``vllm_xargs`` takes no objects; None stays None."""
     try:
         given = json.loads(value) if isinstance(value, str) else value
         SlowFast.model_validate({} if given is None else given)
     except ValidationError as error:
         raise ValueError(explain(error, "slow_fast option", SlowFast.model_fields)) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is no JSON: {error}") from None
     return given
 
 
@@ -58,7 +60,7 @@ class RequestOptions(BaseModel):
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     margin: float | None = Field(default=None, gt=0, le=1)
     entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(_slow_fast_options)] = None
+    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(read_slow_fast)] = None
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
     suffix_blocks: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     early_stop: bool | None = None

@@ -17,6 +17,7 @@ from dllm_engine.scheduler.request_options import (
     PARALLEL_OPTIONS,
     InvalidRequestError,
     RequestOptions,
+    read_slow_fast,
     request_options,
     with_defaults,
 )
@@ -154,7 +155,7 @@ def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast 
     otherwise."""
     if options.slow_fast is None:
         return None
-    return SlowFast.model_validate({**family.slow_fast, **options.slow_fast})
+    return SlowFast.model_validate({**family.slow_fast, **read_slow_fast(options.slow_fast)})
 
 
 def _default_policy(options: RequestOptions, family: ModelFamily) -> str:

@@ -39,7 +39,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if spec.slow_fast is None:
         # Where the schedule asks for a position by name, its row may not be among those computed.
         quota = replace(quota, candidates=plan.window)
-    plan = replace(plan, quota=quota, read=spec.canvas_length, retained=spec.canvas_length)
+    span, length = spec.canvas_span, spec.canvas_length
+    plan = replace(plan, span=span, max_rows=length, quota=quota, read=length, retained=length)
     if whole or options.confidence == "latest":
         plan = replace(plan, predicts=Span(quota.candidates.start, spec.canvas_length))
     if whole:

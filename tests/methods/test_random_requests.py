@@ -9,7 +9,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
-from tests.support.random_requests import VALUES, Request, assert_answers_as, random_requests
+from tests.support.random_requests import Request, assert_answers_as, in_spans, random_requests
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -86,27 +86,6 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
 NUM_REQUESTS = {"es_dllm": 8, "none": 12, "prefix": 12, "dual": 12, "freecache": 8, "maskkv": 4, "dllm_cache": 4}
 ENDS = (42, 74, 226, 316, 319, 409)
 """Tokens that the tiny models are quick to predict, as end tokens."""
-
-
-SPANS: tuple[dict[str, float], ...] = (
-    {"span_steps": 1, "span_window": 1, "span_threshold": 0.6, "slow_threshold": 0.7, "fast_threshold": 0.4},
-    {"span_steps": 2, "span_threshold": 0.5, "span_variance": 4, "slow_threshold": 0.9, "fast_threshold": 0.9},
-    {"span_steps": 3, "span_window": 3, "span_threshold": 0.8, "fast_threshold": 0.2, "fast_minimum": 3},
-    {"span_threshold": 0.4, "slow_threshold": 0.3, "slow_minimum": 4},
-)
-"""Options of SlowFast sampling."""
-
-
-def in_spans(requests: list[Request], number: int) -> list[Request]:
-    """Some of them by SlowFast sampling, in longer blocks."""
-    for i, (_, asked) in enumerate(requests[3::4]):
-        of_rules = (*VALUES, "steps", "unmasking", "block_add_threshold")
-        for name in of_rules:
-            asked.pop(name, None)
-        gen_length = 12 + asked["gen_length"]
-        asked |= {"gen_length": gen_length, "block_length": min(gen_length, 4 * asked["block_length"])}
-        asked |= {"slow_fast": SPANS[(i + number) % len(SPANS)], "unmasking": "low_confidence"}
-    return requests
 
 
 def in_certain_order(requests: list[Request], number: int) -> list[Request]:
