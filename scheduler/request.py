@@ -136,6 +136,11 @@ class DecodingSpec:
         start = self.prompt_length + block * self.block_length
         return Span(start, min(start + self.block_length, self.canvas_length))
 
+    def first_span(self, block: int) -> SpanState | None:
+        """Where SlowFast sampling begins a block."""
+        start = self.block_span(block).start
+        return None if self.slow_fast is None else SpanState(self.slow_fast, self.shifts_logits, start, start)
+
     def span_of(self, blocks: Blocks) -> Span:
         """Canvas positions of neighbouring blocks."""
         return Span(self.block_span(blocks.first).start, self.block_span(blocks.stop - 1).stop)
@@ -220,7 +225,7 @@ class Progress:
     def begin(cls, spec: DecodingSpec) -> "Progress":
         """That of a request that has not run."""
         progress = cls(masked=[spec.block_span(0).size])
-        progress.span = None if spec.slow_fast is None else SpanState(spec.prompt_length)
+        progress.span = spec.first_span(0)
         progress._join(spec)
         return progress
 
@@ -261,9 +266,8 @@ class Progress:
             ends: whether the response ends with the running blocks.
             seen: where the request decodes by SlowFast sampling.
         """
-        if self.span is not None and spec.slow_fast is not None and seen is not None:
-            start = spec.block_span(self.running.first).start
-            self.span = self.span.after(spec.slow_fast, seen, start, dream=spec.shifts_logits)
+        if self.span is not None and seen is not None:
+            self.span = self.span.after(seen)
         self.num_forwards += 1
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
@@ -285,5 +289,4 @@ class Progress:
         self.before, self.running = self.running, Blocks(self.leftmost, joining + 1)
         self.masked = [*self.masked[self.running.first - self.before.first :], spec.block_span(joining).size]
         self.steps_before, self.step = self.step, 0
-        if self.span is not None:
-            self.span = SpanState(spec.block_span(joining).start)
+        self.span = spec.first_span(joining)

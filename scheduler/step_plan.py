@@ -182,21 +182,17 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     if spec.block_add_threshold is not None:
         leftmost = spec.block_span(progress.leftmost)
         return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, least, first_needed, leftmost)
-    if spec.slow_fast is not None and progress.span is not None:
-        options, span = spec.slow_fast, progress.span
-        slow = span.is_slow(options)
-        threshold, enough = (
-            (options.slow_threshold, options.slow_minimum) if slow else (options.fast_threshold, options.fast_minimum)
-        )
+    if (span := progress.span) is not None:
+        threshold, enough = span.passing
         return UnmaskQuota(
-            Span(span.start, window.stop if slow or span.end is None else span.end),
+            Span(span.start, window.stop if span.is_slow else span.end),
             progress.num_masked,
             1.0,
             ParallelRule("slow_fast", threshold),
             least,
             first_needed,
             enough=enough,
-            observed=options.span_threshold if span.end is None else None,
+            observed=span.options.span_threshold if span.is_slow and not span.settled else None,
         )
     steps = spec.steps_per_block[progress.running.first]
     in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
@@ -218,13 +214,11 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     return UnmaskQuota(window, count, ratio, spec.parallel, guaranteed=guaranteed)
 
 
-def cut(spec: DecodingSpec, progress: Progress, span: Span) -> Span:
-    """``span`` without what a step does as if the canvas had none of it: in the fast passes of SlowFast sampling, after
-    the first of each span, everything behind the span."""
+def cut(progress: Progress, span: Span) -> Span:
+    """``span`` without what a step leaves out as if the canvas did not have it: in the fast passes of SlowFast
+    sampling, after the first, what lies behind the span that they fill."""
     state = progress.span
-    if state is None or state.end is None or state.num_fast == 0:
-        return span
-    return Span(span.start, min(span.stop, state.end))
+    return span if state is None or not state.num_fast else Span(span.start, min(span.stop, state.end))
 
 
 def step_plan(
@@ -240,7 +234,7 @@ def step_plan(
 ) -> StepPlan:
     """A step that computes all rows of ``span``, as far as the canvas is not ``cut`` unless it adds to pages;
     ``window_alone`` as in ``unmask_quota``. After it, pages hold what it reads and what it adds."""
-    span = span if adds else cut(spec, progress, span)
+    span = span if adds else cut(progress, span)
     return StepPlan(
         state=state,
         scope=scope,

@@ -174,49 +174,58 @@ class SpanState:
     """Where SlowFast sampling stands in its block, in canvas positions: slow passes look for the end of a span, fast
     passes fill it, and the next span begins there."""
 
+    options: SlowFast
+    dream: bool
+    """By Dream's code, which takes the sample variance of estimates and rounds their mean."""
+    block_start: int
     start: int
     """Of the span; everything in the block before it is decided."""
-    end: int | None = None
-    """Of the span, once it is settled."""
+    end: int = -1
+    """Of the span, by the estimates so far."""
+    settled: bool = False
+    """Whether they were stable."""
     estimates: tuple[int, ...] = ()
-    """Of its end, one per slow pass until it is settled."""
+    """Of the end, the latest ones, one per slow pass until it is settled."""
     num_slow: int = 0
     num_fast: int = 0
     """Passes of the span so far."""
 
-    def is_slow(self, options: SlowFast) -> bool:
+    @property
+    def is_slow(self) -> bool:
         """Whether the next pass is a slow one."""
-        return self.num_slow < options.span_steps
+        return self.num_slow < self.options.span_steps
 
-    def after(self, options: SlowFast, seen: SeenOfBlock, block_start: int, *, dream: bool) -> "SpanState":
-        """The state after a pass.
+    @property
+    def passing(self) -> tuple[float, int]:
+        """The confidence that lets the next pass fill a position, and how many must have it."""
+        options = self.options
+        if self.is_slow:
+            return options.slow_threshold, options.slow_minimum
+        return options.fast_threshold, options.fast_minimum
 
-        An end is stable where the latest estimates vary little; the slow passes go on to their number nevertheless, as
-        in the authors' code. ``dream``: by Dream's code, which takes the sample variance and rounds means.
-        """
-        if not self.is_slow(options):
+    def after(self, seen: SeenOfBlock) -> "SpanState":
+        """The state after a pass. When the end is settled, slow passes go on to their number nevertheless, as in the
+        authors' code."""
+        if not self.is_slow:
             state = replace(self, num_fast=self.num_fast + 1)
         else:
             state = replace(self, num_slow=self.num_slow + 1)
-            if self.end is None:
-                estimates = (*self.estimates, max(seen.farthest, self.start) + 1)
-                latest = estimates[-options.span_window :]
-                state = replace(state, estimates=estimates)
-                if len(latest) == options.span_window and _is_stable(latest, options.span_variance, dream):
-                    state = replace(state, end=latest[-1])
-                elif not state.is_slow(options):
-                    state = replace(state, end=_mean(latest, block_start, dream))
-        done = not state.is_slow(options) and state.end is not None and seen.first_masked >= state.end
-        return SpanState(state.end) if done and state.end is not None else state
+            if not self.settled:
+                latest = (*self.estimates, max(seen.farthest, self.start) + 1)[-self.options.span_window :]
+                settled = len(latest) == self.options.span_window and self._is_stable(latest)
+                state = replace(
+                    state, estimates=latest, settled=settled, end=latest[-1] if settled else self._mean(latest)
+                )
+        if state.is_slow or seen.first_masked < state.end:
+            return state
+        return SpanState(self.options, self.dream, self.block_start, state.end)
 
+    def _is_stable(self, estimates: Sequence[int]) -> bool:
+        if self.dream:
+            return len(estimates) == 1 or statistics.variance(estimates) <= self.options.span_variance
+        return statistics.pvariance(estimates) < self.options.span_variance
 
-def _is_stable(estimates: Sequence[int], variance: float, dream: bool) -> bool:
-    if dream:
-        return len(estimates) == 1 or statistics.variance(estimates) <= variance
-    return statistics.pvariance(estimates) < variance
-
-
-def _mean(estimates: Sequence[int], block_start: int, dream: bool) -> int:
-    """Dream's code rounds the length from the block's start, halves to even; LLaDA's rounds down."""
-    mean = statistics.mean(end - block_start for end in estimates)
-    return block_start + (round(mean) if dream else math.floor(mean))
+    def _mean(self, estimates: Sequence[int]) -> int:
+        """Dream's code rounds the length from the block's start, halves to even; LLaDA's rounds down."""
+        length = statistics.mean(estimates) - self.block_start
+        return self.block_start + (round(length) if self.dream else math.floor(length))

@@ -78,7 +78,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if options.evicts and progress.step >= options.update_delay:
         copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
     rows = spec.predicting_span(progress.running)
-    seen = cut(spec, progress, spec.canvas_span).stop
+    seen = cut(progress, spec.canvas_span).stop
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
         plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, window_alone=False)
     elif prompt_due:

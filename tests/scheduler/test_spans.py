@@ -13,10 +13,16 @@ START, STOP = 10, 31
 
 def run(farthest: list[int], first_masked: int = START, dream: bool = False, **options) -> SpanState:
     """After passes of a block from 10 to 30 that observed these positions at most and left others masked."""
-    state = SpanState(START)
+    state = SpanState(SlowFast(**options), dream, START, START)
     for position in farthest:
-        state = state.after(SlowFast(**options), SeenOfBlock(first_masked, position), START, dream=dream)
+        state = state.after(SeenOfBlock(first_masked, position))
     return state
+
+
+def place(state: SpanState | None) -> tuple[int, ...]:
+    """Where the span starts, and its passes so far."""
+    assert state is not None
+    return state.start, state.num_slow, state.num_fast
 
 
 @pytest.mark.parametrize(
@@ -45,31 +51,29 @@ def test_where_a_span_ends(farthest, options, ends):
     for dream, end in zip((False, True), ends, strict=True):
         state = run(farthest, dream=dream, **options)
         assert (state.end, state.num_slow, state.num_fast) == (end, len(farthest), 0)
-        assert not state.is_slow(SlowFast(**options))
+        assert not state.is_slow
 
 
 def test_an_end_that_is_found_early_leaves_the_other_slow_passes():
     state = run([14, 14], span_steps=4)
-    assert state.end == 15
-    assert state.is_slow(SlowFast(span_steps=4))
+    assert (state.end, state.settled, state.is_slow) == (15, True, True)
 
 
 def test_a_span_is_left_when_it_is_full():
-    assert run([14, 14], first_masked=15, span_steps=2) == SpanState(15)
+    assert place(run([14, 14], first_masked=15, span_steps=2)) == (15, 0, 0)
     # Not before the slow passes are over.
-    assert run([14, 14], first_masked=15, span_steps=3).start == START
-    assert run([14, 14, -1], first_masked=14, span_steps=2).num_fast == 1
-    assert run([14, 14, -1, -1], first_masked=14, span_steps=2).num_fast == 2
+    assert place(run([14, 14], first_masked=15, span_steps=3)) == (10, 2, 0)
+    assert place(run([14, 14, -1, -1], first_masked=14, span_steps=2)) == (10, 2, 2)
     state = run([14, 14, -1], first_masked=14, span_steps=2)
-    assert state.after(SlowFast(span_steps=2), SeenOfBlock(20, -1), START, dream=False) == SpanState(15)
+    assert place(state.after(SeenOfBlock(20, -1))) == (15, 0, 0)
 
 
 def test_the_next_block_begins_with_a_span():
     request, progress = spans(block_length=8), Progress.begin(spans(block_length=8))
     progress.advance(request, 3, [5], seen=SeenOfBlock(13, 14))
-    assert (progress.span, progress.step) == (SpanState(10, 15, (15,), 1), 1)
+    assert (place(progress.span), progress.step) == ((10, 1, 0), 1)
     progress.advance(request, 5, [0], seen=SeenOfBlock(18, -1))
-    assert (progress.span, progress.step) == (SpanState(18), 0)
+    assert (place(progress.span), progress.step) == ((18, 0, 0), 0)
 
 
 def spans(method: str = "none", **changes):
