@@ -59,6 +59,9 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (32, 4, {"block_refresh_interval": 4, "prompt_refresh_interval": 16}),
         (32, 4, {"indicator": "key", "keep_schedule": [[0.5, 0]], "prompt_refresh_interval": 1000}),
         (32, 4, {"alpha": 0.0, "retention_ratio": 0.6, "update_delay": 0, "prompt_refresh_interval": 3}),
+        # These two have no ties, which spans would be full of.
+        (8, 4, {"alpha": 0.0, "prompt_refresh_interval": 3}),
+        (8, 1, {"indicator": "none", "retention_ratio": 0.0}),
     ],
     "dllm_cache": [
         (8, 1, refreshes(5, 2, 0.25)),
