@@ -1,7 +1,8 @@
 """What the engine must know of a model family beside its weights: how its authors decode with it."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 ScheduleKind = Literal["uniform", "timestep"]
 
@@ -25,6 +26,8 @@ class ModelFamily:
     checkpoints: tuple[str, ...]
     strict_entropy_threshold: bool = False
     """Whether ``entropy_threshold`` itself is too much, and may let no position pass, as in d3LLM's code for Dream."""
+    slow_fast: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Defaults of ``SlowFast``'s options that differ from LLaDA's, in the code of its authors."""
 
     def block_length_of(self, gen_length: int) -> int:
         """Block length of a request that names none."""
@@ -56,6 +59,7 @@ DREAM = ModelFamily(
         "apple/DiffuCoder-7B-Instruct",
     ),
     strict_entropy_threshold=True,
+    slow_fast={"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2},
 )
 FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (LLADA, DREAM)}
 

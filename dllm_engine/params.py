@@ -64,6 +64,10 @@ class DiffusionParams(SamplingParams):
     entropy_threshold: float | None = None
     """Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in nats; Dream: below it). For the
     policy ``low_entropy``."""
+    slow_fast: dict[str, Any] | None = None
+    """Parallel unmasking (SlowFast sampling): slow passes look how far the model is confident, fast ones fill that span
+    and leave out what lies behind it. A dictionary of options; those left out are as in the authors' code for the
+    family, ``{}`` is all of them. For the policy ``low_confidence``."""
     block_add_threshold: float | None = None
     """Several blocks at once (d3LLM): the next block joins the running ones once this share of the last one is decided.
     0: one more block in every step; 1 or unset: one block at a time. Needs a rule of parallel unmasking."""

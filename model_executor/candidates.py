@@ -40,13 +40,14 @@ class Choice(NamedTuple):
     rule: Rule
 
 
-CHOSEN, NOT_FINITE = 1, 2
+CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 
 
-def outcomes(statistics: TokenStatistics, chosen: torch.Tensor) -> torch.Tensor:
-    """``Filled.outcome`` of ``chosen`` candidates, bool ``[num_candidates]``."""
+def outcomes(statistics: TokenStatistics, chosen: torch.Tensor, observed: torch.Tensor | None = None) -> torch.Tensor:
+    """``Filled.outcome`` of ``chosen`` and ``observed`` candidates, bool ``[num_candidates]``."""
+    found = chosen if observed is None else chosen * CHOSEN + observed * OBSERVED
     # A NaN or an infinity among a row's logits makes every probability of the row NaN.
-    return torch.where(statistics.probability < torch.inf, chosen, NOT_FINITE)
+    return torch.where(statistics.probability < torch.inf, found, NOT_FINITE)
 
 
 class Filled(NamedTuple):
@@ -59,7 +60,8 @@ class Filled(NamedTuple):
     tokens: torch.Tensor
     """What it filled them with, where it did."""
     outcome: torch.Tensor
-    """int64: ``CHOSEN`` where it filled one, ``NOT_FINITE`` where the model's logits were not."""
+    """int64, a sum: ``CHOSEN`` where it filled one, ``OBSERVED`` where its quota asks for that, ``NOT_FINITE`` where
+    the model's logits were not."""
 
 
 @dataclass
@@ -206,6 +208,18 @@ class BatchCandidates:
         that to the rule."""
         return [plan.quota.least if plan.quota.parallel is not None else 0 for plan in plans]
 
+    def enough(self, plans: Sequence[StepPlan]) -> list[int]:
+        """How many candidates of each request its rule must allow, else one is filled; 0 where that is no different."""
+        return [plan.quota.enough if plan.quota.enough > 2 else 0 for plan in plans]
+
+    def observed(self, statistics: TokenStatistics, plans: Sequence[StepPlan]) -> torch.Tensor | None:
+        """Candidates as confident as their plan's quota asks for, bool ``[num_candidates]``; None where none does."""
+        bounds = [torch.inf if plan.quota.observed is None else plan.quota.observed for plan in plans]
+        if min(bounds) == torch.inf:
+            return None
+        found = statistics.probability >= on_device(bounds, self.table.device, torch.float32)[self.requests]
+        return found if self.predicted_alone is None else found & ~self.predicted_alone
+
     def choices(self, plans: Sequence[StepPlan]) -> dict[Choice, dict[int, float]]:
         """How the plans of a step choose, with the rule's value for each request. Guided requests are not among them:
         the guide decides."""
@@ -236,6 +250,8 @@ class BatchCandidates:
         guaranteed = on_device(offsets, masked.device) if any(offsets) else None
         numbers = self.least(plans)
         least = on_device(numbers, masked.device) if any(numbers) else None
+        numbers = self.enough(plans)
+        enough = on_device(numbers, masked.device) if any(numbers) else None
         barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
         if self.predicted_alone is not None:
             barred = barred | self.predicted_alone
@@ -251,7 +267,9 @@ class BatchCandidates:
                 of_others = on_device(others, confidence.device, torch.bool)[self.requests]
                 confidence = confidence.masked_fill(of_others, -torch.inf)
             values = on_device([of_requests.get(i, 0.0) for i in requests], confidence.device, confidence.dtype)
-            chosen |= select(rule, confidence, self.requests, self.offsets, values, self.width, guaranteed, least)
+            chosen |= select(
+                rule, confidence, self.requests, self.offsets, values, self.width, guaranteed, least, enough
+            )
         return chosen
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:
@@ -285,6 +303,8 @@ class StepOutcome:
     """Positions filled in each request, ascending."""
     tokens: list[list[int]]
     """What they were filled with."""
+    farthest: dict[int, int]
+    """Rightmost position that was ``OBSERVED`` in a request, where any was."""
     not_finite: set[int]
     """Requests for which the model made logits that are NaN or infinite."""
 
@@ -295,15 +315,17 @@ def outcomes_of(
     """The outcome of each step, and the numbers of the tensors ``asked``. Waits for the device once."""
     parts = list(chain.from_iterable(filled))
     requests = range(num_requests)
-    found = [StepOutcome([[] for _ in requests], [[] for _ in requests], set()) for _ in filled]
+    found = [StepOutcome([[] for _ in requests], [[] for _ in requests], {}, set()) for _ in filled]
     if not parts:
         return found, on_host(asked)
     columns, *answers = on_host([torch.cat([torch.stack(part) for part in parts], dim=1), *asked])
     ends = np.cumsum([sum(part.outcome.shape[0] for part in of_step) for of_step in filled])
     for of_step, rows in zip(found, np.split(columns, ends[:-1], axis=1), strict=True):
         outcome = rows[3]
-        for request, position, token in rows[:3, outcome == CHOSEN].T.tolist():
+        for request, position, token in rows[:3, outcome & CHOSEN > 0].T.tolist():
             of_step.positions[request].append(position)
             of_step.tokens[request].append(token)
+        # Positions of a request ascend.
+        of_step.farthest.update(rows[:2, outcome & OBSERVED > 0].T.tolist())
         of_step.not_finite.update(rows[0, outcome == NOT_FINITE].tolist())
     return found, answers

@@ -162,7 +162,8 @@ class Denoiser:
         self.store.fill(group.places, statistics.token, chosen)
         if group.spare is not None:
             chosen = chosen & ~group.spare
-        return Filled(group.requests, group.positions, statistics.token, outcomes(statistics, chosen))
+        outcome = outcomes(statistics, chosen, group.observed(statistics, plans))
+        return Filled(group.requests, group.positions, statistics.token, outcome)
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""

@@ -235,7 +235,9 @@ class DiffusionModelRunner:
             for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
                 assert isinstance(report, StepReport)
                 spec = self.canvases[request_id].spec
-                progress[request_id].advance(spec, report.num_unmasked, report.masked, ends=report.ends)
+                progress[request_id].advance(
+                    spec, report.num_unmasked, report.masked, ends=report.ends, seen=report.seen
+                )
             if any(its_progress.step == 0 for its_progress in progress.values()):
                 break  # a block has joined: other pages are needed
             plans = self._next_plans(progress)

@@ -15,6 +15,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.unmasking import SeenOfBlock
 
 
 @dataclass
@@ -61,6 +62,11 @@ class Canvas:
         is_masked = self.known[slice(*window)] < 0
         length = self.spec.block_length
         return [int(np.count_nonzero(is_masked[i : i + length])) for i in range(0, window.size, length)]
+
+    def seen(self, window: Span, farthest: int) -> SeenOfBlock:
+        """What a pass has shown of the block ``window``, in which it observed ``farthest`` positions."""
+        masked = np.flatnonzero(self.known[slice(*window)] < 0)
+        return SeenOfBlock(window.start + int(masked[0]) if masked.size else window.stop, farthest)
 
     def take_sendable(self) -> np.ndarray:
         """Canvas positions to be sent now: what is decided with no mask before it, up to its first end token, or else

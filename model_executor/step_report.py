@@ -74,6 +74,7 @@ def _results(
             rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
             num_unmasked=len(unmasked),
             masked=canvas.masked_per_block(plan.window),
+            seen=canvas.seen(plan.window, outcome.farthest.get(index, -1)) if canvas.spec.slow_fast else None,
             tokens=tokens or None,
             trace=_trace(batch, index, plan, unmasked, layer_pass) if with_trace else None,
             ends=given_up is not None,

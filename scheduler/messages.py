@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.unmasking import SeenOfBlock
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -103,6 +104,8 @@ class StepReport:
     no mask before them, and those up to an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
+    seen: SeenOfBlock | None = None
+    """If the request decodes by SlowFast sampling."""
     ends: bool = False
     """Whether the response ends with the running blocks (``DecodingSpec.early_stop``)."""
     kv_slots: int | None = None

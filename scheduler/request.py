@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from dllm_engine.families import ScheduleKind
-from dllm_engine.scheduler.unmasking import split_steps
+from dllm_engine.scheduler.unmasking import SeenOfBlock, SlowFast, SpanState, split_steps
 
 
 class Span(NamedTuple):
@@ -80,6 +80,8 @@ class DecodingSpec:
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
+    slow_fast: SlowFast | None = None
+    """Options of ``parallel`` where it is SlowFast sampling."""
     tokens_per_step: int | None = None
     """Tokens that each step unmasks, whatever the schedule, or the least that ``parallel`` does; None: no such
     number."""
@@ -137,6 +139,11 @@ class DecodingSpec:
         """Canvas positions of a block; the last one may be shorter."""
         start = self.prompt_length + block * self.block_length
         return Span(start, min(start + self.block_length, self.canvas_length))
+
+    def first_span(self, block: int) -> SpanState | None:
+        """Where SlowFast sampling begins a block."""
+        start = self.block_span(block).start
+        return None if self.slow_fast is None else SpanState(self.slow_fast, self.shifts_logits, start, start)
 
     def span_of(self, blocks: Blocks) -> Span:
         """Canvas positions of neighbouring blocks."""
@@ -224,6 +231,8 @@ class Progress:
     """Denoising steps of these."""
     completed_at: list[int] = field(default_factory=list)
     """For each complete block with no mask before it: the forward passes after which that was so."""
+    span: SpanState | None = None
+    """Where SlowFast sampling stands in the running block, if the request decodes by it."""
     ended: bool = False
     """Whether the response ends with the running blocks, so that no more join."""
     num_forwards: int = 0
@@ -244,7 +253,7 @@ class Progress:
     @classmethod
     def begin(cls, spec: DecodingSpec) -> "Progress":
         """That of a request that has not run."""
-        progress = cls(masked=[spec.masks_per_block[0]])
+        progress = cls(masked=[spec.masks_per_block[0]], span=spec.first_span(0))
         progress._settle(spec)
         return progress
 
@@ -269,7 +278,13 @@ class Progress:
         return next((number for number, left in enumerate(self.masked) if left), len(self.masked))
 
     def advance(
-        self, spec: DecodingSpec, num_unmasked: int, masked: list[int] | None = None, *, ends: bool = False
+        self,
+        spec: DecodingSpec,
+        num_unmasked: int,
+        masked: list[int] | None = None,
+        *,
+        ends: bool = False,
+        seen: SeenOfBlock | None = None,
     ) -> None:
         """On to the next step. All that plans read is up to date then.
 
@@ -277,7 +292,10 @@ class Progress:
             num_unmasked: tokens that the step unmasked.
             masked: masked tokens left in each running block; None: in a single one, so many fewer.
             ends: whether the response ends with the running blocks.
+            seen: where the request decodes by SlowFast sampling.
         """
+        if self.span is not None and seen is not None:
+            self.span = self.span.after(seen)
         self.num_forwards += 1
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
@@ -307,5 +325,5 @@ class Progress:
             self.before, self.steps_before, self.step = self.running, self.step, 0
         first = self.leftmost
         self.masked = [*self.masked[first - self.running.first :], spec.masks_per_block[joining]]
-        self.running = Blocks(first, joining + 1)
+        self.running, self.span = Blocks(first, joining + 1), spec.first_span(joining)
         return True

@@ -8,11 +8,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.options import explain
+from dllm_engine.scheduler.unmasking import SlowFast
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
-PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
+PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold", "slow_fast")
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
 """Request options about how the guide decides; the fields of ``Guidance`` have their names without ``guide_``."""
@@ -39,6 +40,16 @@ def _parsed(value: Any) -> Any:
         raise ValueError(f"it is no JSON: {error}") from None
 
 
+def read_slow_fast(value: Any) -> Any:
+    """Options of ``SlowFast``, checked, from JSON too; None stays None."""
+    given = _parsed(value)
+    try:
+        SlowFast.model_validate({} if given is None else given)
+    except ValidationError as error:
+        raise ValueError(explain(error, "slow_fast option", SlowFast.model_fields)) from None
+    return given
+
+
 class RequestOptions(BaseModel):
     """The options that vLLM's ``SamplingParams`` has no field for; they travel in ``extra_args``.
 
@@ -57,6 +68,7 @@ class RequestOptions(BaseModel):
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     margin: float | None = Field(default=None, gt=0, le=1)
     entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(read_slow_fast)] = None
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
     suffix_blocks: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     early_stop: bool | None = None
@@ -100,8 +112,8 @@ def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
 
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
-    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps or tokens
-    per step runs one block at a time. Who says how the guide decides wants it."""
+    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps, tokens per
+    step or SlowFast sampling runs one block at a time. Who says how the guide decides wants it."""
     left_out: set[str] = set()
     counts = chosen.keys() & {"steps", "tokens_per_step"}
     if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
@@ -110,4 +122,6 @@ def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
         left_out.update(("steps", "block_add_threshold"))
     if chosen.keys() & {*GUIDE_OPTIONS}:
         left_out.add("guided")
+    if "slow_fast" in chosen:
+        left_out.add("block_add_threshold")
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

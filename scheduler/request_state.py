@@ -40,7 +40,7 @@ class RequestState:
         progress.num_rows_computed += report.rows_computed
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
-        progress.advance(spec, report.num_unmasked, report.masked, ends=report.ends)
+        progress.advance(spec, report.num_unmasked, report.masked, ends=report.ends, seen=report.seen)
         if report.tokens is not None:
             return self._output(self._accept(report.tokens), report.logprobs, shown)
         if not shown:

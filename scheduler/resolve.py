@@ -18,10 +18,11 @@ from dllm_engine.scheduler.request_options import (
     PARALLEL_OPTIONS,
     InvalidRequestError,
     RequestOptions,
+    read_slow_fast,
     request_options,
     with_defaults,
 )
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
@@ -125,21 +126,18 @@ def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str,
         raise InvalidRequestError(
             f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
         )
-    given = [ParallelRule(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
+    given = [(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
     if not given:
         return options.unmasking or _default_policy(options, family), None
-    rule, *others = given
-    if others:
+    slow_fast = resolve_slow_fast(options, family)
+    rule = ParallelRule(given[0][0], given[0][1] if slow_fast is None else slow_fast.fast_threshold)
+    if len(given) > 1:
         named = " and ".join(f"{kind}={value}" for kind, value in given)
         raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
     if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
         rule = rule._replace(kind="strict_entropy_threshold")
     measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
-    suited = [
-        policy
-        for policy in UNMASKING_POLICIES.values()
-        if policy.measures == measure and not (untempered and policy.tempered)
-    ]
+    suited = [policy for policy in UNMASKING_POLICIES.values() if PARALLEL_RULES[rule.kind].suits(policy)]
     if options.unmasking is None:
         default = UNMASKING_POLICIES[family.default_unmasking]
         # The family's own where it suits, else one that like it measures before or after temperature and filters.
@@ -153,6 +151,14 @@ def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str,
         f"{name}={value} goes by {'plain ' if untempered else ''}{measure}, which unmasking={options.unmasking!r} does "
         f"not measure; leave unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
     )
+
+
+def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast | None:
+    """The request's options of SlowFast sampling, with the family's defaults for what it leaves open; None: it decodes
+    otherwise."""
+    if options.slow_fast is None:
+        return None
+    return SlowFast.model_validate({**family.slow_fast, **read_slow_fast(options.slow_fast)})
 
 
 def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
@@ -190,7 +196,12 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
 
 
 def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
-    """How many positions of several blocks a step fills is a rule's to say."""
+    """How many positions of several blocks a step fills is a rule's to say, and a span lies in one of them."""
+    if options.block_add_threshold is not None and options.slow_fast is not None:
+        raise InvalidRequestError(
+            f"block_add_threshold={options.block_add_threshold} and slow_fast={options.slow_fast}: SlowFast sampling "
+            f"runs one block at a time; leave one of them unset"
+        )
     if options.block_add_threshold is not None and parallel is None:
         raise InvalidRequestError(
             f"block_add_threshold={options.block_add_threshold}: several blocks at once need a rule of parallel "
@@ -288,6 +299,7 @@ def resolve_decoding(
         top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
+        slow_fast=resolve_slow_fast(decides, family),
         tokens_per_step=decides.tokens_per_step,
         certainty_sigma=decides.certainty_sigma,
         guidance=guidance,

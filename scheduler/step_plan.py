@@ -78,6 +78,10 @@ class UnmaskQuota:
     """Whether the first position must be filled in this step, because no later one can predict it."""
     guaranteed: Span | None = None
     """Where at least one candidate is filled, if there is any: the most confident one where the rule allows none."""
+    enough: int = 1
+    """Where ``parallel`` allows fewer than so many, unmask only the most confident one."""
+    observed: float | None = None
+    """Report the farthest candidate of at least this confidence; None: do not."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,18 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     if spec.block_add_threshold is not None:
         leftmost = spec.block_span(progress.leftmost)
         return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, least, first_needed, leftmost)
+    if (span := progress.span) is not None:
+        threshold, enough = span.passing
+        return UnmaskQuota(
+            Span(span.start, window.stop if span.is_slow else span.end),
+            progress.num_masked,
+            1.0,
+            ParallelRule("slow_fast", threshold),
+            least,
+            first_needed,
+            enough=enough,
+            observed=span.options.span_threshold if span.is_slow and not span.settled else None,
+        )
     steps = spec.steps_per_block[progress.running.first]
     in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
     if spec.schedule == "timestep" and in_blocks and begins_masked and steps != 1:
@@ -199,6 +215,13 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     return UnmaskQuota(window, count, ratio, spec.parallel, guaranteed=guaranteed)
 
 
+def cut(progress: Progress, span: Span) -> Span:
+    """``span`` without what a step leaves out as if the canvas did not have it: in the fast passes of SlowFast
+    sampling, after the first, what lies behind the span that they fill."""
+    state = progress.span
+    return span if state is None or not state.num_fast else Span(span.start, min(span.stop, state.end))
+
+
 def step_plan(
     spec: DecodingSpec,
     progress: Progress,
@@ -210,8 +233,9 @@ def step_plan(
     read: int = 0,
     adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """A step that computes all rows of ``span``; ``window_alone`` as in ``unmask_quota``. After it, pages hold what it
-    reads and what it adds."""
+    """A step that computes all rows of ``span``, as far as the canvas is not ``cut`` unless it adds to pages;
+    ``window_alone`` as in ``unmask_quota``. After it, pages hold what it reads and what it adds."""
+    span = span if adds else cut(progress, span)
     return StepPlan(
         state=state,
         scope=scope,
@@ -223,5 +247,5 @@ def step_plan(
         forward=progress.num_forwards,
         read=read,
         retained=read + sum(retention.count for retention in adds),
-        adds=tuple(adds),
+        adds=tuple(retention for retention in adds if retention.count),
     )

@@ -3,10 +3,14 @@
 All of it without tensors. What policies and rules compute of a model's predictions is in ``model_executor/unmasking/``.
 """
 
+import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 Measure = Literal["probability", "entropy", "margin", "noise"]
 """What a position's confidence is: the predicted token's probability, the negative entropy, the difference between the
@@ -41,7 +45,12 @@ class ParallelUnmasking:
     may_pass_none: bool = False
     """Whether it lets no position pass where none is confident enough."""
     tuned: tuple[float, ...] = ()
-    """Values that `dllm tune` tries, the most careful first. Empty where requests do not name the rule."""
+    """Values that `dllm tune` tries, the most careful first. Empty where requests do not name the rule, or name it with
+    several numbers."""
+
+    def suits(self, policy: UnmaskingPolicy) -> bool:
+        """Whether a policy measures what the rule goes by."""
+        return policy.measures == self.measures and not (self.untempered and policy.tempered)
 
 
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
@@ -71,6 +80,8 @@ PARALLEL_RULES: dict[str, ParallelUnmasking] = {
         # d3LLM's (arXiv 2601.07568), for LLaDA and for Dream; requests name the first.
         ParallelUnmasking("entropy_threshold", "entropy", untempered=True, tuned=(0.2, 0.5, 1.0)),
         ParallelUnmasking("strict_entropy_threshold", "entropy", untempered=True, may_pass_none=True),
+        # SlowFast sampling's (arXiv 2506.10848), within a span (``SpanState``).
+        ParallelUnmasking("slow_fast", "probability", untempered=True),
         # ES-dLLM's (arXiv 2603.10088) in place of `threshold`; no request names it.
         ParallelUnmasking("exceeded_threshold", "probability", else_counted=True),
     )
@@ -119,3 +130,102 @@ def timestep_count(num_masked: int, steps: int, step: int) -> int:
 
     product = torch.tensor(num_masked, dtype=torch.float32) * torch.tensor(timestep_ratio(steps, step))
     return int(product)
+
+
+_MOST = (1 << 31) - 1
+
+
+class SlowFast(BaseModel):
+    """Options of SlowFast sampling (arXiv 2506.10848). The defaults are those of the authors' code for LLaDA; Dream's
+    are ``ModelFamily.slow_fast``. All confidences are probabilities of the plain softmax."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    span_steps: int = Field(default=6, ge=1, le=_MOST)
+    """Slow passes at the beginning of each span."""
+    span_threshold: float = Field(default=0.3, ge=0, le=1)
+    """A slow pass estimates that the span ends behind the farthest masked position of the block with this
+    confidence."""
+    span_window: int = Field(default=2, ge=1, le=_MOST)
+    """Latest estimates that are compared, and of which the mean is the end where none is stable."""
+    span_variance: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Variance of these estimates below which the last one is the end; for Dream the sample variance, at most."""
+    slow_threshold: float = Field(default=0.9, ge=0, le=1)
+    """A slow pass fills every position from the span's start to the block's end with this confidence, or the best."""
+    fast_threshold: float = Field(default=0.9, ge=0, le=1)
+    """A fast pass fills every position of the span with this confidence, or the best."""
+    slow_minimum: int = Field(default=1, ge=1, le=_MOST)
+    """Where fewer positions than this reach ``slow_threshold``, only the best one is filled."""
+    fast_minimum: int = Field(default=1, ge=1, le=_MOST)
+    """Where fewer positions than this reach ``fast_threshold``, only the best one is filled."""
+
+
+class SeenOfBlock(NamedTuple):
+    """What a pass of SlowFast sampling tells of its block, in canvas positions."""
+
+    first_masked: int
+    """The leftmost position that is masked after the pass; the block's end where none is."""
+    farthest: int
+    """The rightmost position that the pass predicted with ``span_threshold``; −1 where it observed none."""
+
+
+@dataclass(frozen=True)
+class SpanState:
+    """Where SlowFast sampling stands in its block, in canvas positions: slow passes look for the end of a span, fast
+    passes fill it, and the next span begins there."""
+
+    options: SlowFast
+    dream: bool
+    """By Dream's code, which takes the sample variance of estimates and rounds their mean."""
+    block_start: int
+    start: int
+    """Of the span; everything in the block before it is decided."""
+    end: int = -1
+    """Of the span, by the estimates so far."""
+    settled: bool = False
+    """Whether they were stable."""
+    estimates: tuple[int, ...] = ()
+    """Of the end, the latest ones, one per slow pass until it is settled."""
+    num_slow: int = 0
+    num_fast: int = 0
+    """Passes of the span so far."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the next pass is a slow one."""
+        return self.num_slow < self.options.span_steps
+
+    @property
+    def passing(self) -> tuple[float, int]:
+        """The confidence that lets the next pass fill a position, and how many must have it."""
+        options = self.options
+        if self.is_slow:
+            return options.slow_threshold, options.slow_minimum
+        return options.fast_threshold, options.fast_minimum
+
+    def after(self, seen: SeenOfBlock) -> "SpanState":
+        """The state after a pass. When the end is settled, slow passes go on to their number nevertheless, as in the
+        authors' code."""
+        if not self.is_slow:
+            state = replace(self, num_fast=self.num_fast + 1)
+        else:
+            state = replace(self, num_slow=self.num_slow + 1)
+            if not self.settled:
+                latest = (*self.estimates, max(seen.farthest, self.start) + 1)[-self.options.span_window :]
+                settled = len(latest) == self.options.span_window and self._is_stable(latest)
+                state = replace(
+                    state, estimates=latest, settled=settled, end=latest[-1] if settled else self._mean(latest)
+                )
+        if state.is_slow or seen.first_masked < state.end:
+            return state
+        return SpanState(self.options, self.dream, self.block_start, state.end)
+
+    def _is_stable(self, estimates: Sequence[int]) -> bool:
+        if self.dream:
+            return len(estimates) == 1 or statistics.variance(estimates) <= self.options.span_variance
+        return statistics.pvariance(estimates) < self.options.span_variance
+
+    def _mean(self, estimates: Sequence[int]) -> int:
+        """Dream's code rounds the length from the block's start, halves to even; LLaDA's rounds down."""
+        length = statistics.mean(estimates) - self.block_start
+        return self.block_start + (round(length) if self.dream else math.floor(length))

@@ -219,6 +219,8 @@ def check_baseline(spec: DecodingSpec) -> None:
             "the plain baseline knows no delay_eos, no guide, no block_add_threshold and no early_stop; leave them "
             "unset"
         )
+    if spec.slow_fast is not None:
+        raise ValueError("the plain baseline knows no slow_fast; leave it unset")
     if spec.certainty_sigma is not None or (spec.parallel is not None and spec.tokens_per_step is not None):
         raise ValueError(
             "the plain baseline knows no certainty_sigma, and no tokens_per_step beside a rule of parallel unmasking; "

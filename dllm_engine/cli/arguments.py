@@ -14,7 +14,10 @@ _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1
 
 ONE = "one"
 """The unmasking rule of one token per step."""
-RULES = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
+RULES = (
+    *("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "margin", "entropy_threshold"),
+    "slow_fast",
+)
 """Options that another unmasking rule may set."""
 MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")
 """Options that may follow an unmasking rule."""
@@ -123,6 +126,11 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = merged(result[key], value) if both else value
     return result
+
+
+def split_rules(text: str) -> list[str]:
+    """Unmasking rules with commas between; those inside braces are of a rule's JSON."""
+    return re.split(r",(?![^{]*})", text)
 
 
 def parse_rule(text: str) -> dict[str, Any]:

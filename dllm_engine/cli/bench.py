@@ -17,6 +17,7 @@ from dllm_engine.cli.arguments import (
     positive_int,
     positive_ints,
     rule_options,
+    split_rules,
 )
 from dllm_engine.cli.engine import DTYPES, add_guide_arguments, add_guiding_arguments, given
 from dllm_engine.demo import DEMO_MODEL
@@ -218,7 +219,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     return BenchSettings(
         model=args.model,
         methods=methods,
-        unmaskings=tuple(_unmasking(text, asked) for text in args.unmasking.split(",")),
+        unmaskings=tuple(_unmasking(text, asked) for text in split_rules(args.unmasking)),
         batches=tuple(args.batch),
         lengths=Lengths(tuple(args.prompt), args.response, block),
         repeats=args.repeats,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.cli.arguments import DENOISING, key_value, positive_int, whole_number
+from dllm_engine.cli.arguments import DENOISING, json_value, key_value, positive_int, whole_number
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
@@ -148,6 +148,9 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     )
     parallel.add_argument(
         "--entropy-threshold", type=float, metavar="NATS", help="fill every position whose entropy is at most this"
+    )
+    parallel.add_argument(
+        "--slow-fast", type=json_value, metavar="JSON", help="SlowFast sampling with these options; {} for its defaults"
     )
     group.add_argument(
         "--block-add-threshold",

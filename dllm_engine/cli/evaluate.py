@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.cli.arguments import GUIDED, GUIDING, ONE, RULES, positive_int, rule_options
+from dllm_engine.cli.arguments import GUIDED, GUIDING, ONE, RULES, positive_int, rule_options, split_rules
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
     add_engine_arguments,
@@ -181,7 +181,7 @@ def combinations(args: argparse.Namespace) -> list[Combination]:
     elif own:
         raise ValueError(f"--unmasking-rules and --{next(iter(own)).replace('_', '-')} both say how to unmask")
     else:
-        rules = {text: rule_options(text, guiding if has_guide else None) for text in args.unmasking_rules.split(",")}
+        rules = {text: rule_options(text, guiding if has_guide else None) for text in split_rules(args.unmasking_rules)}
     methods = [args.cache_method]
     if args.methods is not None:
         if args.cache_method != "none" or args.cache_option:

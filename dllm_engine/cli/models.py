@@ -48,9 +48,7 @@ def describe() -> dict[str, Any]:
         "parallel_unmasking": {
             name: {
                 "value": next(kind for kind in rules[name]["anyOf"] if kind["type"] != "null"),
-                "policies": [
-                    p.name for p in UNMASKING_POLICIES.values() if p.measures == PARALLEL_RULES[name].measures
-                ],
+                "policies": [p.name for p in UNMASKING_POLICIES.values() if PARALLEL_RULES[name].suits(p)],
             }
             for name in PARALLEL_OPTIONS
         },

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest
 from dllm_engine.checkpoints import load_config
-from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints
+from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints, split_rules
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
 from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
@@ -160,9 +160,9 @@ def _methods(args: argparse.Namespace) -> list[str]:
 def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
     if args.unmasking_rules is None:
         return list(RULES)
-    rules = [rule for text in args.unmasking_rules.split(",") for rule in parse_rule(text).items()]
+    rules = [rule for text in split_rules(args.unmasking_rules) for rule in parse_rule(text).items()]
     for name, _ in rules:
-        if name in MORE_OF_RULE:
+        if name in (*MORE_OF_RULE, "slow_fast"):
             why = "varied anyway" if name == "block_add_threshold" else "not searched"
             raise ValueError(f"--unmasking-rules {args.unmasking_rules}: {name} is {why}; leave it out")
     return rules

@@ -107,7 +107,7 @@ class AdaptivePass(LayerPass):
         """Per request that updates adaptively: the canvas positions that each layer chose."""
         for i, plan in enumerate(batch.plans):
             first, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
-            response = stop - batch.canvases[i].spec.gen_length
+            response = stop - (plan.span.stop - batch.canvases[i].spec.prompt_length)
             start_at, stop_at = {
                 Scope.ALL: (first, stop),
                 Scope.PROMPT: (first, response),

@@ -163,8 +163,8 @@ def _masked_to_predict(
     block = _block(spec, window, known_before, masked[0])
     scores = confidence * certainty_density(known, options.sigma)
     scores[block.preferred] += scores.max()
-    if spec.delay_eos:
-        # Elsewhere an end token may be held back; the pass must unmask something.
+    if spec.delay_eos or spec.slow_fast is not None:
+        # Elsewhere an end token may be held back, or lie behind the span; the pass must unmask something.
         scores[masked[0]] = np.inf
     enough = masked[min(options.masked_rows, masked.size) - 1]
     stop = len(known) if masked.size < options.masked_rows else (enough // block.unit + 1) * block.unit

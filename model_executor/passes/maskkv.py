@@ -75,6 +75,9 @@ class HeadTables(BatchTables):
         prompt_lengths = on_device([canvas.spec.prompt_length for canvas in batch.canvases], device)
         self.response_index = batch.positions - prompt_lengths[self.requests]
         """Position of each row in its response; negative in the prompt."""
+        unread = [c.spec.canvas_length - plan.read for c, plan in zip(batch.canvases, batch.plans, strict=True)]
+        self.unread = on_device(unread, device, torch.int32)
+        """Tokens at the end of each response that no row attends to."""
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
         self.prompts = [
@@ -113,7 +116,7 @@ class HeadTables(BatchTables):
         return torch.where(slots >= 0, physical + slots % per_page, -1)
 
     def paged_tokens(self, layer: int) -> PagedTokens:
-        start, lengths = self.starts[layer].int(), self.lengths[layer].int()
+        start, lengths = self.starts[layer].int(), self.lengths[layer].int() - self.unread[:, None]
         k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[0]
         return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
 

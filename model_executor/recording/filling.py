@@ -33,7 +33,10 @@ def filling_size(
         return None
     if any(canvas.spec.delay_eos or canvas.spec.needs_per_step_output for canvas in canvases):
         return None
-    if any(canvas.spec.certainty_sigma is not None for canvas in canvases) or any(group.least(group.batch.plans)):
+    plans = group.batch.plans
+    if any(canvas.spec.certainty_sigma is not None for canvas in canvases) or any(group.least(plans)):
+        return None
+    if any(group.enough(plans)) or any(plan.quota.observed is not None for plan in plans):
         return None
     if group.barred_tokens is not None:
         return None

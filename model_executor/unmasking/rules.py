@@ -75,6 +75,7 @@ PARALLEL_RULES: dict[str, Rule] = {
     "factor": within_factor,
     "entropy_bound": within_bound,
     "margin": reaching,
+    "slow_fast": reaching,
     "exceeded_threshold": exceeding,
     "entropy_threshold": within_threshold,
     "strict_entropy_threshold": below_threshold,

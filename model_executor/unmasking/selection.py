@@ -14,6 +14,7 @@ def select(
     width: int,
     guaranteed: torch.Tensor | None = None,
     least: torch.Tensor | None = None,
+    enough: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Which candidates ``rule`` chooses in each request; of equally confident ones the first.
 
@@ -25,6 +26,8 @@ def select(
         guaranteed: int64 ``[num_requests]``; one of the candidates with ``offsets`` below it is chosen at least, the
             most confident. None: leave it to the rule.
         least: int64 ``[num_requests]``; so many are chosen at least, the most confident. None: leave it to the rule.
+        enough: int64 ``[num_requests]``; where the rule chooses fewer, only the most confident is. None: leave it to
+            the rule.
 
     Returns:
         bool ``[num_candidates]``.
@@ -34,6 +37,9 @@ def select(
     # What else is in the table must not matter, so that a request gets the same tokens in any batch: hence stable.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
     passes = rule(ordered, values[:, None])
+    if enough is not None:
+        too_few = passes.sum(dim=1, keepdim=True) < enough[:, None]
+        passes = passes & ~(too_few & (torch.arange(width, device=table.device) > 0))
     if least is not None:
         passes = passes | (torch.arange(width, device=table.device) < least[:, None])
     if guaranteed is not None:

@@ -35,11 +35,14 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     whole = progress.num_forwards == 0
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
     plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)
-    # Where the schedule asks for a position by name, its row may not be among those computed.
-    quota = replace(plan.quota, candidates=plan.window)
-    plan = replace(plan, quota=quota, read=spec.canvas_length, retained=spec.canvas_length)
+    quota = plan.quota
+    if spec.slow_fast is None:
+        # Where the schedule asks for a position by name, its row may not be among those computed.
+        quota = replace(quota, candidates=plan.window)
+    span, length = spec.canvas_span, spec.canvas_length
+    plan = replace(plan, span=span, max_rows=length, quota=quota, read=length, retained=length)
     if whole or options.confidence == "latest":
-        plan = replace(plan, predicts=Span(plan.window.start, spec.canvas_length))
+        plan = replace(plan, predicts=Span(quota.candidates.start, spec.canvas_length))
     if whole:
         return plan
     return replace(plan, rows=RowRule.CHOSEN, max_rows=_most_rows(options, spec, progress))

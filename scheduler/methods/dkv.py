@@ -31,14 +31,14 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
     plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)
-    kept = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    kept = replace(plan, read=plan.span.stop, retained=spec.canvas_length)
     if whole:
         return kept
     # With shifted logits the last row predicts no token, so nothing says when it is final; it is taken to be after the
     # second step.
     rows = RowRule.MASKED_BEFORE_AND_LAST if spec.shifts_logits and progress.step == 1 else RowRule.MASKED_BEFORE
     # At most the window and all behind it was masked when the window began.
-    num_masked = spec.canvas_length - plan.window.start
+    num_masked = plan.span.stop - plan.window.start
     return replace(kept, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
 
 

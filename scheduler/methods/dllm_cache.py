@@ -14,14 +14,14 @@ from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_
 
 class DLLMCacheOptions(CacheOptions):
     """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response; where
-    the number of tokens that a pass unmasks is open (parallel unmasking, a guide), they count tokens unmasked."""
+    the number of tokens that a pass unmasks is open (parallel unmasking, a guide), what ``interval_unit`` says."""
 
     prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes from one computation of the prompt to the next (Kp). With parallel unmasking or a guide: unmasked
-    tokens."""
+    """Forward passes, or tokens, from one computation of the prompt to the next (Kp)."""
     response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes from one computation of the response to the next (Kr). With parallel unmasking or a guide:
-    unmasked tokens."""
+    """Forward passes, or tokens, from one computation of the response to the next (Kr)."""
+    interval_unit: Literal["tokens", "passes"] = "tokens"
+    """What intervals count with parallel unmasking or a guide: unmasked tokens, or forward passes all the same."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
     """Share of the response rows that each layer recomputes in the passes between (ρ)."""
     similarity: Literal["value", "key", "random"] = "value"
@@ -63,20 +63,21 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         (False, False): (RefreshState.REUSE, Scope.ACTIVE),
     }[prompt_due, response_due]
     plan = step_plan(spec, progress, state, scope, span, window_alone=False)
-    plan = replace(plan, read=spec.canvas_length, retained=spec.canvas_length)
+    plan = replace(plan, read=plan.span.stop, retained=spec.canvas_length)
     if response_due or options.update_ratio == 0:
         return plan
-    return replace(plan, num_updated=int(spec.gen_length * options.update_ratio))
+    return replace(plan, num_updated=int((plan.span.stop - spec.prompt_length) * options.update_ratio))
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
     """Whether an interval of dLLM-Cache, counted over the whole response, begins with this forward pass.
 
     The methods count passes that each unmask a fixed number of tokens, and what goes stale in between is what those
-    tokens change. Where a pass unmasks as many as it may, intervals count the tokens instead; of one token per pass
-    both make the same.
+    tokens change. Where a pass unmasks as many as it may, intervals count the tokens instead, unless ``interval_unit``
+    says otherwise; of one token per pass both make the same.
     """
-    if spec.parallel is None and spec.guidance is None:
+    assert isinstance(spec.cache, DLLMCacheOptions)
+    if spec.cache.interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
         return progress.num_forwards % interval == 0
     return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, cut, step_plan
 
 
 class ESDLLMOptions(CacheOptions):
@@ -78,6 +78,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if options.evicts and progress.step >= options.update_delay:
         copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
     rows = spec.predicting_span(progress.running)
+    seen = cut(progress, spec.canvas_span).stop
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
         plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, window_alone=False)
     elif prompt_due:
@@ -97,7 +98,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return replace(
         plan,
         quota=quota,
-        read=num_copied + rows.size if copying is RetainedCopy.READ else spec.canvas_length,
+        read=num_copied + min(rows.stop, seen) - rows.start if copying is RetainedCopy.READ else seen,
         retained=spec.canvas_length,
         retained_copy=copying,
         num_copied=num_copied,

@@ -52,8 +52,7 @@ def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int,
         span, scope, waits = refreshed(spec, window), Scope.ACTIVE, RefreshState.REUSE
     if progress.step < update_step:
         return step_plan(spec, progress, waits, scope, span, read=read)
-    adds = [retention for retention in new if retention.count]
-    return step_plan(spec, progress, RefreshState.UPDATE, scope, span, read=read, adds=adds)
+    return step_plan(spec, progress, RefreshState.UPDATE, scope, span, read=read, adds=new)
 
 
 def _whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:

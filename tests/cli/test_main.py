@@ -44,6 +44,12 @@ def own_signal_handlers(monkeypatch):
         ),
         (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
         (["eval", "--unmasking-rules", "one,threshold=2"], "threshold=2"),
+        (
+            ["eval", "--unmasking-rules", 'one,slow_fast={"span_steps":2,"span_window":0}'],
+            "slow_fast option span_window=0",
+        ),
+        (["generate", "Hello!", "--slow-fast", "{"], "slow_fast='{': is no JSON"),
+        (["bench", "--unmasking", "slow_fast={}"], "the plain baseline knows no slow_fast"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         ([*PLAN, "--cache-method", "magic"], "unknown cache method"),
         ([*PLAN, "--prompt", "5000"], "--prompt 5000 and --response 256 need a canvas of 5256"),

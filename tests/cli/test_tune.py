@@ -134,6 +134,7 @@ def test_without_matplotlib_it_says_so_and_goes_on(started, tmp_path, monkeypatc
         (["--methods", "none,fast"], "unknown cache method 'fast'"),
         (["--unmasking-rules", "speed=2"], "unmasking rule 'speed=2' is unknown"),
         (["--unmasking-rules", "threshold=0.9+block_add_threshold=0.5"], "block_add_threshold is varied anyway"),
+        (["--unmasking-rules", "slow_fast={}"], "slow_fast is not searched"),
         (["--output", "tune.txt"], "give the file the ending .json"),
         (["--output", "nowhere/tune.json"], "there is no folder nowhere"),
         (["--tasks", "nothing.jsonl"], "nothing.jsonl: No such file"),

@@ -1,5 +1,7 @@
 """Two tensor-parallel ranks give the tokens of one, in real worker processes under vLLM's executors."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.engines import generate
@@ -45,13 +47,14 @@ def check_reference_cases(engines, reference_checkpoints, model, backend="mp"):
     assert_alike(answers[first:], generate(alone, prompts[first:], params[first:]))
 
 
-RULES: list[dict[str, float]] = [
+RULES: list[dict[str, Any]] = [
     {},
     {"threshold": 0.5},
     {"factor": 2.0, "block_add_threshold": 0.3},
     {"entropy_bound": 1.0},
     {"margin": 0.4},
     {"entropy_threshold": 1.5, "block_add_threshold": 0.2},
+    {"slow_fast": {"span_steps": 1, "span_threshold": 0.5, "fast_threshold": 0.3}},
 ]
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
 REFRESHED = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4, "refresh": "response"}}

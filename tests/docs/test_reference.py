@@ -26,7 +26,7 @@ from dllm_engine.scheduler.request_options import (
     PARALLEL_OPTIONS,
     RequestOptions,
 )
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, SlowFast
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference.md"
@@ -78,7 +78,13 @@ def test_the_gpu_page_names_the_methods_whose_steps_can_be_recorded():
 
 def written() -> str:
     """The page with its tables made anew."""
-    tables = {"request": request_table, "engine": engine_table, "cache": cache_tables, "checkpoints": checkpoint_table}
+    tables = {
+        "request": request_table,
+        "slow_fast": slow_fast_table,
+        "engine": engine_table,
+        "cache": cache_tables,
+        "checkpoints": checkpoint_table,
+    }
     page = PAGE.read_text(encoding="utf-8")
     for name, table in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
@@ -109,6 +115,18 @@ def request_table() -> list[str]:
     assert all(getattr(DiffusionParams(), name) is None for name in schemas if name not in ("top_p", "top_k"))
     meanings = docstrings(DiffusionParams)
     return [*HEAD, *(row(name, schema, meanings[name], defaults.get(name, "off")) for name, schema in schemas.items())]
+
+
+def slow_fast_table() -> list[str]:
+    """The defaults of the families side by side."""
+    schemas, others = SlowFast.model_json_schema()["properties"], [f for f in FAMILIES.values() if f.slow_fast]
+
+    def default(name: str) -> str:
+        return ", ".join(
+            [str(schemas[name]["default"]), *(f"{f.name} {f.slow_fast[name]}" for f in others if name in f.slow_fast)]
+        )
+
+    return [*HEAD, *(row(name, schema, schema["description"], default(name)) for name, schema in schemas.items())]
 
 
 def engine_table() -> list[str]:

@@ -16,6 +16,7 @@ from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.request_options import InvalidRequestError, with_defaults
 from dllm_engine.scheduler.resolve import check_request_defaults, resolve_decoding
+from dllm_engine.scheduler.unmasking import SlowFast
 from scripts.train_demo.model import SHAPE, DemoModel, save
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate, start_engine
@@ -100,6 +101,23 @@ def test_who_names_steps_runs_one_block_at_a_time():
     assert resolved(defaults, gen_length=16, threshold=0.9).block_add_threshold == 0.1
     stepped = resolved(defaults, gen_length=16, steps=8)
     assert (stepped.block_add_threshold, stepped.parallel, stepped.steps) == (None, None, 8)
+
+
+def test_slow_fast_is_filled_with_the_familys_defaults():
+    assert resolved({}).slow_fast is None
+    assert resolved({}, slow_fast={}).slow_fast == SlowFast()
+    dream = resolved({}, family=DREAM, slow_fast={"slow_minimum": 3}).slow_fast
+    assert dream == SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_minimum=2)
+    spec = resolved({"slow_fast": '{"fast_threshold": 0.5}'})
+    assert (spec.parallel, spec.unmasking) == (("slow_fast", 0.5), "low_confidence")
+    assert resolved({"slow_fast": {}}, threshold=0.9).slow_fast is None
+
+
+def test_who_names_slow_fast_runs_one_block_at_a_time():
+    defaults = {"threshold": 0.5, "block_add_threshold": 0.1}
+    assert resolved(defaults, slow_fast={}).block_add_threshold is None
+    with pytest.raises(ValueError, match=r"block_add_threshold=0.1 and slow_fast=\{\}: SlowFast sampling runs"):
+        resolved({}, slow_fast={}, block_add_threshold=0.1)
 
 
 def test_tokens_per_step_take_the_place_of_steps():

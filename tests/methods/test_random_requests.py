@@ -9,7 +9,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
-from tests.support.random_requests import Request, assert_answers_as, random_requests
+from tests.support.random_requests import Request, assert_answers_as, in_spans, random_requests
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -64,6 +64,9 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (32, 4, {"block_refresh_interval": 4, "prompt_refresh_interval": 16}),
         (32, 4, {"indicator": "key", "keep_schedule": [[0.5, 0]], "prompt_refresh_interval": 1000}),
         (32, 4, {"alpha": 0.0, "retention_ratio": 0.6, "update_delay": 0, "prompt_refresh_interval": 3}),
+        # These two have no ties, which spans would be full of.
+        (8, 4, {"alpha": 0.0, "prompt_refresh_interval": 3}),
+        (8, 1, {"indicator": "none", "retention_ratio": 0.0}),
     ],
     "dllm_cache": [
         (8, 1, refreshes(5, 2, 0.25)),
@@ -71,7 +74,7 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (8, 1, refreshes(5, 3, 0.0)),
         (8, 1, refreshes(6, 4, 1.0, exclude_prompt_states=False)),
         (8, 1, refreshes(7, 5, 0.13, similarity="key")),
-        (32, 4, refreshes(7, 5, 0.04, refresh_first_layer=False)),
+        (32, 4, refreshes(7, 5, 0.04, refresh_first_layer=False, interval_unit="passes")),
         (32, 4, refreshes(7, 4, 0.3, similarity="key", refresh_first_layer=False)),
         (32, 4, refreshes(100, 100, 0.3)),
         (8, 1, refreshes(6, 4, 0.3, similarity_metric="l2")),
@@ -118,11 +121,13 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
             for i, (prompt, asked) in enumerate(random_requests(number, 2 * count, False))
             if not asked.keys() & {"entropy_bound", "margin", "entropy_threshold"}
         ]
-        return in_certain_order(requests[:count], number)
+        return in_certain_order(in_spans(requests[:count], number), number)
     requests = random_requests(number, count, is_dream)
     if cache_block := options.get("cache_block_length"):
         drawn = random_requests(number, 8 * count, is_dream)
         requests = [(p, asked) for p, asked in drawn if cache_block % asked["block_length"] == 0][:count]
+    else:
+        requests = in_spans(requests, number)
     requests = in_certain_order(requests, number)
     if method != "dkv":  # which feeds what an end token has given up once more
         for _, asked in requests[1::4]:

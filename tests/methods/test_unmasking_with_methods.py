@@ -1,5 +1,7 @@
 """Parallel unmasking in the engine, and every cache method with every unmasking policy and rule."""
 
+import re
+
 import pytest
 
 from dllm_engine import DiffusionParams
@@ -11,17 +13,22 @@ from tests.support.engines import assert_nothing_left, generate
 from tests.support.tiny_checkpoints import MASK
 
 PROMPT = [(7 * i * i + 3) % 100 for i in range(21)]
+CAREFUL = {"slow_threshold": 1.0, "fast_threshold": 1.0}
+EAGER = {"slow_threshold": 1e-6, "slow_minimum": 1}
 ONE_BY_ONE = {"threshold": 1.0, "factor": 1e-6, "entropy_bound": 0.0, "margin": 1.0, "entropy_threshold": 0.0}
+ONE_BY_ONE |= {"slow_fast": CAREFUL | {"span_threshold": 1.0}}
 """Values so strict that only the best position passes."""
 SOME = {"threshold": 0.3, "factor": 4.0, "entropy_bound": 4.0, "margin": 0.2, "entropy_threshold": 1.5}
+SOME |= {"slow_fast": {"span_steps": 1, "span_window": 1, "slow_threshold": 0.6, "fast_threshold": 0.2}}
 ALL_AT_ONCE = {"threshold": 1e-6, "factor": 1e6, "entropy_bound": 1e6, "margin": 1e-9, "entropy_threshold": 1e6}
+ALL_AT_ONCE |= {"slow_fast": EAGER}
 POLICY = {
     "LLaDA": dict.fromkeys(("threshold", "factor"), "low_confidence"),
     "Dream": dict.fromkeys(("threshold", "factor"), "maskgit_plus"),
 }
 """The policy that measures what a rule goes by."""
 for of_family in POLICY.values():
-    of_family.update(margin="topk_margin", entropy_threshold="low_entropy")
+    of_family.update(margin="topk_margin", entropy_threshold="low_entropy", slow_fast="low_confidence")
 POLICY["LLaDA"]["entropy_bound"], POLICY["Dream"]["entropy_bound"] = "low_entropy", "entropy"
 
 
@@ -49,8 +56,8 @@ def test_a_block_ends_as_soon_as_it_is_filled(engine, family, rule):
     llm = engine("dual", family)
     tokens, figures = answer(llm, **{rule: ALL_AT_ONCE[rule]})
     assert len(tokens) == 24
-    # Dream's first step of a block fills its first position alone.
-    per_block = [8] if family == "LLaDA" else [1, 7]
+    # Dream's first step of a block fills its first position alone, but for SlowFast sampling.
+    per_block = [8] if family == "LLaDA" or rule == "slow_fast" else [1, 7]
     assert [len(step) for step in figures.unmasked_per_step] == per_block * 3
     some, figures = answer(llm, **{rule: SOME[rule]})
     assert len(some) == 24
@@ -63,7 +70,9 @@ def test_a_block_ends_as_soon_as_it_is_filled(engine, family, rule):
 def test_a_rule_that_only_the_best_passes_decodes_as_one_token_per_step(engine, family, rule, cache_method):
     llm = engine(cache_method, family)
     tokens, figures = answer(llm, **{rule: ONE_BY_ONE[rule]})
-    assert figures.forward_passes == 24
+    # Where no later pass can predict it, the first one of a span fills a block's first position too.
+    fills_two = (family, rule, cache_method) == ("Dream", "slow_fast", "sparse")
+    assert 24 - 3 * fills_two <= figures.forward_passes <= 24
     if family == "LLaDA":  # Dream's time grid has no run of one token per step
         counted, expected = answer(llm, unmasking=POLICY[family][rule])
         assert (tokens, figures.unmasked_per_step) == (counted, expected.unmasked_per_step)
@@ -120,18 +129,13 @@ def test_a_combination_answers_in_full_or_is_refused_with_the_reason(engine, cac
     settings = {"gen_length": 7, "block_length": 4, "unmasking": unmasking, "seed": 1}
     if rule is None:
         check_answer(*answer(llm, **settings))
-    elif rule == "threshold" or suits(PARALLEL_RULES[rule], UNMASKING_POLICIES[unmasking]):
+    elif rule == "threshold" or PARALLEL_RULES[rule].suits(UNMASKING_POLICIES[unmasking]):
         check_answer(*answer(llm, **settings, **{rule: SOME[rule]}))
     else:
-        with pytest.raises(
-            ValueError, match=f"{rule}={SOME[rule]} goes by .* unmasking={unmasking!r} does not measure"
-        ):
+        reason = f"{re.escape(f'{rule}={SOME[rule]}')} goes by .* unmasking={unmasking!r} does not measure"
+        with pytest.raises(ValueError, match=reason):
             answer(llm, **settings, **{rule: SOME[rule]})
     assert_nothing_left(llm)
-
-
-def suits(rule, policy):
-    return rule.measures == policy.measures and not (rule.untempered and policy.tempered)
 
 
 def check_answer(tokens, figures):

@@ -19,6 +19,7 @@ def pick(
     width: int,
     guaranteed=None,
     least=None,
+    enough=None,
 ):
     """Per request, the offsets of what is chosen."""
     requests = [i for i, of_request in enumerate(confidences) for _ in of_request]
@@ -32,6 +33,7 @@ def pick(
         width,
         None if guaranteed is None else torch.tensor(guaranteed),
         None if least is None else torch.tensor(least),
+        None if enough is None else torch.tensor(enough),
     )
     picked: list[list[int]] = [[] for _ in confidences]
     for request, offset, taken in zip(requests, flat, chosen.tolist(), strict=True):
@@ -46,6 +48,20 @@ def test_a_rule_that_allows_few_leaves_as_many_as_are_asked_for():
     chosen = pick("threshold", confidences, [0.7, 0.7, 0.7], offsets, 6, least=[2, 1, 3])
     assert chosen == [[3, 5], [2, 4], [1]]
     assert pick("threshold", confidences, [0.7] * 3, offsets, 6, guaranteed=[1, 0, 0], least=[2, 0, 0])[0] == [0, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("enough", "least", "expected"),
+    [
+        ([3, 0], None, [[0, 3, 5], [2, 4]]),
+        ([4, 3], None, [[5], [2]]),
+        ([1, 2], None, [[0, 3, 5], [2, 4]]),
+        ([4, 0], [2, 0], [[3, 5], [2, 4]]),
+    ],
+)
+def test_where_a_rule_allows_too_few_the_best_is_chosen(enough, least, expected):
+    confidences, offsets = [[0.625, 0.75, 0.875], [0.875, 0.75]], [[0, 3, 5], [2, 4]]
+    assert pick("slow_fast", confidences, [0.6, 0.6], offsets, 6, enough=enough, least=least) == expected
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
         {"unmasking": "entropy"},
         {"unmasking": "topk_margin"},
         {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
+        {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}},
     ],
 )
 def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_llada, asked):

@@ -81,7 +81,7 @@ def test_of_every_way_of_unmasking(engines, tiny_llada, strict):
     llm = strict(engines(tiny_llada, cache_method="none", page_size=8))
     params = [asked(unmasking=name) for name in UNMASKING_POLICIES if name not in PARALLEL_RULES]
     params += [asked(factor=0.5), asked(entropy_bound=0.1), asked(margin=0.3), asked(delay_eos=True), asked(logprobs=3)]
-    params += [asked(temperature=0.5, top_k=4, seed=3)]
+    params += [asked(temperature=0.5, top_k=4, seed=3), asked(slow_fast={"span_steps": 1, "fast_minimum": 3})]
     generate(llm, [PROMPTS[i % 3] for i in range(len(params))], params)
 
 

@@ -5,7 +5,7 @@ Readings where neither paper nor code says more:
 * A position whose row is not computed is not filled.
 * Dream in blocks on its time schedule: a block's first pass fills the best computed position, not the block's first.
 * Several blocks at once: the block that is preferred is the leftmost one with masks left.
-* ``delay_eos``: the leftmost masked position is always among those predicted.
+* ``delay_eos``, SlowFast sampling: the leftmost masked position is always among those predicted.
 * Policies that measure an entropy: a confidence is the token's probability.
 """
 
@@ -54,7 +54,7 @@ def plain_d2_cache(
             last = masked[masked_rows - 1] - start if len(masked) >= masked_rows else run.gen_length - 1
             stop = start + (last // unit + 1) * unit
             wanted = sorted((p for p in masked if preferred[0] <= p < stop), key=lambda p: -scores[p])
-            if run.delay_eos:
+            if run.delay_eos or run.slow_fast is not None:
                 wanted = [masked[0], *(p for p in wanted if p != masked[0])]
             if len(wanted) > masked_rows:
                 run.decided(gap(scores[wanted[masked_rows - 1]], scores[wanted[masked_rows]]))

@@ -18,6 +18,10 @@ Readings where the papers leave room:
 * ``response_template``: what is given was never masked. A block that has no mask to begin with takes no pass, blocks
   share their masks out over the steps that they would have without given tokens, and end tokens have a logit of −∞
   where something given follows.
+* SlowFast sampling: a block is decoded as in the authors' code, without the passes that fill nothing, and without the
+  zeros of Dream's window. A position that later passes of the window cannot predict is filled in the first. What a
+  pass keeps for others it computes whole. A method that chooses the rows itself chooses the leftmost masked position's
+  as well.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -32,9 +36,22 @@ import torch
 
 from tests.oracles.models import PlainModel
 
-RULES = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold")
+RULES = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold", "slow_fast")
 Uniform = Callable[[int, int], torch.Tensor]
 """Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
+
+
+SLOW_FAST = {
+    "span_steps": 6,
+    "span_threshold": 0.3,
+    "span_window": 2,
+    "span_variance": 1,
+    "slow_threshold": 0.9,
+    "fast_threshold": 0.9,
+    "slow_minimum": 1,
+    "fast_minimum": 1,
+}
+SLOW_FAST_OF_DREAM = SLOW_FAST | {"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2}
 
 
 class Scored(NamedTuple):
@@ -93,6 +110,7 @@ class Decoding:
     entropy_bound: float | None = None
     margin: float | None = None
     entropy_threshold: float | None = None
+    slow_fast: dict[str, float] | None = None
     block_add_threshold: float | None = None
     suffix_blocks: int | None = None
     early_stop: bool = False
@@ -138,6 +156,19 @@ class Decoding:
         ]
         if self.unmasking in ("entropy", "topk_margin"):
             self.threshold = None
+        if self.slow_fast is not None:
+            self.unmasking = "low_confidence"
+            self.slow_fast = (SLOW_FAST_OF_DREAM if self.model.is_dream else SLOW_FAST) | self.slow_fast
+        self.cut = self.length
+        """Where the canvas ends for the running pass."""
+        self.may_fill: tuple[int, int] | None = None
+        """The part of the window that the running pass may fill; None: all of it."""
+        self.passing, self.enough = 0.0, 1
+        """The confidence that lets a position pass, and how many must have it, else it is one."""
+        self.watches = False
+        self.confident: list[int] = []
+        """Positions that the last pass which watches found confident."""
+        self.spans = self.block_by_spans()
         self.parallel = any(getattr(self, rule) is not None for rule in RULES)
         sizes = [end - first for first, end in self.blocks]
         self.masks_of = [len(self.masked(*block)) for block in self.blocks]
@@ -170,7 +201,7 @@ class Decoding:
     def seen_with(self, end: int) -> list[int]:
         """Those of a window that ends there."""
         blocks = len(self.blocks) if self.suffix_blocks is None else self.suffix_blocks
-        return list(range(min(end + blocks * self.block_length, self.length)))
+        return list(range(min(end + blocks * self.block_length, self.length, self.cut)))
 
     def passes(self) -> Iterator[int]:
         """The step since a block joined, of each forward pass until the response is done."""
@@ -184,10 +215,69 @@ class Decoding:
                 if self.step:
                     self.running_before, self.steps_before, self.step = self.running, self.step, 0
                 self.running = [b for b in self.running if self.masked(*self.blocks[b])] + [self.running[-1] + 1]
+                self.spans = self.block_by_spans()
                 if self.masked(*self.window):
                     break
+            next(self.spans)
             yield self.step
             self.step += 1
+
+    def block_by_spans(self) -> Iterator[None]:
+        """Sets, before each pass of the running block, what SlowFast sampling lets it fill and see."""
+        options = self.slow_fast
+        if options is None:
+            while True:
+                yield
+        start, block_end = self.window
+        width = int(options["span_window"])
+        first = start
+        while True:
+            lengths: list[int] = []
+            length = None
+            for _ in range(int(options["span_steps"])):
+                self.cut, self.may_fill, self.watches = self.length, (first, block_end), length is None
+                self.passing, self.enough = options["slow_threshold"], int(options["slow_minimum"])
+                yield
+                if length is None:
+                    lengths.append(1 + max([first, *self.confident]) - start)
+                    length = self.stable_length(lengths, width, options["span_variance"])
+            if length is None:
+                mean = Fraction(sum(lengths[-width:]), len(lengths[-width:]))
+                length = max(round(mean), 1) if self.model.is_dream else math.floor(mean)
+            end = start + length
+            self.may_fill, self.watches = (first, end), False
+            self.passing, self.enough = options["fast_threshold"], int(options["fast_minimum"])
+            while self.masked(first, end):
+                yield
+                self.cut = end
+            first = end
+
+    def stable_length(self, lengths: list[int], width: int, variance: float) -> int | None:
+        """The last of so many, if they vary little."""
+        latest = lengths[-width:]
+        if len(latest) < width:
+            return None
+        mean = Fraction(sum(latest), width)
+        squares = sum((x - mean) ** 2 for x in latest)
+        if self.model.is_dream:
+            stable = width == 1 or squares / (width - 1) <= variance
+        else:
+            stable = squares / width < variance
+        return latest[-1] if stable else None
+
+    def watch(self, logits: torch.Tensor, positions: Sequence[int]) -> None:
+        """Remember where SlowFast sampling sees how far the model is confident."""
+        if self.slow_fast is None or not self.watches:
+            return
+        measured = {p: self.measured(logits, p) for p in positions}
+        bound = self.slow_fast["span_threshold"]
+        self.confident = [p for p, confidence in measured.items() if confidence >= bound]
+        for confidence in measured.values():
+            self.decided(gap(confidence, bound))
+
+    def candidates(self) -> list[int]:
+        """Masked positions that the running pass may fill."""
+        return self.masked(*(self.may_fill or self.window))
 
     def is_done(self) -> bool:
         return self.model.mask not in self.tokens
@@ -208,12 +298,13 @@ class Decoding:
     def fill(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
         """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which was fed some positions."""
         self.computed.append(list(fed))
-        first, end = self.window
-        several, begins = self.block_add_threshold is not None, self.model.is_dream and self.step == 0
+        first = self.window[0]
+        several = self.block_add_threshold is not None or self.slow_fast is not None
+        begins = self.model.is_dream and self.step == 0
         steps = self.steps_of[self.running[0]]
         in_blocks = len(self.blocks) > 1 and not self.tokens_per_step
         alone = begins and not several and (self.window_alone or in_blocks)
-        masked = candidates = self.masked(first, end)
+        masked = candidates = self.candidates()
         alone = alone and first in masked
         several_passes = steps > 1 or (self.parallel and not self.tokens_per_step)
         if alone and several_passes and not self.fills_computed:
@@ -221,6 +312,7 @@ class Decoding:
             return
         if self.fills_computed:
             candidates = [p for p in masked if not logits[max(p - self.model.is_dream, 0)].isnan().any()]
+        self.watch(logits, candidates)
         prior = self.prior()
         scored = [self.score(logits, p, prior[p]) for p in candidates]
         scored.sort(key=lambda s: (-s[0], s[1]))
@@ -322,7 +414,7 @@ class Decoding:
         p = row.softmax(-1)
         top = p.topk(2).values
         confidence = {
-            "low_confidence": p[token],
+            "low_confidence": plain[token],
             "maskgit_plus": p[token],
             "topk_margin": top[0] - top[1],
             "entropy": (p * (p + 1e-10).log()).sum(),
@@ -363,10 +455,13 @@ class Decoding:
             passes = [h < bound if self.model.is_dream else h <= bound for h in passing]
         else:
             bound = self.threshold if self.threshold is not None else self.margin
+            bound = self.passing if self.slow_fast is not None else bound
             assert bound is not None
             passing, passes = confidences, [c > bound if strict and self.threshold else c >= bound for c in confidences]
         for value in passing:
             self.decided(gap(value, bound))
+        if sum(passes) < self.enough:
+            passes = []
         none = self.model.is_dream and self.entropy_threshold is not None
         return max([n for n, passed in enumerate(passes, 1) if passed], default=0 if none else min(1, len(scored)))
 

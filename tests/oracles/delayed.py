@@ -34,6 +34,8 @@ def plain_delayed(run: Decoding, *, cache_delay: int = 1, refresh_interval: int 
                     break
         refreshes = stores == kept and (not kept or waits or number % refresh_interval == 0)
         clean = 0 if refreshes else kept
+        if stores > kept or (refreshes and kept):
+            run.cut = run.length
         fed = range(clean, len(run.seen))
         logits, _ = buffer.forward(run.canvas, fed, [run.seen] * num_layers)
         if run.model.is_dream and clean:

@@ -14,9 +14,11 @@ def plain_dkv(run: Decoding, *, refresh_interval: int = 8) -> None:
     rows_of_next = whole = list(range(run.length))
     for step in run.passes():
         refreshes = step % refresh_interval == 0 or (step == 1 and not run.model.is_dream)
-        rows = whole if refreshes else rows_of_next
+        last_predicting = run.cut - (run.model.is_dream and run.cut < run.length and not refreshes)
+        rows = [p for p in (whole if refreshes else rows_of_next) if p < last_predicting]
         rows_of_next = run.masked(0, run.length)
         if run.model.is_dream:
             masked = set(rows_of_next)
             rows_of_next = [p for p in whole if (step == 0 if p == last else p + 1 in masked)]
-        run.fill(buffer.forward(run.canvas, rows)[0], rows)
+        read = [range(run.cut)] * len(run.model.layers)
+        run.fill(buffer.forward(run.canvas, rows, read)[0], rows)

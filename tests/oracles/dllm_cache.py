@@ -80,9 +80,11 @@ class AdaptiveCache:
         similarity_metric: str = "cosine",
         refresh_first_layer: bool = True,
         exclude_prompt_states: bool = True,
+        interval_unit: str = "tokens",
     ) -> None:
         self.run, self.model = run, run.model
         self.intervals = prompt_refresh_interval, response_refresh_interval
+        self.counts_tokens = run.parallel and interval_unit == "tokens"
         self.update_ratio, self.similarity, self.metric = update_ratio, similarity, similarity_metric
         self.refresh_first_layer, self.exclude_prompt_states = refresh_first_layer, exclude_prompt_states
         self.forwards = self.num_known = 0
@@ -99,7 +101,7 @@ class AdaptiveCache:
     def due(self) -> list[bool]:
         """Whether the prompt and the response are refreshed in the pass that begins."""
         reached = [self.forwards]
-        if self.run.parallel:
+        if self.counts_tokens:
             known = sum(map(len, self.run.order))
             # Of the tokens of the last pass, how many were unmasked when each of them was.
             reached, self.num_known = list(range(self.num_known + 1, known + 1)), known
@@ -109,7 +111,7 @@ class AdaptiveCache:
         """The next forward pass: its logits, NaN in rows of the prompt of which nothing is known, and rows fed."""
         model, length, prompt_length = self.model, self.run.length, len(self.run.prompt)
         prompt_due, response_due = self.due()
-        prompt, response = list(range(prompt_length)), list(range(prompt_length, length))
+        prompt, response = list(range(prompt_length)), list(range(prompt_length, self.run.cut))
         live = prompt_length - model.is_dream  # Dream's last prompt row predicts the first token of the response
         adapts = not response_due and self.update_ratio > 0 and (self.adapt_beside_prompt or not prompt_due)
         updated: list[list[int]] = []
@@ -148,7 +150,7 @@ class AdaptiveCache:
             self.updated.append(updated)
         self.forwards += 1
         whole = prompt_due or not self.exclude_prompt_states
-        return model.predict(x), range(0 if whole else live, length)
+        return model.predict(x), range(0 if whole else live, self.run.cut)
 
     def drawn(self, layer: int, response: list[int]) -> list[int]:
         """Rows of the lowest random numbers."""
@@ -158,7 +160,7 @@ class AdaptiveCache:
 
     def visible(self, number: int) -> list[list[int]] | None:
         """Per KV head, the positions that queries of a layer attend to in this forward pass (None: all)."""
-        return None
+        return None if self.run.cut == self.run.length else [list(range(self.run.cut))] * self.model.kv_heads
 
     def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
         """Called when a layer is done, with the queries of the whole canvas."""

@@ -105,7 +105,7 @@ class PlainESDLLM:
             start = 0
         elif step == 0:
             start = min([start, *(position - self.shift for position in self.decoded_last)])
-        return list(range(start, self.block[-1] + 1))
+        return list(range(start, min(self.block[-1] + 1, self.run.cut)))
 
     def forward(self, rows: list[int], skips: bool, records: bool) -> tuple[list[int], torch.Tensor]:
         """The rows that reach the last layer, and the logits."""
@@ -131,13 +131,16 @@ class PlainESDLLM:
                 rows, x, q, k, v = [rows[i] for i in kept], x[kept], q[kept], k[kept], v[kept]
             self.buffer.k[layer, rows], self.buffer.v[layer, rows] = k, v
             keys, values = self.buffer.k[layer], self.buffer.v[layer]
+            block = [row for row in self.block if row < self.run.cut]
             if records:
                 outside = [row for row in range(self.run.length) if row not in self.block]
                 retained = select(self.run, q, keys, outside, int(len(outside) * self.retention_ratio), 3)
                 recorded.append((retained, keys[retained].clone(), values[retained].clone()))
             if self.retained:
                 _, old_keys, old_values = self.retained[layer]
-                keys, values = torch.cat([old_keys, keys[self.block]]), torch.cat([old_values, values[self.block]])
+                keys, values = torch.cat([old_keys, keys[block]]), torch.cat([old_values, values[block]])
+            else:
+                keys, values = keys[: self.run.cut], values[: self.run.cut]
             x = x + self.model.attention(weights, q, keys, values)
             x = x + self.model.mlp(weights, x)
             if layer in self.fractions and self.indicator == "hidden_state":
@@ -191,7 +194,9 @@ class PlainESDLLM:
             masked = run.canvas[position] == self.model.mask
             self.confidence[row] = float(p.max()) if masked and not held else 0.0
         prior = run.prior()
-        scored = [run.score(logits, p, prior[p]) for p in run.masked(first, end) if p - self.shift in rows]
+        candidates = [p for p in run.candidates() if p - self.shift in rows]
+        run.watch(logits, candidates)
+        scored = [run.score(logits, p, prior[p]) for p in candidates]
         scored = [entry for entry in scored if entry.confidence > -math.inf]
         scored.sort(key=lambda entry: (-entry.confidence, entry.position))
         steps = run.steps_of[run.running[0]]

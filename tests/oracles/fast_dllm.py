@@ -37,7 +37,7 @@ def plain_dual(run: Decoding, **options: Any) -> None:
     for step in run.passes():
         window = list(range(*run.window))
         if step > 0:
-            rows, read = window, retained
+            rows, read = [p for p in window if p < run.cut], retained
         elif refreshes.whole_is_due(0):
             rows = read = run.seen
             kept = refreshes.never_renewed()

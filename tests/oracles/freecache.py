@@ -33,7 +33,7 @@ def plain_freecache(run: Decoding, *, include_suffix: bool = True, cache_block_l
     for step in run.passes():
         first, end = run.window
         cached = clean(first)
-        last_fed = len(run.seen) if include_suffix else end
+        last_fed = len(run.seen) if include_suffix else min(end, run.cut)
         if not run.order:
             start, last_fed = 0, len(run.seen)
         else:

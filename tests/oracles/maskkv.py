@@ -231,7 +231,7 @@ class MaskKVCache(AdaptiveCache):
     def visible(self, number: int) -> list[list[int]] | None:
         if self.forwards == 0:
             return None
-        return [kept + list(range(self.prompt_length, self.run.length)) for kept in self.retained[number]]
+        return [kept + list(range(self.prompt_length, self.run.cut)) for kept in self.retained[number]]
 
     def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
         if self.forwards == 0:

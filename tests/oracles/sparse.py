@@ -35,9 +35,12 @@ def plain_sparse(
     for step in run.passes():
         block = list(range(*run.window))
         if step > update_delay:
+            block = [p for p in block if p < run.cut]
             logits, _ = buffer.forward(run.canvas, block, [sorted(k + block) for k in retained_by_block[-1]])
             run.fill(logits, block)
             continue
+        if step == update_delay:
+            run.cut = run.length
         if step == 0:
             due = refreshes.whole_is_due(update_delay)
         if due:

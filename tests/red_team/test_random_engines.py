@@ -13,7 +13,7 @@ import torch
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
-from tests.support.random_requests import random_requests
+from tests.support.random_requests import in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 
@@ -50,6 +50,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "similarity": ["key", "value", "random"],
         "similarity_metric": ["cosine", "l2"],
         "refresh_first_layer": [True, False],
+        "interval_unit": ["tokens", "passes"],
         "exclude_prompt_states": [True, False],
     },
     "es_dllm": {
@@ -129,7 +130,8 @@ def draw_requests(
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
     back."""
     requests = []
-    for prompt, asked in random_requests(draw.randrange(1 << 30), NUM_REQUESTS, is_dream):
+    number = draw.randrange(1 << 30)
+    for prompt, asked in in_spans(random_requests(number, NUM_REQUESTS, is_dream), number):
         # The scorer `random` draws too, so greedy requests need a seed as well.
         asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
         if draw.random() < 0.3:

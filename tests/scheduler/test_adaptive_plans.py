@@ -162,6 +162,7 @@ _ADAPTIVE = {
     "exclude_prompt_states": st.booleans(),
     "refresh_first_layer": st.booleans(),
     "similarity": st.sampled_from(["value", "random"]),
+    "interval_unit": st.sampled_from(["tokens", "passes"]),
 }
 _REFRESH = {
     "refresh": st.sampled_from(["all", "response", "near"]),

@@ -78,7 +78,9 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, ex
         assert "trace" not in figures
 
 
-@pytest.mark.parametrize("rule", [{"threshold": 0.9}, {"factor": 1.0}, {"entropy_bound": 0.1}, {"margin": 0.8}])
+@pytest.mark.parametrize(
+    "rule", [{"threshold": 0.9}, {"factor": 1.0}, {"entropy_bound": 0.1}, {"margin": 0.8}, {"slow_fast": "{}"}]
+)
 def test_parallel_unmasking_can_be_asked_for_per_request(client, model, rule):
     # A line that the model was trained on: it is sure of every word.
     answer = ask(client, model, "Hello!", extra_body={"vllm_xargs": rule | BLOCK["vllm_xargs"]})
@@ -243,6 +245,7 @@ def test_stop_strings_cut_the_text(client, model, examples, offline):
         ({"extra_body": {"vllm_xargs": {"cfg_scale": 1.5}}}, "cfg_scale"),
         ({"extra_body": {"vllm_xargs": {"factor": 0}}}, "factor=0"),
         ({"extra_body": {"vllm_xargs": {"threshold": 0.9, "margin": 0.5}}}, "threshold=0.9 and margin=0.5"),
+        ({"extra_body": {"vllm_xargs": {"slow_fast": '{"span_steps": 0}'}}}, "slow_fast option span_steps=0"),
     ],
 )
 def test_what_cannot_be_served_is_answered_with_400_and_loses_nothing(client, model, examples, offline, options, named):

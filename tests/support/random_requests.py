@@ -65,6 +65,29 @@ def _random_template(draw: random.Random, gen_length: int) -> list[int | None]:
     return template if None in template else [None, *template[1:]]
 
 
+SPANS: tuple[dict[str, float], ...] = (
+    {"span_steps": 1, "span_window": 1, "span_threshold": 0.6, "slow_threshold": 0.7, "fast_threshold": 0.4},
+    {"span_steps": 2, "span_threshold": 0.5, "span_variance": 4, "slow_threshold": 0.9, "fast_threshold": 0.9},
+    {"span_steps": 3, "span_window": 3, "span_threshold": 0.8, "fast_threshold": 0.2, "fast_minimum": 3},
+    {"span_threshold": 0.4, "slow_threshold": 0.3, "slow_minimum": 4},
+)
+"""Options of SlowFast sampling."""
+
+
+def in_spans(requests: list[Request], number: int) -> list[Request]:
+    """Some of them by SlowFast sampling, in longer blocks."""
+    for i, (_, asked) in enumerate(requests[3::4]):
+        of_rules = (*VALUES, "steps", "unmasking", "block_add_threshold")
+        for name in of_rules:
+            asked.pop(name, None)
+        gen_length = 12 + asked["gen_length"]
+        asked |= {"gen_length": gen_length, "block_length": min(gen_length, 4 * asked["block_length"])}
+        if "response_template" in asked:
+            asked["response_template"] = asked["response_template"] + [None] * 12
+        asked |= {"slow_fast": SPANS[(i + number) % len(SPANS)], "unmasking": "low_confidence"}
+    return requests
+
+
 def assert_answers_as(
     llm: "LLM", requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
 ) -> int:

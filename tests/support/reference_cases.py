@@ -50,6 +50,20 @@ ENGINES: dict[str, Callable[[Case], dict[str, Any]]] = {
         if h["use_kvcache"]
         else {"cache_method": "none"}
     ),
+    "slow_fast": lambda h: (
+        {
+            "cache_method": "dllm_cache",
+            "cache_options": {
+                "prompt_refresh_interval": h["prompt_interval_steps"],
+                "response_refresh_interval": h["gen_interval_steps"],
+                "update_ratio": h["transfer_ratio"],
+                "refresh_first_layer": False,
+                "interval_unit": "passes",
+            },
+        }
+        if h["cache"] == "dllm_cache"
+        else {"cache_method": "none"}
+    ),
     "d2_cache": lambda h: (
         {
             "cache_method": "d2_cache",
@@ -75,6 +89,17 @@ ENGINES: dict[str, Callable[[Case], dict[str, Any]]] = {
     ),
 }
 """By the beginning of a file's name: engine options that are the authors' hyperparameters."""
+SLOW_FAST = {
+    "span_steps": ("k_exploration_steps", "n_cycle_discovery_steps"),
+    "span_threshold": ("cycle_len_confidence_threshold", "conf_threshold_cycle_len_pred"),
+    "span_window": ("cycle_length_stability_window", "stabilize_count"),
+    "slow_threshold": ("high_confidence_threshold", "high_conf_for_parallel_decode_discovery"),
+    "fast_threshold": ("high_confidence_threshold", "high_conf_for_cycle_decode"),
+    "slow_minimum": ("", "min_tokens_for_parallel_decode_discovery"),
+    "fast_minimum": ("", "min_decode_in_cycle_fallback"),
+    "span_variance": ("", "cycle_len_variance_threshold"),
+}
+"""What SlowFast sampling's authors call its options, for LLaDA and for Dream."""
 
 
 def reference_cases(file: str) -> list[Case]:
@@ -88,6 +113,9 @@ def request_fields(case: Case) -> dict[str, Any]:
         fields = {name: h[name] for name in ("gen_length", "block_length", "block_add_threshold")}
         fields |= {"entropy_threshold": h["threshold"], "unmasking": "low_entropy", "ignore_eos": True}
         return fields | ({"early_stop": True, "stop_token_ids": [h["eos_token_id"]]} if h["early_stop"] else {})
+    if "span_threshold" in (asked := slow_fast_options(h)):
+        fields = {name: h[name] for name in ("gen_length", "block_length") if name in h}
+        return {"block_length": h["gen_length"], "ignore_eos": True, "slow_fast": asked} | fields
     if "num_transfer_tokens" in h:
         asked = {"tokens_per_step": "num_transfer_tokens", "certainty_sigma": "sigma", "unmasking": "alg"}
         asked |= {name: name for name in ("gen_length", "block_length", "threshold", "factor", "top_p")}
@@ -104,6 +132,13 @@ def request_fields(case: Case) -> dict[str, Any]:
     if h.get("delay_eos_generation"):
         fields["delay_eos"] = True
     return fields | {name: h[name] for name in ("threshold", "top_p", "top_k") if h.get(name) is not None}
+
+
+def slow_fast_options(h: dict[str, Any]) -> dict[str, float]:
+    """Of ``slow_fast``. LLaDA's code bounds the standard deviation."""
+    asked = {name: h[theirs] for name, of_families in SLOW_FAST.items() for theirs in of_families if theirs in h}
+    deviation = h.get("cycle_length_stability_std_dev_threshold")
+    return asked if deviation is None else asked | {"span_variance": deviation**2}
 
 
 @dataclass(frozen=True)
@@ -147,7 +182,8 @@ class ReferenceRow:
     def rows_per_pass(self) -> list[int] | None:
         if self.kind == "vanilla":
             return [len(self.prompt) + len(self.response)] * self.case["num_forward_passes"]
-        return self.case.get("forward_lengths")
+        # With a cache, SlowFast sampling's is the canvas that rows are refreshed of.
+        return None if self.kind == "slow_fast" else self.case.get("forward_lengths")
 
 
 def reference_rows(*kinds: str) -> list[ReferenceRow]:
@@ -190,6 +226,8 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
         assert [len(positions) for positions in answer.computed] == row.rows_per_pass, name
         if isinstance(answer, Answer) and row.kind != "es_dllm":
             assert answer.tokens_computed == sum(row.rows_per_pass), name
+    if row.kind == "slow_fast":
+        assert [positions[-1] + 1 for positions in answer.computed] == case["forward_lengths"], name
     if "computed_positions_per_step" in case:
         whole = list(range(len(row.prompt) + len(row.response)))
         stated = case["computed_positions_per_step"]

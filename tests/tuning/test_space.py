@@ -28,7 +28,7 @@ def test_every_rule_that_requests_name_is_searched():
     from dllm_engine.params import DiffusionParams
     from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 
-    assert {name for name, _ in RULES} == set(PARALLEL_OPTIONS)
+    assert {name for name, _ in RULES} == set(PARALLEL_OPTIONS) - {"slow_fast"}  # which has several numbers
     for rule in RULES:
         DiffusionParams(**Setting(rule=rule).decoding)
 
