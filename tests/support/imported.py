@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 
-# Each rank would compile vLLM's embedding of a sharded vocabulary for half a minute; read while that is imported.
+# Each rank would compile vLLM's embedding of a sharded vocabulary for seconds; read while that is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import setproctitle
