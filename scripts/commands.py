@@ -97,12 +97,14 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     Style and types do not keep the tests from running, so that one run shows all there is to mend; the slow stage
     runs only when the fast one passed.
     """
+    cores = os.cpu_count() or 1
     # Tests of one file share engines. More processes would need more memory than their tests are worth.
-    processes = str(min(os.cpu_count() or 1, 4))
-    pytest = ["python", "-m", "pytest", "--numprocesses", processes, "--dist", "loadfile"]
-    fast = [*pytest, "-m", "not slow"]
-    # In the order of tests/conftest.py: by number of tests, the few that start most would come last.
-    slow = [*pytest, "-m", "slow", "--no-loadscope-reorder", "--durations", "15"]
+    processes = str(min(cores, 4))
+    pytest = ["python", "-m", "pytest", "--dist", "loadfile", "--numprocesses"]
+    fast = [*pytest, processes, "-m", "not slow"]
+    # One more: these wait for processes that start and end. In the order of tests/conftest.py: by number of tests, the
+    # few that start most would come last.
+    slow = [*pytest, str(min(cores + 1, 4)), "-m", "slow", "--no-loadscope-reorder", "--durations", "15"]
     stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:
         types = [["mypy", "--num-workers", processes, "-p", "dllm_engine"], ["mypy", "scripts"]]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections import Counter
@@ -44,10 +43,10 @@ class CudaEnvironment(Environment):
     constraints = None
 
     def _steps(self, extras: Sequence[str]) -> list[Step]:
-        interpreter = f"{sys.base_prefix} {platform.python_version()} {self.directory}"
-        # With `==`, pip would take a wheel for CPUs (2.13.0+cpu) where it sees one.
+        interpreter = self.interpreter
+        # With `==`, uv would take a wheel for CPUs (2.13.0+cpu) where it sees one.
         wheels = [f"torch==={TORCH}", f"vllm=={VLLM}"]
-        project = ["--no-deps", "--no-build-isolation", "--editable", str(CHECKOUT)]
+        project = ["--no-deps", "--editable", str(CHECKOUT)]
         return [
             Step("environment", f"Making {self.directory}", fingerprint(interpreter), 0.1, self._create),
             Step(
@@ -55,14 +54,14 @@ class CudaEnvironment(Environment):
                 f"Installing vLLM {VLLM} for CUDA (about 10 minutes)",
                 fingerprint(interpreter, *wheels),
                 12.0,
-                lambda: self._pip(*wheels),
+                lambda: self._uv(*wheels),
             ),
             Step(
                 "project",
                 "Installing dllm-engine from this checkout",
                 fingerprint(interpreter, PYPROJECT, *project),
                 0.1,
-                lambda: self._pip(*project),
+                lambda: self._uv(*project),
             ),
             Step("driver", "Standing in for NVIDIA's driver", fingerprint(interpreter), 0.0, self._make_driver),
         ]

@@ -38,6 +38,7 @@ IN_ONE_PROCESS = {
     "tests/distributed/test_ray_tensor_parallel.py": "tests/distributed/test_ray_examples.py",
     "tests/distributed/test_adaptive_tensor_parallel.py": "tests/distributed/test_tensor_parallel.py",
     "tests/distributed/test_guided_tensor_parallel.py": "tests/distributed/test_tensor_parallel.py",
+    "tests/serving/test_async.py": "tests/distributed/test_tensor_parallel.py",
     "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
     "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
@@ -48,6 +49,12 @@ imported vLLM and that ranks are forked from."""
 
 TAKES_LONGEST = ("tests/distributed/", "tests/serving/test_start_and_stop.py")
 """Files that start most processes. They run first, so that no worker is left with one of them at the end."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m slow``, files without slow tests are not imported: that takes seconds in each process."""
+    is_test_file = config.option.markexpr == "slow" and collection_path.match("test_*.py")
+    return True if is_test_file and "mark.slow" not in collection_path.read_text(encoding="utf-8") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -46,11 +46,13 @@ def ask(llm, name, value, temperature):
 
 
 def walk(llm, names, turn=None):
-    """Every option with every number, greedy and sampled, or by turns. None may change what others are answered."""
+    """Every option with every number, greedy and sampled, or by turns with half of them. None may change what others
+    are answered."""
     expected = tokens_of(llm, PROMPT, **REQUEST)
+    numbers = EXTREMES if turn is None else EXTREMES[turn % 2 :: 2]
     for name in names:
-        for number, value in enumerate(EXTREMES):
-            for temperature in (0.0, 1.0) if turn is None else [float((number + turn) % 2)]:
+        for number, value in enumerate(numbers):
+            for temperature in (0.0, 1.0) if turn is None else [float((number + turn // 2) % 2)]:
                 output = ask(llm, name, value, temperature)
                 if output is not None:
                     (completion,) = output.outputs

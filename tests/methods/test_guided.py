@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from itertools import cycle
 
 import pytest
 import torch
@@ -176,8 +177,7 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
     assert_decodes_as_the_plain_one(llm, reference_checkpoints / model, guides[guide], settings)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("model", GUIDED_BY)
+@pytest.mark.parametrize(("model", "settings"), list(zip(cycle(GUIDED_BY), SETTINGS)))
 def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine, pairs, model, settings):
     own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
     llm = text_engine(model, guide_tokens_per_token=8.0)

@@ -12,13 +12,14 @@ import pytest
 from environment import (
     CHECKOUT,
     Environment,
-    PipError,
+    InstallError,
     SetupError,
     Step,
     advice,
     check_disk_space,
     check_machine,
     fingerprint,
+    settings_for_uv,
 )
 
 DiskUsage = namedtuple("DiskUsage", "total used free")
@@ -96,6 +97,13 @@ def test_editing_a_requirement_list_changes_the_steps_that_read_it(tmp_path, mon
     assert {name for name in before if before[name] != after[name]} == {"requirements", "check"}
 
 
+def test_a_new_environment_is_filled_anew(tmp_path, monkeypatch):
+    before = {step.name: step.fingerprint for step in Environment(tmp_path)._steps(["test"])}
+    monkeypatch.setattr(environment, "UV", "0")
+    after = {step.name: step.fingerprint for step in Environment(tmp_path)._steps(["test"])}
+    assert not before.items() & after.items()
+
+
 def test_fingerprint_keeps_its_parts_apart():
     assert fingerprint("ab", "c") != fingerprint("a", "bc")
 
@@ -109,7 +117,7 @@ def test_folder_made_by_somebody_else_is_left_alone(tmp_path):
 
 def test_full_disk_is_named_with_both_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: DiskUsage(100e9, 97.9e9, 2.1e9))
-    with pytest.raises(SetupError, match=rf"{tmp_path} needs 6\.\d GB, and 2\.1 GB are free"):
+    with pytest.raises(SetupError, match=rf"{tmp_path} needs 4\.5 GB, and 2\.1 GB are free"):
         check_disk_space(tmp_path / "not" / "there" / "yet", 4.0)
 
 
@@ -142,27 +150,40 @@ def test_missing_system_library_is_named_with_its_package(monkeypatch):
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        ("OSError: [Errno 28] No space left on device", "The disk is full"),
-        ("Could not find a version (from versions: none)\nNo matching distribution found for x", "Check the network"),
-        ("(from versions: 1.0)\nERROR: No matching distribution found for x==2.0", "no such wheel"),
+        ("cause: No space left on device (os error 28)", "The disk is full"),
+        ("error: Request failed after 3 retries\n  cause: Failed to fetch: `https://x`", "Check the network"),
+        ("No solution found\n  cause: Because x was not found in the package registry", "Check the network"),
+        ("error: No solution found\n  cause: Because there is no version of x==2.0", "no such wheel"),
         ("error: something else", "goes on where it stopped"),
     ],
 )
-def test_advice_fits_what_pip_said(output, expected):
+def test_advice_fits_what_was_said(output, expected):
     assert expected in advice(output)
 
 
-def test_failed_pip_shows_the_end_of_its_output(made):
-    made.python = Path(sys.executable)
-    with pytest.raises(PipError, match=r"(?s)Invalid requirement.*setup\.log"):
-        made._pip("--no-index", "not a requirement")
+def test_a_failed_installation_shows_the_end_of_its_output(made):
+    with pytest.raises(InstallError, match=r"(?s)Invalid requirement.*setup\.log"):
+        made._logged([sys.executable, "-m", "pip", "install", "--no-index", "not a requirement"], made.variables())
+
+
+def test_uv_takes_from_pips_configuration_where_packages_come_from():
+    printed = (
+        "global.index-url='https://everyone'\nglobal.find-links='/a\\n/b c'\n:env:.index-url='https://me:secret@mine'\n"
+        "install.extra-index-url='https://more file:///folder'\nfreeze.index-url='x'\nglobal.timeout='60'"
+    )
+    assert settings_for_uv(printed) == {
+        "UV_DEFAULT_INDEX": "https://me:secret@mine",
+        "UV_INDEX": "https://more file:///folder",
+        "UV_FIND_LINKS": "/a,/b,c",
+        "UV_HTTP_TIMEOUT": "60",
+    }
 
 
 def test_missing_cpu_build_of_torch_is_explained(made, monkeypatch):
-    def pip(*arguments: str | Path) -> None:
-        raise PipError("", "(from versions: 2.13.0)\nERROR: No matching distribution found for torch==2.13.0+cpu")
+    def uv(*arguments: str | Path) -> None:
+        raise InstallError("", "No solution found\n  cause: Because there is no version of torch==2.13.0+cpu and")
 
-    monkeypatch.setattr(made, "_pip", pip)
+    monkeypatch.setattr(made, "_uv", uv)
     with pytest.raises(SetupError, match="nothing was downloaded") as caught:
         made._install_torch()
     assert "PIP_EXTRA_INDEX_URL" in str(caught.value)

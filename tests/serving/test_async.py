@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dllm_engine.demo import demo_model_path
-from tests.support.engines import start_engine
+from tests.support.sharded import import_once
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +19,9 @@ def parameters(**settings):
     return DiffusionParams(gen_length=32, block_length=8, ignore_eos=True, **settings)
 
 
-@pytest.fixture(scope="module")
-def expected():
-    llm = start_engine(demo_model_path(), **ENGINE, skip_tokenizer_init=False, cache_method="sparse", trace=False)
+@pytest.fixture
+def expected(engines):
+    llm = engines(demo_model_path(), **ENGINE, skip_tokenizer_init=False, cache_method="sparse", trace=False)
     return llm.generate([PROMPT], parameters(logprobs=0), use_tqdm=False)[0].outputs[0]
 
 
@@ -53,7 +53,8 @@ async def streams() -> dict[str, list]:
         engine.shutdown()
 
 
-def test_streams_by_step_and_by_block_are_the_offline_response(expected):
+def test_streams_by_step_and_by_block_are_the_offline_response(expected, monkeypatch):
+    monkeypatch.setattr("vllm.v1.engine.utils.get_mp_context", import_once)
     answers = asyncio.run(asyncio.wait_for(streams(), timeout=300))
     for name, outputs in answers.items():
         assert "".join(o.text for o in outputs) == expected.text, name

@@ -165,7 +165,7 @@ def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_
 
 
 def test_clients_of_a_server_that_stops_at_once_read_why(start):
-    watched = start(preloaded=False)  # --shutdown-timeout is 0
+    watched = start()  # --shutdown-timeout is 0
     server = watched.server
     server.wait_until_ready()
     with ThreadPoolExecutor() as clients:

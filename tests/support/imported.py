@@ -1,6 +1,10 @@
 """Imported once by a process that programs and workers of tests are forked from: everything that they would import."""
 
 import multiprocessing
+import os
+
+# Each rank would compile vLLM's embedding of a sharded vocabulary for seconds; read while that is imported.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import setproctitle
 import vllm.entrypoints.cli.main

@@ -1,12 +1,15 @@
 """Programs that start at once: what a short program does most of its time is to import vLLM.
 
-A server process has imported everything. It forks for each program, and the fork goes on as a new interpreter would: it
-runs the program as ``__main__``, with its own arguments, variables, folder, streams and session.
+A server process has imported everything; all processes of a test run have one. It forks for each program, and the fork
+goes on as a new interpreter would: it runs the program as ``__main__``, with its own arguments, variables, folder,
+streams and session.
 
-As a script: ``serve SOCKET`` is the server, and ``run SOCKET ARGUMENT...`` stands for ``python ARGUMENT...``.
+As a script: ``serve SOCKET PID`` is the server, until that process ends, and ``run SOCKET ARGUMENT...`` stands for
+``python ARGUMENT...``.
 """
 
 import contextlib
+import fcntl
 import functools
 import importlib
 import json
@@ -80,8 +83,19 @@ _servers: list[subprocess.Popen[bytes]] = []
 
 @functools.cache
 def preloaded_programs() -> Path:
-    """A folder for ``PATH`` with ``python``, ``dllm`` and ``vllm``. Their server ends with this process."""
-    folder = Path(tempfile.mkdtemp())
+    """A folder for ``PATH`` with ``python``, ``dllm`` and ``vllm``."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    folder = Path(tempfile.gettempdir(), f"preloaded-{run}") if run else Path(tempfile.mkdtemp())
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "bin").exists():
+            _start_server(folder, os.getppid() if run else os.getpid())
+    return folder / "bin"
+
+
+def _start_server(folder: Path, run: int) -> None:
+    """Fill ``folder``, for as long as the process ``run`` lasts."""
     address, programs = folder / "socket", folder / "bin"
     programs.mkdir()
     scripts = Path(sysconfig.get_path("scripts"))
@@ -91,25 +105,26 @@ def preloaded_programs() -> Path:
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(map(str, client))} "$@"\n')
         (programs / name).chmod(0o755)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    server = subprocess.Popen(
-        [sys.executable, __file__, "serve", address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
+    command = [sys.executable, __file__, "serve", address, str(run)]
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
     assert server.stdout is not None
     assert server.stdout.readline(), "the server of preloaded programs did not start"
     _servers.append(server)
-    return programs
 
 
-def serve(address: str) -> list[str]:
-    """Fork for each program until standard input is closed. Returns in each fork, with the program's arguments."""
+def serve(address: str, run: int) -> list[str]:
+    """Fork for each program until the process ``run`` ends. Returns in each fork, with the program's arguments."""
+    run_ended = os.pidfd_open(run)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen()
     print("ready", flush=True)
     programs: dict[int, tuple[socket.socket, int]] = {}  # client and pid, by pidfd
     while True:
-        ready, _, _ = select.select([0, listener, *programs, *(client for client, _ in programs.values())], [], [])
-        if 0 in ready:
+        ready, _, _ = select.select(
+            [run_ended, listener, *programs, *(client for client, _ in programs.values())], [], []
+        )
+        if run_ended in ready:
             shutil.rmtree(Path(address).parent)
             sys.exit()
         for pidfd, (client, pid) in list(programs.items()):
@@ -154,7 +169,7 @@ def main() -> None:
         run(address, arguments)
     sys.path.pop(0)  # this file's folder
     importlib.import_module("tests.support.imported")
-    first, *rest = serve(address)
+    first, *rest = serve(address, int(arguments[0]))
     if first == "-m":
         sys.argv = rest
         sys.path.insert(0, os.getcwd())

@@ -13,16 +13,21 @@ if TYPE_CHECKING:
     from dllm_engine import LLM
 
 
+def import_once() -> Any:
+    """A context whose processes are forked from one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.imported"])
+    return context
+
+
 @contextmanager
 def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Iterator["LLM"]:
     """An engine of two ranks, ended afterwards.
 
     vLLM would spawn each worker and let it import everything anew; here they are forked from a process that has.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.imported"])
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "max_model_len": 512}
-    with mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", return_value=context):
+    with mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", import_once):
         llm = start_engine(model, **(ranks | settings))
     try:
         yield llm
