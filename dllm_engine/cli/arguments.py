@@ -128,9 +128,9 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def split_list(text: str) -> list[str]:
-    """Split at commas, but not at those inside brackets."""
-    return re.split(r",(?![^\[]*\])", text)
+def split_names(text: str) -> list[str]:
+    """Split at the commas before a name, not at those within a value (``es_dllm:keep_schedule=[[1,0],[0.5,0.25]]``)."""
+    return re.split(r",(?=[a-z])", text)
 
 
 def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:

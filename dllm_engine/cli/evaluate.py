@@ -22,7 +22,7 @@ from dllm_engine.cli.arguments import (
     parse_guided_rule,
     parse_method,
     positive_int,
-    split_list,
+    split_names,
 )
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
@@ -241,7 +241,7 @@ def _methods(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
         return [(args.cache_method, cache_options(args))]
     if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
         raise ValueError("--methods names methods and their options (dual:refresh=near); leave out those for one")
-    texts = CACHE_METHODS if args.methods == "all" else split_list(args.methods)
+    texts = CACHE_METHODS if args.methods == "all" else split_names(args.methods)
     return [chosen for text in texts for chosen in parse_method(text)]
 
 

@@ -60,11 +60,9 @@ def score_tasks(tasks: Sequence[OwnTask], match: str, llm: "LLM", decoding: dict
     for task, text in zip(tasks, texts, strict=True):
         parts.setdefault(task.part, []).append(float(MATCHES[match](text, task.answer)))
     found = {part: mean_and_error(scores) for part, scores in parts.items()}
-    share = {part: len(scores) / len(tasks) for part, scores in parts.items()}
-    stderr = sum((share[part] * error) ** 2 for part, (_, error) in found.items()) ** 0.5
-    score = sum(share[part] * mean for part, (mean, _) in found.items())
+    stderr = sum((len(parts[part]) * error) ** 2 for part, (_, error) in found.items()) ** 0.5 / len(tasks)
     details = {part: mean for part, (mean, _) in found.items() if len(found) > 1}
-    return Result(match, score, stderr, len(tasks), details)
+    return Result(match, sum(map(sum, parts.values())) / len(tasks), stderr, len(tasks), details)
 
 
 def read_tasks(path: Path) -> list[OwnTask]:

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
-COLOURS = ("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f", "#8b95a1", "#a5673f", "#1b2026", "#d97fb8")
+COLOURS = (
+    *("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f"),
+    *("#8b95a1", "#a5673f", "#1b2026", "#d97fb8", "#2fb37a", "#b7a01c"),
+)
 """Of the cache methods, in order of appearance."""
 MARKS = "os^DvPX*<>"
 """Of the unmasking rules."""
@@ -38,19 +41,19 @@ def plot_beside(output: Path) -> Path | None:
 
 
 def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
-    """A column of panels per task and a row per cost, a colour per cache method, a mark per unmasking rule; a ring
+    """A row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule; a ring
     around what was chosen."""
     from matplotlib.figure import Figure
 
     tasks, methods, rules = (
         list(dict.fromkeys(getattr(p, name) for p in points)) for name in TradeoffPoint._fields[:3]
     )
-    axes_names = list(points[0].costs)
-    size = 4.2 * len(tasks) + 2.6, 3.8 * len(axes_names) + 0.4
+    names = list(points[0].costs)
+    size = 4.2 * len(names) + 2.6, 3.8 * len(tasks) + 0.4
     figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
-    grid = figure.subplots(len(axes_names), len(tasks), squeeze=False)
-    for name, row in zip(axes_names, grid, strict=True):
-        for axes, task in zip(row, tasks, strict=True):
+    grid = figure.subplots(len(tasks), len(names), squeeze=False)
+    for task, row in zip(tasks, grid, strict=True):
+        for axes, name in zip(row, names, strict=True):
             for point in points:
                 if point.task != task or (cost := point.costs[name]) is None:
                     continue
@@ -72,9 +75,7 @@ def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
             axes.grid(color=LINE, linewidth=0.7)
             axes.tick_params(colors=MUTED, labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-        row[0].set_ylabel("accuracy (%)", color=INK, size=9)
-    for axes, task in zip(grid[0], tasks, strict=True):
-        axes.set_title(task, size=10, color=INK)
+        row[0].set_ylabel(f"{task} (%)", color=INK, size=9)
     last = figure.axes[-1]
     for index, method in enumerate(methods):
         last.plot([], [], "s", color=COLOURS[index % len(COLOURS)], label=method)

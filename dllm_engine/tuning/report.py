@@ -179,4 +179,6 @@ def _point(trial: Trial, batch: int, is_chosen: bool) -> TradeoffPoint:
     setting = trial.setting
     unmasking = "one" if setting.rule is None else setting.rule[0]
     costs: dict[str, float | None] = {"response tokens per second": trial.speeds[batch].tokens_per_second}
-    return TradeoffPoint(f"batch {batch}", setting.cache_method, unmasking, costs, accuracy, stderr, is_chosen)
+    return TradeoffPoint(
+        f"accuracy at batch {batch}", setting.cache_method, unmasking, costs, accuracy, stderr, is_chosen
+    )
