@@ -135,7 +135,7 @@ def split_names(text: str) -> list[str]:
 
 def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
     """A cache method and its options: ``sparse``, ``sparse:retention_ratio=0.25+pool_kernel_size=1``; several values,
-    ``sparse:retention_ratio=0.25|0.5``, are as many methods with each other option."""
+    ``sparse:retention_ratio=0.25:0.5``, are as many methods with each other option."""
     method, _, given = text.partition(":")
     chosen = []
     for option in filter(None, given.split("+")):
@@ -143,7 +143,7 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
             name, _ = key_value(option)
         except argparse.ArgumentTypeError:
             raise ValueError(f"method {text!r}: write its options as {method}:NAME=VALUE+NAME=VALUE") from None
-        values = option.partition("=")[2].split("|")
+        values = option.partition("=")[2].split(":")
         chosen.append([(name, json_value(value)) for value in values])
     return [(method, dict(options)) for options in itertools.product(*chosen)]
 

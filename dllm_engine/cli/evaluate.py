@@ -124,7 +124,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--methods",
         metavar="NAME,…",
         help="cache methods, with their papers' settings or sparse:retention_ratio=0.25+pool_kernel_size=1; a row for "
-        "each value of sparse:retention_ratio=0.25|0.5; or `all`",
+        "each value of sparse:retention_ratio=0.25:0.5; or `all`",
     )
     compared.add_argument(
         "--unmasking-rules",
@@ -240,7 +240,7 @@ def _methods(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     if args.methods is None:
         return [(args.cache_method, cache_options(args))]
     if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
-        raise ValueError("--methods names methods and their options (dual:refresh=near); leave out those for one")
+        raise ValueError("--methods takes options itself (dual:refresh=near); leave out --cache-method and its options")
     texts = CACHE_METHODS if args.methods == "all" else split_names(args.methods)
     return [chosen for text in texts for chosen in parse_method(text)]
 
@@ -252,7 +252,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, str | None, dict[str, An
         if own or args.guide_model is not None:
             name = next(iter(own), "guide_model").replace("_", "-")
             raise ValueError(f"--unmasking-rules and --{name} both say how to unmask")
-        return [(text, *parse_guided_rule(text)) for text in args.unmasking_rules.split(",")]
+        return [(text, *parse_guided_rule(text)) for text in split_names(args.unmasking_rules)]
     if args.guide_model is not None:
         return [(f"{GUIDED}={args.guide_model}", args.guide_model, own)]
     return [(",".join(f"{name}={value}" for name, value in own.items()) or ONE, None, own)]
@@ -293,11 +293,12 @@ def _own_tasks(args: argparse.Namespace) -> list[Task]:
 def _finish(args: argparse.Namespace, comparison: Comparison, plot: Path | None) -> None:
     """Print and write the rows, also those of a run that was interrupted or failed late."""
     scores = comparison.scores
-    if scores:
-        print(format_table(rows(scores)))
+    if not scores:
+        return
+    print(format_table(rows(scores)))
     for key, why in comparison.errors.items():
         print(f"cannot be measured: {key}: {why}", file=sys.stderr)
-    if not scores or args.output is None:
+    if args.output is None:
         return
     from dllm_engine.bench.machine import provenance
 

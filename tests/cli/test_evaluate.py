@@ -125,7 +125,7 @@ def test_all_stands_for_every_cache_method():
 
 
 def test_methods_have_options_and_rules_have_guides():
-    assert parse_method("sparse:retention_ratio=0.25|0.5+pool_kernel_size=1") == [
+    assert parse_method("sparse:retention_ratio=0.25:0.5+pool_kernel_size=1") == [
         ("sparse", {"retention_ratio": 0.25, "pool_kernel_size": 1}),
         ("sparse", {"retention_ratio": 0.5, "pool_kernel_size": 1}),
     ]
@@ -185,7 +185,7 @@ def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
         (["--output", "nowhere/table.json"], "no folder nowhere"),
         (["--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
         (["--methods", "dual:speed=3"], "'speed'"),
-        (["--methods", "dual", "--cache-option", "refresh=near"], "--methods names methods and their options"),
+        (["--methods", "dual", "--cache-option", "refresh=near"], "--methods takes options itself"),
         (["--unmasking-rules", "one", "--guide-model", "demo"], "--guide-model both say how to unmask"),
         (["--unmasking-rules", "guided=demo+threshold=0.9"], "unmasking rule 'guided=demo+threshold=0.9' is unknown"),
         (["--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),

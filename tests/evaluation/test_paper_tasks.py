@@ -104,7 +104,7 @@ def test_the_rows_of_a_table_can_be_asked_for(table):
     methods = [chosen for text in split_names(table.methods) for chosen in parse_method(text)]
     assert len({str(chosen) for chosen in methods}) == len(methods)
     for method, options in methods:
-        for text in table.rules.split(","):
+        for text in split_names(table.rules):
             guide, decoding = parse_guided_rule(text)
             for row in rows:
                 engine = {"cache_method": method, "cache_options": options, "guide_model": None}
