@@ -167,6 +167,8 @@ class Comparison:
         """Why a row could not be measured."""
         self._engine, self._rows = OneEngine(load), [(c, task) for c in combinations for task in tasks]
         self._is_warm = False
+        self._broken: dict[str, ValueError] = {}
+        """Why engines do not start."""
 
     @property
     def scores(self) -> list[Score]:
@@ -184,8 +186,8 @@ class Comparison:
         missing = [row for row in self._rows if _key(*row) not in self.file.scores]
         done = len(self._rows) - len(missing)
         # An engine starts once: rows that share it follow each other.
-        order = list(dict.fromkeys(json.dumps(task.engine_of(c), default=str) for c, task in missing))
-        missing.sort(key=lambda row: order.index(json.dumps(row[1].engine_of(row[0]), default=str)))
+        order = list(dict.fromkeys(_name(task.engine_of(c)) for c, task in missing))
+        missing.sort(key=lambda row: order.index(_name(row[1].engine_of(row[0]))))
         form = "{percentage:3.0f}% |{bar:20}| {desc} [{elapsed}<{remaining}]"
         try:
             with tqdm(total=len(self._rows), initial=done, bar_format=form, leave=False) as bar:
@@ -202,10 +204,7 @@ class Comparison:
         progress = self.file.unfinished.setdefault(key, Progress())
         engine, decoding = task.engine_of(combination), task.decoding_of(combination)
         try:
-            if not self._engine.runs(engine):
-                self._engine.of(engine)
-                self._is_warm = False
-            result = task.score(self._engine.of(engine), decoding, self._answering(progress, bar))
+            result = task.score(self._started(engine), decoding, self._answering(progress, bar))
             self.file.scores[key] = Score(
                 method=combination.method,
                 unmasking=combination.unmasking,
@@ -226,6 +225,18 @@ class Comparison:
             self.file.save()
         bar.update(before + 1 - bar.n)
 
+    def _started(self, engine: dict[str, Any]) -> "LLM":
+        if not self._engine.runs(engine):
+            self._is_warm = False
+            if (error := self._broken.get(_name(engine))) is not None:
+                raise error
+            try:
+                self._engine.of(engine)
+            except ValueError as error:
+                self._broken[_name(engine)] = error
+                raise
+        return self._engine.of(engine)
+
     def _answering(self, progress: Progress, bar: Any) -> Answer:
         """What answers the requests of a row, but those that were answered before it was interrupted."""
         given = 0
@@ -244,6 +255,8 @@ class Comparison:
         from dllm_engine.bench.memory import MemoryMeter, touch_pages
         from dllm_engine.bench.passes import is_in_process
 
+        if not requests:
+            return
         measures = is_in_process(llm)
         if not self._is_warm:
             if measures:
@@ -265,6 +278,10 @@ class Comparison:
             if meter is not None:
                 memory = meter.read()
                 progress.memory = memory if progress.memory is None else memory.max(progress.memory)
+
+
+def _name(engine: dict[str, Any]) -> str:
+    return json.dumps(engine, default=str)
 
 
 def _key(combination: Combination, task: Task) -> str:

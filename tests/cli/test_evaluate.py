@@ -196,3 +196,22 @@ def test_what_cannot_be_is_named(started, capsys, arguments, message):
     assert main(["eval", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not started
+
+
+def test_an_engine_that_cannot_be_had_is_tried_once(demo, monkeypatch, capsys):
+    tried = []
+
+    def load(arguments):
+        tried.append(arguments["cache_method"])
+        if tried[-1] == "dual":
+            raise ValueError("too little memory")
+        return demo
+
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    monkeypatch.setattr(evaluate, "load", load)
+    asked = ["--tasks", "chat", "--count", "1", "--unmasking-rules", "one,steps=16"]
+    assert main(["eval", *asked, "--methods", "dual,none"]) == 1
+    assert tried == ["dual", "none"]
+    printed = capsys.readouterr()
+    assert [row.split()[:2] for row in printed.out.splitlines()[1:]] == [["none", "one"], ["none", "steps=16"]]
+    assert printed.err.count("too little memory") == 2

@@ -37,7 +37,7 @@ def own_signal_handlers(monkeypatch):
         (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
         (["generate", "Hello!", "--margin", "1.5"], "margin=1.5"),
         (["eval", "--methods", "sparse", "--cache-option", "retention_ratio=0.3"], "leave out --cache-method"),
-        (["eval", "--unmasking-rules", "one,two"], "unmasking rule 'two' is unknown; give one, guided=MODEL or one of steps"),
+        (["eval", "--unmasking-rules", "one,two"], "rule 'two' is unknown; give one, guided=MODEL or one of steps"),
         (
             ["eval", "--unmasking-rules", "margin=0.5+steps=8"],
             "and certainty_sigma or block_add_threshold or suffix_blocks behind it",
