@@ -140,7 +140,7 @@ class ScoreFile(ResultFile):
         """Write all of it."""
         if self._is_written:
             scores = [asdict(score) for score in self.scores.values()]
-            unfinished = {key: asdict(progress) for key, progress in self.unfinished.items()}
+            unfinished = {key: asdict(progress) for key, progress in self.unfinished.items() if progress.texts}
             self.write(depth=2, **self.about, scores=scores, unfinished=unfinished)
 
 
@@ -228,8 +228,8 @@ class Comparison:
     def _started(self, engine: dict[str, Any]) -> "LLM":
         if not self._engine.runs(engine):
             self._is_warm = False
-            if (error := self._broken.get(_name(engine))) is not None:
-                raise error
+            if (known := self._broken.get(_name(engine))) is not None:
+                raise known
             try:
                 self._engine.of(engine)
             except ValueError as error:
