@@ -7,7 +7,6 @@ Not ``eval.py``: the module would hide Python's function from its importers.
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -191,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
         args.paper, args.paper_task = table.paper, table.benchmarks
         args.methods, args.unmasking_rules = args.methods or table.methods, args.unmasking_rules or table.rules
     asks_demo_model = args.lm_eval is None and args.paper_task is None
-    if asks_demo_model and args.gen_length is None and all(not name.endswith(".jsonl") for name in _names(args)):
+    if asks_demo_model and args.gen_length is None and ".jsonl" not in args.tasks:
         args.gen_length = ANSWER_LENGTH
     plot = None if args.output is None else plot_beside(args.output)
     wanted = combinations(args)
@@ -274,14 +273,9 @@ def _harness(args: argparse.Namespace) -> list[Task]:
     return comparable(harness_tasks(args), settings)
 
 
-def _names(args: argparse.Namespace) -> Sequence[str]:
-    names: list[str] = args.tasks.split(",")
-    return names
-
-
 def _own_tasks(args: argparse.Namespace) -> list[Task]:
     made = []
-    for name in _names(args):
+    for name in args.tasks.split(","):
         if name.endswith(".jsonl"):
             tasks = read_tasks(Path(name))[: args.count]
         else:
