@@ -25,7 +25,7 @@ DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop")
 
 GUIDED = "guided"
 """The unmasking rule of Guided Diffusion, with the guide's model as its value."""
-GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
+GUIDING = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
 """Options that may follow it."""
 
 
@@ -165,7 +165,7 @@ def parse_guided_rule(text: str) -> tuple[str | None, dict[str, Any]]:
     ``guided=MODEL+guide_top_k=2``."""
     if not text.startswith(f"{GUIDED}="):
         return None, _parse_rule(text, f"{ONE}, {GUIDED}=MODEL or {_ONE_OF_RULES}", RULES, MORE_OF_RULE)
-    options = _parse_rule(text, f"{GUIDED}=MODEL", (GUIDED,), GUIDE_OPTIONS)
+    options = _parse_rule(text, f"{GUIDED}=MODEL", (GUIDED,), GUIDING)
     return str(options.pop(GUIDED)), options
 
 

@@ -5,6 +5,7 @@ Not ``eval.py``: the module would hide Python's function from its importers.
 """
 
 import argparse
+import re
 import shlex
 import sys
 from dataclasses import fields, replace
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dllm_engine.cli.arguments import (
-    GUIDE_OPTIONS,
     GUIDED,
+    GUIDING,
     ONE,
     RULES,
     method_text,
@@ -129,7 +130,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--unmasking-rules",
         metavar="RULE,…",
         help=f"`{ONE}` for one token per step, NAME=VALUE with one of {', '.join(RULES)}, or {GUIDED}=MODEL with a "
-        f"guide, and behind it +NAME=VALUE of {', '.join(GUIDE_OPTIONS)}",
+        f"guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}",
     )
     harness = add_harness_arguments(parser)
     harness.add_argument(
@@ -246,15 +247,16 @@ def _methods(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
 
 def _rules(args: argparse.Namespace) -> list[tuple[str, str | None, dict[str, Any]]]:
     """Their names, guides and request options."""
-    own = given(args, RULES)
-    if args.unmasking_rules is not None:
-        if own or args.guide_model is not None:
-            name = next(iter(own), "guide_model").replace("_", "-")
-            raise ValueError(f"--unmasking-rules and --{name} both say how to unmask")
-        return [(text, *parse_guided_rule(text)) for text in split_names(args.unmasking_rules)]
-    if args.guide_model is not None:
-        return [(f"{GUIDED}={args.guide_model}", args.guide_model, own)]
-    return [(",".join(f"{name}={value}" for name, value in own.items()) or ONE, None, own)]
+    own, guide = given(args, RULES), args.guide_model
+    if args.unmasking_rules is None:
+        way = ONE if guide is None else f"{GUIDED}={guide}"
+        return [(",".join(f"{name}={value}" for name, value in own.items()) or way, guide, own)]
+    if own:
+        raise ValueError(f"--unmasking-rules and --{next(iter(own)).replace('_', '-')} both say how to unmask")
+    # `guided` alone is by --guide-model.
+    named = GUIDED if guide is None else f"{GUIDED}={guide}"
+    texts = [re.sub(rf"^{GUIDED}(?=\+|$)", named, text) for text in split_names(args.unmasking_rules)]
+    return [(text, *parse_guided_rule(text)) for text in texts]
 
 
 def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:

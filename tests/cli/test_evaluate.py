@@ -139,6 +139,9 @@ def test_methods_have_options_and_rules_have_guides():
     assert "guide_model" not in one.engine
     assert (guided.engine["guide_model"], guided.decoding["guide_top_k"]) == ("demo", 2)
     assert {one.engine["max_num_seqs"], guided.engine["max_num_seqs"]} == {3}
+    args = ["eval", "--unmasking-rules", "one,guided+guide_top_k=2", "--guide-model", "demo"]
+    one, guided = evaluate.combinations(build_parser().parse_args(args))
+    assert (one.is_guided, guided.is_guided, guided.unmasking) == (False, True, "guided=demo+guide_top_k=2")
 
 
 def test_a_row_that_cannot_be_measured_leaves_the_others(started, demo, monkeypatch, capsys):
@@ -186,7 +189,7 @@ def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
         (["--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
         (["--methods", "dual:speed=3"], "'speed'"),
         (["--methods", "dual", "--cache-option", "refresh=near"], "--methods takes options itself"),
-        (["--unmasking-rules", "one", "--guide-model", "demo"], "--guide-model both say how to unmask"),
+        (["--unmasking-rules", "guided"], "unmasking rule 'guided' is unknown; give one, guided=MODEL"),
         (["--unmasking-rules", "guided=demo+threshold=0.9"], "unmasking rule 'guided=demo+threshold=0.9' is unknown"),
         (["--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),
         (["--paper-table", "maskkv/table-6"], "maskkv/table-6 is not made by this command: settings"),
