@@ -18,12 +18,10 @@ from dllm_engine.bench.cells import (
     run_plain,
 )
 from dllm_engine.bench.machine import MachineRates
-from dllm_engine.bench.memory import available
+from dllm_engine.bench.memory import available, touch_pages
 from dllm_engine.bench.passes import runner_of
 from dllm_engine.bench.plain import check_baseline
 from dllm_engine.bench.subject import Lengths, Subject, Unmasking
-from dllm_engine.demo.tasks import Example
-from dllm_engine.evaluation.score import score_task
 
 if TYPE_CHECKING:
     from dllm_engine.bench.plain import PlainDecoder
@@ -48,15 +46,9 @@ class BenchSettings:
     seed: int
     dtype: str = "auto"
     max_model_len: int | None = None
-    """None: what the lengths need, and the tasks."""
-    tasks: dict[str, list[Example]] = field(default_factory=dict)
-    """Scored with every method and way of unmasking; for models with a tokenizer."""
+    """None: what the lengths need."""
     baseline: bool = True
     engine_args: dict[str, Any] = field(default_factory=dict)
-
-
-TASK_PROMPT = 1024
-"""Prompt tokens that are provided for where tasks are scored."""
 
 
 class Benchmark:
@@ -66,14 +58,8 @@ class Benchmark:
         self.settings = s = settings
         self._running: dict[str, LLM] = {}
         """Engines that have not been stopped: one that is dropped takes vLLM's process groups from all others."""
-        needed = s.lengths.longest
-        if s.tasks and s.max_model_len is None:
-            needed = max(needed, TASK_PROMPT + s.lengths.response)
-        self.subject = Subject(
-            s.model, s.dtype, s.lengths, max(s.batches), s.engine_args, max(needed, s.max_model_len or 0)
-        )
-        if s.tasks and self.subject.has_random_weights:
-            raise ValueError(f"model {s.model!r} has random weights and answers no tasks; leave out --tasks")
+        needed = max(s.lengths.longest, s.max_model_len or 0)
+        self.subject = Subject(s.model, s.dtype, s.lengths, max(s.batches), s.engine_args, needed)
         for unmasking in s.unmaskings:
             for prompt in s.lengths.prompts:
                 for method in s.methods:
@@ -97,7 +83,6 @@ class Benchmark:
         rates: MachineRates | None = None
         plain: PlainDecoder | None = None
         cells: list[CellFigures] = []
-        accuracy: list[dict[str, Any]] = []
         with tqdm(total=len(groups) * (s.repeats + 1), desc=s.model, unit="round", leave=False) as bar:
             for number, methods in enumerate(groups):
                 self.stop()
@@ -107,7 +92,6 @@ class Benchmark:
                 if plain is None and s.baseline:
                     plain = subject.plain(device)
                 cells += self._measure(number, plain, rates, bar)
-                accuracy += self._score()
         assert rates is not None
         return {
             "model": s.model,
@@ -124,7 +108,6 @@ class Benchmark:
             "groups": [list(methods) for methods in groups],
             "rates": rates.to_json(),
             "cells": [asdict(cell) for cell in cells],
-            "accuracy": accuracy,
         }
 
     def _start(self, methods: Sequence[str]) -> tuple[torch.device, torch.dtype]:
@@ -132,10 +115,8 @@ class Benchmark:
         so that ``stop`` frees their memory."""
         for method in methods:
             self._running[method] = self.subject.start(method, self.settings.unmaskings)
+            touch_pages(self._running[method])
             runner = runner_of(self._running[method])
-            if runner.pages is not None:
-                # Memory is taken when it is first written to; pages are counted on their own, not as a cell's peak.
-                runner.pages.memory.zero_()
         return runner.device, runner.model_config.dtype
 
     def _cells(self, methods: Sequence[str]) -> Iterator[Cell]:
@@ -187,30 +168,6 @@ class Benchmark:
             )
             for cell, made in samples.items()
         ]
-
-    def _score(self) -> list[dict[str, Any]]:
-        """Accuracy of each method and way of unmasking; the tokens are the same at any batch."""
-        scores = []
-        for method, llm in self._running.items():
-            for unmasking in self.settings.unmaskings:
-                tasks = [
-                    score_task(llm, examples, self.subject.params(unmasking))
-                    for examples in self.settings.tasks.values()
-                ]
-                if tasks:
-                    examples = sum(task.examples for task in tasks)
-                    exact = sum(task.exact_match * task.examples for task in tasks) / examples
-                    scores.append(
-                        {
-                            "method": method,
-                            "unmasking": unmasking.text,
-                            "examples": examples,
-                            "exact_match": exact,
-                            # Of a file's tasks the items are unknown.
-                            "tasks": [{k: v for k, v in asdict(task).items() if k != "item_match"} for task in tasks],
-                        }
-                    )
-        return scores
 
     def stop(self) -> None:
         """End the engines before others start: a device holds one group at a time."""

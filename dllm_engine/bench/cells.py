@@ -15,10 +15,11 @@ import numpy as np
 
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.machine import now, synchronize
-from dllm_engine.bench.memory import peak, restart_peak
-from dllm_engine.bench.passes import observed_step, runner_of, scheduler_of
+from dllm_engine.bench.memory import MemoryMeter, peak, restart_peak
+from dllm_engine.bench.passes import observed_step, runner_of
 from dllm_engine.bench.plain import PlainDecoder, PlainResponse, decode
 from dllm_engine.bench.subject import Unmasking
+from dllm_engine.evaluation.answering import visible_tokens
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.request import DecodingSpec
 
@@ -97,11 +98,6 @@ class Sample:
     """A typical shape of each kind, and its floor in seconds."""
 
 
-def visible_tokens(token_ids: Sequence[int], end_tokens: frozenset[int]) -> tuple[int, ...]:
-    """What a reader sees of a response: what comes before its first end token."""
-    return tuple(itertools.takewhile(lambda token: token not in end_tokens, token_ids))
-
-
 def repetition_rate(tokens: Sequence[int]) -> float | None:
     """Share of a response's 4-grams that have occurred in it before: 1 − distinct 4-grams / 4-grams.
 
@@ -119,12 +115,10 @@ def run_engine(
 
     params = params.clone()
     params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
-    engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    memory = None if (pages := runner_of(llm).pages) is None else pages.memory
-    page_bytes = 0 if memory is None else memory[0].numel() * memory.element_size()
+    engine = llm.llm_engine
     blocks: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
     outputs: dict[str, Any] = {}
-    before = restart_peak()
+    meter = MemoryMeter(llm)
     sample = Sample(0.0, [], 0, 0)
     start = now()
     for i, prompt in enumerate(prompts):
@@ -139,9 +133,10 @@ def run_engine(
         if dispatch.kind is not None:
             seconds = dispatch.seconds / len(dispatch.passes)
             sample.steps[dispatch.kind] += [(forward.shape, seconds) for forward in dispatch.passes]
-        sample.page_bytes = max(sample.page_bytes, scheduler.pages.num_allocated * page_bytes)
-    sample.process_bytes = peak()
-    sample.working_bytes = max(0, sample.process_bytes - before)
+        meter.look()
+    memory = meter.read()
+    sample.page_bytes, sample.working_bytes = memory.page_bytes, memory.working_bytes
+    sample.process_bytes = memory.process_bytes
     for request_id, times in blocks.items():
         response = outputs[request_id]
         sample.requests.append(RequestSample.of(response.token_ids, end_tokens, times, response.diffusion))

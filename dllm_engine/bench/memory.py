@@ -1,14 +1,21 @@
-"""Peak memory: of this process on a CPU, of PyTorch's allocations on a GPU."""
+"""Peak memory: of this process on a CPU, of PyTorch's allocations on a GPU; and of it an engine's pages."""
 
 import ctypes
 import gc
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-MIB = 1 << 20
+from dllm_engine.bench.passes import runner_of, scheduler_of
+from dllm_engine.evaluation.answering import Memory
+from dllm_engine.model_executor.guide.sizes import guide_config
+from dllm_engine.sizing import weight_bytes
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
 
 
 def restart_peak() -> int:
@@ -37,3 +44,34 @@ def available() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
     return int(psutil.virtual_memory().available)
+
+
+class MemoryMeter:
+    """Measures an engine of this process from now on; ``look`` after each of its steps."""
+
+    def __init__(self, llm: "LLM") -> None:
+        runner = runner_of(llm)
+        config = runner.model_config
+        self._weights = weight_bytes(config.hf_config, 1, config.dtype.itemsize)
+        if runner.options.guide_model is not None:
+            self._weights += weight_bytes(guide_config(runner.options.guide_model), 1, config.dtype.itemsize)
+        self._pool = scheduler_of(llm).pages
+        self._bytes_per_page = 0 if runner.pages is None else runner.pages.memory[0].nbytes
+        self._most_pages = 0
+        self._before = restart_peak()
+
+    def look(self) -> None:
+        """Count the pages held now."""
+        self._most_pages = max(self._most_pages, self._pool.num_allocated)
+
+    def read(self) -> Memory:
+        """Up to now."""
+        most = peak()
+        return Memory(self._weights, self._most_pages * self._bytes_per_page, max(0, most - self._before), most)
+
+
+def touch_pages(llm: "LLM") -> None:
+    """Take the memory of all pages at once: it is taken when it is first written to, and would count as that of the
+    requests which happen to write first."""
+    if (pages := runner_of(llm).pages) is not None:
+        pages.memory.zero_()

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 
 
+def is_in_process(llm: "LLM") -> bool:
+    """Whether an engine and its only worker run in this process, and so can be looked into."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    return core is not None and hasattr(core.model_executor, "driver_worker")
+
+
 def runner_of(llm: "LLM") -> "DiffusionModelRunner":
     """The model runner of an engine in this process, on a single device."""
     runner: DiffusionModelRunner = (

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dllm_engine.bench.report import MIB, Report, exact_match, machine_line, run_line
+from dllm_engine.bench.report import MIB, Report, machine_line, run_line
 
 INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
 SHADES = ("#9ad3da", "#4fb9c8", "#0f7c8c", "#0a4f5a")
@@ -40,8 +40,8 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return files
 
 
-def _panels(run: dict[str, Any]) -> list[Bars]:
-    panels = [
+def _panels() -> list[Bars]:
+    return [
         Bars("visible tokens/s", [("", "", lambda cell: cell["tokens_per_second"])]),
         Bars(
             "step time over its floor",
@@ -61,20 +61,13 @@ def _panels(run: dict[str, Any]) -> list[Bars]:
             stacked=True,
         ),
     ]
-    if run["accuracy"]:
-        panels.append(Bars("tasks answered exactly, %", [("", "", lambda cell: _percent(exact_match(run, cell)))]))
-    return panels
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
 
 
 def _figure(report: Report, run: dict[str, Any]) -> Figure:
     rows = list(dict.fromkeys((cell["prompt"], cell["unmasking"]) for cell in run["cells"]))
     methods = list(dict.fromkeys(cell["method"] for cell in run["cells"]))
     batches = sorted({cell["batch"] for cell in run["cells"]})
-    panels = _panels(run)
+    panels = _panels()
     most = max(sum((cell["prompt"], cell["unmasking"]) == row for cell in run["cells"]) for row in rows)
     figure = Figure(
         figsize=(3.8 * len(panels), len(rows) * (0.7 + 0.19 * most) + 1.3),

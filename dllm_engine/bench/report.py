@@ -28,7 +28,6 @@ HOW = {
     "(the floor); time_over_floor is 1 at best; a guide's pass is in the time, not in the floor",
     "repetition": "share of a response's 4-grams of visible tokens that occurred in it before; mean over responses",
     "rates": "a large copy (bytes read and written) and a large square matrix product in the model's type",
-    "accuracy": "responses that are exactly the answer; greedy decoding, the same settings as the cells",
 }
 """How each figure of a result file was made; written into it."""
 LEGEND = """\
@@ -44,11 +43,10 @@ MEMORY         weights + pages + working memory at the peak, MiB
 PAGES          of it pages of the cache, MiB
 FULL÷, REUSE÷  time of a step over its floor, which is its matrix products alone (1 is best): steps over the whole
                canvas, and steps that reuse the cache; a guide's pass is in the time, not in the floor
-REPEAT         share of repeated 4-grams in the responses (– for random weights)
-EXACT          share of tasks answered exactly right (– where no tasks were asked)"""
+REPEAT         share of repeated 4-grams in the responses (– for random weights)"""
 COLUMNS = (
     *("METHOD", "UNMASKING", "BATCH", "PROMPT", "TOKENS/S", "× PLAIN", "1ST BLOCK", "LATENCY", "PASSES", "TOK/PASS"),
-    *("ROWS/TOK", "MEMORY", "PAGES", "FULL÷", "REUSE÷", "REPEAT", "EXACT"),
+    *("ROWS/TOK", "MEMORY", "PAGES", "FULL÷", "REUSE÷", "REPEAT"),
 )
 Report = dict[str, Any]
 CellKey = tuple[str, str, str, int, int]
@@ -101,7 +99,6 @@ def _row(run: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
         _or_nothing(cell["whole"] and cell["whole"]["time_over_floor"], ".2f"),
         _or_nothing(cell["reuse"] and cell["reuse"]["time_over_floor"], ".2f"),
         _or_nothing(cell["repetition"], ".0%"),
-        _or_nothing(exact_match(run, cell), ".1%"),
     )
 
 
@@ -126,15 +123,6 @@ def over_plain(run: dict[str, Any], cell: dict[str, Any]) -> float | None:
     return None
 
 
-def exact_match(run: dict[str, Any], cell: dict[str, Any]) -> float | None:
-    """Of the cell's method and unmasking; None where no tasks were asked."""
-    for score in run["accuracy"]:
-        if (score["method"], score["unmasking"]) == (cell["method"], cell["unmasking"]):
-            exact: float = score["exact_match"]
-            return exact
-    return None
-
-
 # Two result files
 
 COMPARED: dict[str, Callable[[dict[str, Any], dict[str, Any]], float | None]] = {
@@ -147,7 +135,6 @@ COMPARED: dict[str, Callable[[dict[str, Any], dict[str, Any]], float | None]] = 
     "PAGES": lambda run, cell: cell["page_bytes"],
     "FULL÷": lambda run, cell: cell["whole"] and cell["whole"]["time_over_floor"],
     "REUSE÷": lambda run, cell: cell["reuse"] and cell["reuse"]["time_over_floor"],
-    "EXACT": exact_match,
 }
 _RUN_SETTINGS = ("weights", "shape", "dtype", "engine_args", "response", "block_length", "seed")
 

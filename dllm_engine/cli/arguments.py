@@ -1,6 +1,7 @@
 """The syntax of arguments: that of vLLM's command line, without importing vLLM."""
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -22,9 +23,9 @@ RULES = (
 MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")
 """Options that may follow an unmasking rule."""
 GUIDED = "guided"
-"""The unmasking rule that leaves the choice to the guide."""
+"""The unmasking rule that leaves the choice to a guide, whose model may be its value."""
 GUIDING = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
-"""Arguments about how a guide decides, under the names of request options."""
+"""Arguments about how a guide decides, under the names of request options; they may follow that rule."""
 DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", GUIDED, *GUIDING)
 """Arguments about how a response is denoised, under the names of request options."""
 
@@ -128,27 +129,62 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def split_rules(text: str) -> list[str]:
-    """Unmasking rules with commas between; those inside braces are of a rule's JSON."""
-    return re.split(r",(?![^{]*})", text)
+def split_names(text: str) -> list[str]:
+    """Split at the commas before a name, not at those within a value (``es_dllm:keep_schedule=[[1,0],[0.5,0.25]]``)."""
+    return re.split(r",(?=[a-z])", text)
+
+
+def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """A cache method and its options: ``sparse``, ``sparse:retention_ratio=0.25+pool_kernel_size=1``; several values,
+    ``sparse:retention_ratio=0.25:0.5``, are as many methods with each other option."""
+    method, _, given = text.partition(":")
+    chosen = []
+    for option in filter(None, given.split("+")):
+        try:
+            name, _ = key_value(option)
+        except argparse.ArgumentTypeError:
+            raise ValueError(f"method {text!r}: write its options as {method}:NAME=VALUE+NAME=VALUE") from None
+        values = option.partition("=")[2].split(":")
+        chosen.append([(name, json_value(value)) for value in values])
+    return [(method, dict(options)) for options in itertools.product(*chosen)]
+
+
+def method_text(method: str, options: dict[str, Any]) -> str:
+    """As ``parse_method`` reads it."""
+    written = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in options.items()]
+    return ":".join(filter(None, (method, "+".join(written))))
 
 
 def parse_rule(text: str) -> dict[str, Any]:
     """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For several
     blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
+    return _parse_rule(text, f"{ONE} or {_ONE_OF_RULES}", RULES, MORE_OF_RULE)
+
+
+def parse_guided_rule(text: str) -> tuple[str | None, dict[str, Any]]:
+    """A guide's model, or None, and arguments of ``DiffusionParams``: as ``parse_rule``, or
+    ``guided=MODEL+guide_top_k=2``."""
+    if not text.startswith(f"{GUIDED}="):
+        return None, _parse_rule(text, f"{ONE}, {GUIDED}=MODEL or {_ONE_OF_RULES}", RULES, MORE_OF_RULE)
+    options = _parse_rule(text, f"{GUIDED}=MODEL", (GUIDED,), GUIDING)
+    return str(options.pop(GUIDED)), options
+
+
+_ONE_OF_RULES = f"one of {', '.join(RULES)} as NAME=VALUE"
+
+
+def _parse_rule(text: str, known: str, rules: Sequence[str], more_of_rule: Sequence[str]) -> dict[str, Any]:
     rule, *more = text.split("+")
     options = {}
-    for part, allowed in (*([] if rule == ONE else [(rule, RULES)]), *((part, MORE_OF_RULE) for part in more)):
-        try:
-            name, value = key_value(part.replace("-", "_"))
-        except argparse.ArgumentTypeError:
-            name, value = part, None
-        if name not in allowed or value is None:
+    for part, allowed in (*([] if rule == ONE else [(rule, rules)]), *((part, more_of_rule) for part in more)):
+        name, equals, value = part.partition("=")
+        name = name.replace("-", "_")
+        if name not in allowed or not equals:
             raise ValueError(
-                f"unmasking rule {text!r} is unknown; give {ONE} or one of {', '.join(RULES)} as NAME=VALUE, and "
-                f"{' or '.join(MORE_OF_RULE)} behind it as +NAME=VALUE"
+                f"unmasking rule {text!r} is unknown; give {known}, and {' or '.join(more_of_rule)} behind it as "
+                f"+NAME=VALUE"
             )
-        options[name] = value
+        options[name] = json_value(value)
     return options
 
 

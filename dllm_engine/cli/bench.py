@@ -1,7 +1,6 @@
-"""``dllm bench``: speed, memory and quality of the cache methods, in one run."""
+"""``dllm bench``: speed and memory of the cache methods, in one run."""
 
 import argparse
-import json
 import os
 import shlex
 from pathlib import Path
@@ -17,12 +16,11 @@ from dllm_engine.cli.arguments import (
     positive_int,
     positive_ints,
     rule_options,
-    split_rules,
+    split_names,
 )
 from dllm_engine.cli.engine import DTYPES, add_guide_arguments, add_guiding_arguments, given
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.demo.tasks import TASKS, Example, make_examples
-from dllm_engine.evaluation.own_tasks import read_tasks
+from dllm_engine.evaluation.result_file import read_results
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
@@ -43,21 +41,19 @@ DEFAULTS: dict[str, Any] = {
     "block_length": None,
     "repeats": 3,
     "dtype": "auto",
-    "tasks": None,
-    "count": 50,
 }
 _QUICK = {"batch": [1, 4], "response": 32, "repeats": 3, "dtype": "float32"}
 QUICK: tuple[dict[str, Any], ...] = (
-    _QUICK | {"prompt": [64], "unmasking": f"{ONE},threshold=0.9", "tasks": "names,keys,facts", "count": 20},
+    _QUICK | {"prompt": [64], "unmasking": f"{ONE},threshold=0.9"},
     _QUICK | {"model": "llada-8b/16", "prompt": [256], "block_length": 16},
 )
-"""What ``--quick`` measures: a trained model, which can be scored, and a larger one for its times."""
+"""What ``--quick`` measures: a trained model, whose responses end, and a larger one for its times."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure speed, memory and quality of the cache methods in one run",
+        help="measure speed and memory of the cache methods in one run",
         description="Measures every cache method with every way of unmasking, batch and prompt length, in rounds over "
         "all of them, beside the same model in plain PyTorch. Tokens count up to the end token of a response, prompts "
         "never. Times are compared with a floor: the step's matrix products alone, on this machine.",
@@ -119,14 +115,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=[],
         help="any other argument of vllm.LLM, repeatable",
     )
-    quality = parser.add_argument_group("quality")
-    quality.add_argument(
-        "--tasks",
-        metavar="NAME,…",
-        help=f"score these too: {', '.join(TASKS)}, or .jsonl files with lines "
-        '{"prompt": "…", "answer": "…"} (default: none)',
-    )
-    quality.add_argument("--count", type=positive_int, metavar="N", help="examples per task (default: 50)")
     written = parser.add_argument_group("results")
     written.add_argument(
         "--output", type=Path, metavar="FILE", help=f"write everything as JSON (--quick: {QUICK_OUTPUT})"
@@ -139,7 +127,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     if args.compare is not None:
-        first, second = map(_read, args.compare)
+        first, second = (read_results(path, "bench", SCHEMA) for path in args.compare)
         print(comparison(first, second, (str(args.compare[0]), str(args.compare[1]))))
         return 0
     note = None
@@ -219,14 +207,13 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     return BenchSettings(
         model=args.model,
         methods=methods,
-        unmaskings=tuple(_unmasking(text, asked) for text in split_rules(args.unmasking)),
+        unmaskings=tuple(_unmasking(text, asked) for text in split_names(args.unmasking)),
         batches=tuple(args.batch),
         lengths=Lengths(tuple(args.prompt), args.response, block),
         repeats=args.repeats,
         seed=args.seed,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
-        tasks={} if args.tasks is None else {name: _examples(name, args) for name in args.tasks.split(",")},
         baseline=not args.no_baseline,
         engine_args=guide | dict(args.engine_arg),
     )
@@ -239,23 +226,3 @@ def _unmasking(text: str, guiding: dict[str, Any] | None) -> Any:
     if text not in UNMASKING_POLICIES:
         return Unmasking(text, rule_options(text, guiding))
     return Unmasking(text, {"unmasking": text} if guiding is None else {"unmasking": text, "guided": False})
-
-
-def _examples(name: str, args: argparse.Namespace) -> list[Example]:
-    """Examples of a demo task, or of a .jsonl file."""
-    if not name.endswith(".jsonl"):
-        return make_examples(name, args.count, args.seed)
-    tasks = read_tasks(Path(name))[: args.count]
-    if any(task.request.messages for task in tasks):
-        raise ValueError(f"{name}: a prompt is a list of messages; dllm bench takes text")
-    return [Example(Path(name).stem, task.request.prompt or "", task.answer, (task.answer,)) for task in tasks]
-
-
-def _read(path: Path) -> Report:
-    try:
-        report: Report = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(report, dict) or report.get("schema") != SCHEMA or "runs" not in report:
-        raise ValueError(f"{path} is not a result of this version's `dllm bench`; measure again")
-    return report

@@ -1,77 +1,136 @@
-"""``dllm eval``: how many of the demo tasks, or of lm-evaluation-harness's, a model solves, and what that costs. And
-``dllm lm-eval``, the harness's own command.
+"""``dllm eval``: how well cache methods and ways of unmasking do on tasks, and what that costs, in one table and one
+plot. And ``dllm lm-eval``, the harness's own command.
 
 Not ``eval.py``: the module would hide Python's function from its importers.
 """
 
 import argparse
+import re
+import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.cli.arguments import GUIDED, GUIDING, ONE, RULES, positive_int, rule_options, split_rules
+from dllm_engine.cli.arguments import (
+    GUIDED,
+    GUIDING,
+    ONE,
+    RULES,
+    method_text,
+    parse_guided_rule,
+    parse_method,
+    positive_int,
+    split_names,
+)
 from dllm_engine.cli.engine import (
     add_decoding_arguments,
     add_engine_arguments,
+    cache_options,
     decoding_options,
     engine_arguments,
     given,
     load,
     prepare,
-    start_engine,
 )
-from dllm_engine.demo.tasks import TASKS, Example, make_examples
-from dllm_engine.evaluation.comparison import COLUMNS as COMPARISON_COLUMNS
-from dllm_engine.evaluation.comparison import Combination, ComparedScore, compare
-from dllm_engine.evaluation.harness import COLUMNS as HARNESS_COLUMNS
+from dllm_engine.demo.tasks import TASKS
+from dllm_engine.evaluation.comparison import Combination, Comparison, ScoreFile, Task
 from dllm_engine.evaluation.harness import (
-    HarnessScore,
     HarnessSettings,
     HarnessTask,
     check_lm_eval,
-    run_harness,
+    comparable,
     tasks_of_papers,
 )
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.paper_tasks import PAPERS
-from dllm_engine.evaluation.score import COLUMNS, score_task
-from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, check_plot, draw_tradeoff
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks, score_tasks
+from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
+from dllm_engine.evaluation.score import rows, write_csv
+from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff, plot_beside
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.text import format_table, json_rows
+from dllm_engine.text import format_table
 from dllm_engine.vllm_hooks.release import check_release
 
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32
 """Response tokens that hold the answers of the demo tasks."""
+AXES = {
+    "response tokens per second": "tokens_per_second",
+    "response tokens per forward pass": "tokens_per_pass",
+    "memory at the peak (MiB)": "memory_mib",
+}
+"""Of the plot, with the figures of a score."""
+FREE = (
+    *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output", *RULES),
+    *("cache_method", "cache_option", "retention_ratio", "guide_model", GUIDED, *GUIDING),
+    *("argv", "command", "passes_on_unknown", "run", "traceback", "unknown"),
+)
+"""Arguments that may differ between runs that fill the same table: its rows are told apart by them, or do not depend on
+them."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "eval",
-        help="score a model on the demo tasks, or on those of lm-evaluation-harness",
-        description=f"Score a model on the tasks {', '.join(TASKS)}, or on tasks of lm-evaluation-harness. Responses "
-        "to the first have 32 tokens in blocks of 8 unless asked otherwise; the same seed (default: 0) gives the same "
-        "examples.",
+        help="accuracy, tokens/s and memory of cache methods and unmasking rules, in one table and plot",
+        description="Scores cache methods and ways of unmasking on the demo model's tasks, on your own, on those of "
+        "lm-evaluation-harness or on a paper's, with tokens per second and memory beside the scores. Run again with "
+        "the same --output, it goes on where it stopped.",
     )
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--tasks", default=",".join(TASKS), metavar="NAME,…", help="default: %(default)s")
+    asked.add_argument(
+        "--tasks",
+        default=DEMO_TASKS,
+        metavar="NAME,…",
+        help=f"tasks of the demo model ({', '.join(TASKS)}; `{DEMO_TASKS}` for all in a row), or .jsonl files with "
+        'lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
+    )
     asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
     asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
+    asked.add_argument(
+        "--paper-table",
+        metavar="PAPER/TABLE",
+        help="the rows of a paper's table, such as sparse-dllm/table-1; docs/papers.md lists them",
+    )
     parser.add_argument(
         "--count",
         type=positive_int,
         metavar="N",
-        help=f"examples per task (default: {DEMO_COUNT}; of lm_eval's tasks all)",
+        help=f"examples per task (default: {DEMO_COUNT} of the demo model's, of others all)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores and settings to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw accuracy against speed into a .png")
     parser.add_argument(
-        "--plot-per",
-        choices=("second", "forward"),
-        default="second",
-        help="unit of its speed: tokens per second or pass",
+        "--match",
+        choices=MATCHES,
+        default="exact",
+        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
+        "answer, or its last number is the answer's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        "--batch-size",
+        type=positive_int,
+        metavar="N",
+        help="requests at once, on which speed and memory depend (default: the engine's max_num_seqs)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="write rows and answers as they are made, with a .csv and a .png of the same name beside it",
+    )
+    compared = parser.add_argument_group("comparison", "A row per cache method, unmasking rule and task.")
+    compared.add_argument(
+        "--methods",
+        metavar="NAME,…",
+        help="cache methods, with their papers' settings or sparse:retention_ratio=0.25+pool_kernel_size=1; a row for "
+        "each value of sparse:retention_ratio=0.25:0.5; or `all`",
+    )
+    compared.add_argument(
+        "--unmasking-rules",
+        metavar="RULE,…",
+        help=f"`{ONE}` for one token per step, NAME=VALUE with one of {', '.join(RULES)}, or {GUIDED}=MODEL with a "
+        f"guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}",
     )
     harness = add_harness_arguments(parser)
     harness.add_argument(
@@ -80,16 +139,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=NUM_SAMPLES,
         metavar="N",
         help="masks per continuation in likelihoods (default: %(default)s)",
-    )
-    compared = parser.add_argument_group(
-        "comparison", "A row per combination, over all demo tasks, instead of one per task."
-    )
-    compared.add_argument("--methods", metavar="NAME,…", help="cache methods, with their papers' settings; or `all`")
-    compared.add_argument(
-        "--unmasking-rules",
-        metavar="RULE,…",
-        help=f"`{ONE}` for one token per step, `{GUIDED}` with --guide-model, or NAME=VALUE with one of "
-        f"{', '.join(RULES)}",
     )
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
@@ -117,7 +166,7 @@ def add_harness_arguments(parser: argparse.ArgumentParser) -> "argparse._Argumen
     harness.add_argument("--paper", metavar="NAME", help=f"whose settings: {', '.join(PAPERS)} (default: the first)")
     harness.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's)")
     harness.add_argument(
-        "--metric", metavar="METRIC,FILTER", help="of several the one to show (default: the first; --json has all)"
+        "--metric", metavar="METRIC,FILTER", help="of several the one to show (default: the first; --output has all)"
     )
     harness.add_argument(
         "--no-chat-template",
@@ -137,25 +186,26 @@ def add_harness_arguments(parser: argparse.ArgumentParser) -> "argparse._Argumen
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.plot is not None:
-        check_plot(args.plot)
-    if args.lm_eval is not None or args.paper_task is not None:
-        return _run_harness(args)
-    for name, value in {"gen_length": ANSWER_LENGTH, "count": DEMO_COUNT}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    tasks = args.tasks.split(",")
-    examples = {task: make_examples(task, args.count, args.seed) for task in tasks}
-    if args.methods is not None or args.unmasking_rules is not None:
-        return _compare(args, examples)
-    if args.plot is not None:
-        raise ValueError("--plot shows combinations; name some with --methods or --unmasking-rules")
-    llm, params = start_engine(args)
-    scores = [score_task(llm, examples[task], params) for task in examples]
-    print(format_table([COLUMNS, *(score.row() for score in scores)]))
-    if args.json:
-        _write_json(args.json, args, scores)
-    return 0
+    if args.paper_table is not None:
+        table = paper_table(args.paper_table)
+        args.paper, args.paper_task = table.paper, table.benchmarks
+        args.methods, args.unmasking_rules = args.methods or table.methods, args.unmasking_rules or table.rules
+    asks_demo_model = args.lm_eval is None and args.paper_task is None
+    if asks_demo_model and args.gen_length is None and ".jsonl" not in args.tasks:
+        args.gen_length = ANSWER_LENGTH
+    plot = None if args.output is None else plot_beside(args.output)
+    wanted = combinations(args)
+    file = ScoreFile(args.output, {name: value for name, value in vars(args).items() if name not in FREE})
+    comparison = Comparison(wanted, _own_tasks(args) if asks_demo_model else _harness(args), file, load)
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        if args.output is not None:
+            print(f"\nWhat was measured is in {args.output}; the same command goes on from there.", file=sys.stderr)
+        raise
+    finally:
+        _finish(args, comparison, plot)
+    return 1 if comparison.errors else 0
 
 
 def run_lm_eval(args: argparse.Namespace) -> int:
@@ -173,30 +223,43 @@ def run_lm_eval(args: argparse.Namespace) -> int:
 
 def combinations(args: argparse.Namespace) -> list[Combination]:
     """What ``--methods`` and ``--unmasking-rules`` ask for, checked; raises ``ValueError`` naming what is wrong."""
-    own, guiding = given(args, RULES), given(args, GUIDING)
-    has_guide = args.guide_model is not None
-    if args.unmasking_rules is None:
-        way = GUIDED if has_guide and args.guided is not False else ONE
-        rules = {",".join(f"{name}={value}" for name, value in own.items()) or way: own | guiding}
-    elif own:
-        raise ValueError(f"--unmasking-rules and --{next(iter(own)).replace('_', '-')} both say how to unmask")
-    else:
-        rules = {text: rule_options(text, guiding if has_guide else None) for text in split_rules(args.unmasking_rules)}
-    methods = [args.cache_method]
-    if args.methods is not None:
-        if args.cache_method != "none" or args.cache_option:
-            raise ValueError("--methods takes the papers' settings; leave out --cache-method and --cache-option")
-        methods = list(CACHE_METHODS) if args.methods == "all" else args.methods.split(",")
     made = []
-    for method in methods:
-        of_method = argparse.Namespace(**vars(args) | {"cache_method": method})
-        prepare(of_method)
-        engine = engine_arguments(of_method)
-        decoding = {name: value for name, value in decoding_options(args).items() if name not in GUIDING}
-        made += [Combination(method, rule, engine, decoding | rules[rule]) for rule in rules]
+    for method, options in _methods(args):
+        for text, guide, decoding in _rules(args):
+            chosen = {"cache_method": method, "cache_option": list(options.items()), "retention_ratio": None}
+            of_row = argparse.Namespace(**vars(args) | chosen | {"guide_model": guide})
+            prepare(of_row)
+            engine = engine_arguments(of_row) | ({} if args.batch is None else {"max_num_seqs": args.batch})
+            shared = {name: value for name, value in decoding_options(args).items() if name not in (GUIDED, *GUIDING)}
+            made.append(Combination(method_text(method, options), text, engine, shared | decoding))
     for combination in made:
         combination.params()
     return made
+
+
+def _methods(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
+    if args.methods is None:
+        return [(args.cache_method, cache_options(args))]
+    if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
+        raise ValueError("--methods takes options itself (dual:refresh=near); leave out --cache-method and its options")
+    texts = CACHE_METHODS if args.methods == "all" else split_names(args.methods)
+    return [chosen for text in texts for chosen in parse_method(text)]
+
+
+def _rules(args: argparse.Namespace) -> list[tuple[str, str | None, dict[str, Any]]]:
+    """Their names, guides and request options."""
+    own, guiding = given(args, RULES), given(args, GUIDING)
+    guide = None if args.guided is False else args.guide_model
+    if args.unmasking_rules is None:
+        way = ONE if guide is None else f"{GUIDED}={guide}"
+        return [(",".join(f"{name}={value}" for name, value in own.items()) or way, guide, own | guiding)]
+    if own:
+        raise ValueError(f"--unmasking-rules and --{next(iter(own)).replace('_', '-')} both say how to unmask")
+    # `guided` alone is by --guide-model.
+    named = GUIDED if guide is None else f"{GUIDED}={guide}"
+    texts = [re.sub(rf"^{GUIDED}(?=\+|$)", named, text) for text in split_names(args.unmasking_rules)]
+    rules = [(text, *parse_guided_rule(text)) for text in texts]
+    return [(text, of_rule, options if of_rule is None else guiding | options) for text, of_rule, options in rules]
 
 
 def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:
@@ -209,65 +272,52 @@ def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:
     return [replace(task, **own) for task in tasks]
 
 
-def _compare(args: argparse.Namespace, examples: dict[str, list[Example]]) -> int:
-    scores: list[ComparedScore] = _collected(compare(combinations(args), examples, load), COMPARISON_COLUMNS, args)
-    if args.plot is not None:
-        name = "exact match: " + ", ".join(examples)
-        draw_tradeoff(
-            [
-                TradeoffPoint(name, s.cache_method, s.unmasking, speed, s.exact_match, s.exact_match_error)
-                for s in scores
-                if (speed := _speed(s, args.plot_per)) is not None
-            ],
-            args.plot,
-            args.plot_per,
-        )
-    return 0
-
-
-def _speed(score: ComparedScore | HarnessScore, per: str) -> float | None:
-    """Response tokens per second or per forward pass; None where no response was asked for."""
-    if score.forwards_per_token is None:
-        return None
-    return score.tokens_per_second if per == "second" else 1 / score.forwards_per_token
-
-
-def _run_harness(args: argparse.Namespace) -> int:
+def _harness(args: argparse.Namespace) -> list[Task]:
     check_lm_eval()
     settings = HarnessSettings(**{field.name: getattr(args, field.name) for field in fields(HarnessSettings)})
-    found = run_harness(harness_tasks(args), combinations(args), settings, load)
-    scores: list[HarnessScore] = _collected(found, HARNESS_COLUMNS, args)
-    if args.plot is not None:
-        points = [
-            TradeoffPoint(f"{s.task}: {s.metric}", s.cache_method, s.unmasking, speed, s.score, s.stderr)
-            for s in scores
-            if (speed := _speed(s, args.plot_per)) is not None
-        ]
-        if not points:
-            raise ValueError("nothing to plot: likelihoods are computed without a cache, so no method is faster")
-        draw_tradeoff(points, args.plot, args.plot_per)
-    return 0
+    return comparable(harness_tasks(args), settings)
 
 
-def _collected(found: Iterable[Any], columns: Sequence[str], args: argparse.Namespace) -> list[Any]:
-    """All scores; a long run that is interrupted or fails late still prints and writes those it found."""
-    scores: list[Any] = []
-    try:
-        for score in found:
-            scores.append(score)
-            if args.json:
-                _write_json(args.json, args, scores)
-    finally:
-        if scores:
-            print(format_table([columns, *(score.row() for score in scores)]))
-    return scores
+def _own_tasks(args: argparse.Namespace) -> list[Task]:
+    made = []
+    for name in args.tasks.split(","):
+        if name.endswith(".jsonl"):
+            tasks = read_tasks(Path(name))[: args.count]
+        else:
+            tasks = demo_tasks(name, args.count or DEMO_COUNT, args.seed)
+        made.append(Task(Path(name).stem, partial(score_tasks, tasks, args.match)))
+    return made
 
 
-def _write_json(path: Path, args: argparse.Namespace, scores: Sequence[Any]) -> None:
-    unwritten = ("argv", "command", "json", "passes_on_unknown", "run", "traceback", "unknown")
-    asked = {name: value for name, value in vars(args).items() if name not in unwritten}
-    report = {
-        "settings": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
-        "scores": [asdict(score) for score in scores],
-    }
-    path.write_text(json_rows(report, depth=2) + "\n", encoding="utf-8")
+def _finish(args: argparse.Namespace, comparison: Comparison, plot: Path | None) -> None:
+    """Print and write the rows, also those of a run that was interrupted or failed late."""
+    scores = comparison.scores
+    if not scores:
+        return
+    print(format_table(rows(scores)))
+    for key, why in comparison.errors.items():
+        print(f"cannot be measured: {key}: {why}", file=sys.stderr)
+    if args.output is None:
+        return
+    from dllm_engine.bench.machine import provenance
+
+    comparison.file.about = {"command": shlex.join(["dllm", *args.argv]), "machine": provenance()}
+    comparison.file.save()
+    written = [args.output, args.output.with_suffix(".csv")]
+    write_csv(scores, written[1])
+    points = [
+        TradeoffPoint(
+            f"{s.task}: {s.result.metric}",
+            s.method,
+            s.unmasking,
+            {axis: s.figures[name] for axis, name in AXES.items()},
+            s.result.score,
+            s.result.stderr,
+        )
+        for s in scores
+        if s.cost.requests
+    ]
+    if plot is not None and points:
+        draw_tradeoff(points, plot)
+        written.append(plot)
+    print(f"\nwrote {', '.join(map(str, written))}")

@@ -12,17 +12,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm_engine.batch.files import BatchRequest
 from dllm_engine.checkpoints import load_config
-from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints, split_rules
+from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints, split_names
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
 from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
-from dllm_engine.evaluation.own_tasks import MATCHES, OwnTask, read_tasks
-from dllm_engine.evaluation.tradeoff_plot import check_plot
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
+from dllm_engine.evaluation.tradeoff_plot import plot_beside
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.tuning.questions import OwnQuestions, Questions
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         args.budget = DEMO_BUDGET if asks_demo_tasks else BUDGET
     if asks_demo_tasks and args.gen_length is None:
         args.gen_length = ANSWER_LENGTH
-    plot = _plot_beside(args.output)
+    plot = plot_beside(args.output)
     prepare(args)
     questions = _questions(args)
     runner, search = _search(args, questions)
@@ -149,8 +148,6 @@ def _check(args: argparse.Namespace) -> None:
             f"nothing says what {args.model} is to answer; give --tasks FILE with your own prompts and answers, or "
             f"--lm-eval or --paper-task"
         )
-    if args.output.suffix != ".json":
-        raise ValueError(f"--output {args.output}: the results are JSON; give the file the ending .json")
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
@@ -160,23 +157,12 @@ def _methods(args: argparse.Namespace) -> list[str]:
 def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
     if args.unmasking_rules is None:
         return list(RULES)
-    rules = [rule for text in split_rules(args.unmasking_rules) for rule in parse_rule(text).items()]
+    rules = [rule for text in split_names(args.unmasking_rules) for rule in parse_rule(text).items()]
     for name, _ in rules:
         if name in (*MORE_OF_RULE, "slow_fast"):
             why = "varied anyway" if name == "block_add_threshold" else "not searched"
             raise ValueError(f"--unmasking-rules {args.unmasking_rules}: {name} is {why}; leave it out")
     return rules
-
-
-def _plot_beside(output: Path) -> Path | None:
-    """Where the plot goes; None, with a word why, where none can be drawn."""
-    path = output.with_suffix(".png")
-    try:
-        check_plot(path)
-    except ValueError as error:
-        print(f"no plot will be drawn: {error}", file=sys.stderr)
-        return None
-    return path
 
 
 def _questions(args: argparse.Namespace) -> Questions:
@@ -193,9 +179,8 @@ def _questions(args: argparse.Namespace) -> Questions:
         tasks = read_tasks(args.tasks)[: args.count]
         return OwnQuestions(str(args.tasks), tasks, args.match)
     count = DEMO_COUNT if args.count is None else -(-args.count // len(TASKS))
-    examples = [example for task in TASKS for example in make_examples(task, count, args.seed)]
-    tasks = [OwnTask(BatchRequest(prompt=example.prompt), example.answer) for example in examples]
-    return OwnQuestions("demo", tasks[: args.count], args.match)
+    tasks = demo_tasks(DEMO_TASKS, count, args.seed)
+    return OwnQuestions(DEMO_TASKS, tasks[: args.count], args.match)
 
 
 def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunner, Search]:

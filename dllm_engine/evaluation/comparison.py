@@ -1,15 +1,19 @@
-"""Comparisons: cache methods and unmasking rules on the same examples, one engine after the other."""
+"""Comparisons: cache methods and ways of unmasking on the same tasks, one engine after the other."""
 
 import gc
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from dllm_engine.demo.tasks import Example
-from dllm_engine.evaluation.score import TaskScore, score_task
+from dllm_engine.evaluation.answering import Answer, Cost, Memory, Request, answer_all, answers
+from dllm_engine.evaluation.result_file import ResultFile
+from dllm_engine.evaluation.score import Result, Score
+from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -17,27 +21,20 @@ if TYPE_CHECKING:
 
 LoadEngine = Callable[[dict[str, Any]], "LLM"]
 """Starts an engine with arguments of ``LLM``."""
-COLUMNS = (
-    "METHOD",
-    "UNMASKING",
-    "EXACT",
-    "±",
-    "ITEMS",
-    "FORWARDS/ANSWER",
-    "TOKENS/FORWARD",
-    "COMPUTED/TOKEN",
-    "TOKENS/S",
-)
 NUM_WARMUP = 4
-"""Examples per task that an engine answers before it is timed."""
+"""Requests that an engine answers before it is timed."""
+SAVE_SECONDS = 30
+"""From one time that the answers of an unfinished row are written to the next."""
+SCHEMA = 1
+"""Of result files; raised where a reader of older ones would go wrong."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A cache method with an unmasking rule."""
+    """A cache method with a way of unmasking, as the command line names them."""
 
-    cache_method: str
-    rule: str
+    method: str
+    unmasking: str
     engine: dict[str, Any]
     """Arguments of ``LLM``."""
     decoding: dict[str, Any]
@@ -45,8 +42,7 @@ class Combination:
 
     @property
     def is_guided(self) -> bool:
-        """Whether a guide decides what a step fills."""
-        return self.engine.get("guide_model") is not None and self.decoding.get("guided") is not False
+        return self.engine.get("guide_model") is not None
 
     def params(self) -> "DiffusionParams":
         """Raises ``ValueError`` naming what is out of range."""
@@ -56,55 +52,27 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class ComparedScore:
-    """Results of one combination over all tasks. Rates are fractions."""
+class Task:
+    """What is asked, and how it is scored."""
 
-    cache_method: str
-    unmasking: str
-    exact_match: float
-    exact_match_error: float
-    """Standard error of the exact match; the examples of each task are a random sample."""
-    item_match: float
-    forwards_per_answer: float
-    """What counts for the reader: several blocks at once also fill tokens behind the end of an answer."""
-    forwards_per_token: float
-    computed_per_token: float
-    tokens_per_second: float
-    tasks: list[TaskScore]
+    name: str
+    score: Callable[["LLM", dict[str, Any], Answer], Result]
+    """Scores an engine with arguments of ``DiffusionParams``, which is given what answers requests."""
+    decoding: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``DiffusionParams``, where a combination has none of its own."""
+    guided: dict[str, Any] | None = None
+    """The same for combinations with a guide; None: as the others, without ``steps``."""
+    cache_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By cache method, where a combination has none of its own."""
 
-    @classmethod
-    def of(cls, combination: Combination, tasks: list[TaskScore]) -> "ComparedScore":
-        """Matches are means over examples, costs are means over tokens."""
-        examples, tokens = sum(task.examples for task in tasks), sum(task.tokens for task in tasks)
-        forwards = sum(task.forwards_per_token * task.tokens for task in tasks)
-        return cls(
-            cache_method=combination.cache_method,
-            unmasking=combination.rule,
-            exact_match=sum(task.exact_match * task.examples for task in tasks) / examples,
-            exact_match_error=math.sqrt(
-                sum(task.exact_match * (1 - task.exact_match) * task.examples for task in tasks)
-            )
-            / examples,
-            item_match=sum(task.item_match * task.examples for task in tasks) / examples,
-            forwards_per_answer=forwards / examples,
-            forwards_per_token=forwards / tokens,
-            computed_per_token=sum(task.computed_per_token * task.tokens for task in tasks) / tokens,
-            tokens_per_second=tokens / sum(task.seconds for task in tasks),
-            tasks=tasks,
-        )
+    def engine_of(self, combination: Combination) -> dict[str, Any]:
+        engine = combination.engine
+        return engine | {"cache_options": self.cache_options.get(engine["cache_method"], {}) | engine["cache_options"]}
 
-    def row(self) -> tuple[str, ...]:
-        return (
-            self.cache_method,
-            self.unmasking,
-            f"{self.exact_match:.1%}",
-            f"{self.exact_match_error:.1%}",
-            f"{self.item_match:.1%}",
-            f"{self.forwards_per_answer:.2f}",
-            f"{1 / self.forwards_per_token:.2f}",
-            f"{self.computed_per_token:.1f}",
-            f"{self.tokens_per_second:.0f}",
-        )
+    def decoding_of(self, combination: Combination) -> dict[str, Any]:
+        counts = combination.is_guided or "tokens_per_step" in combination.decoding
+        own = {name: value for name, value in self.decoding.items() if not (counts and name == "steps")}
+        return (self.guided if combination.is_guided and self.guided is not None else own) | combination.decoding
 
 
 class OneEngine:
@@ -136,29 +104,188 @@ class OneEngine:
             gc.collect()
 
 
-def engines(wanted: list[Combination], load: LoadEngine) -> "Iterator[tuple[LLM, list[Combination]]]":
-    """An engine per cache method, with the combinations to run on it before the next engine is asked for."""
-    by_method: dict[str, list[Combination]] = {}
-    for combination in wanted:
-        by_method.setdefault(combination.cache_method, []).append(combination)
-    engine = OneEngine(load)
-    for of_method in by_method.values():
-        yield engine.of(of_method[0].engine), of_method
-        engine.stop()
+@dataclass
+class Progress:
+    """How far a row is: its responses, and what they cost."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    """By the number of the request; JSON has no other keys."""
+    cost: Cost = field(default_factory=Cost)
+    memory: Memory | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Progress":
+        """Raises ``KeyError`` or ``TypeError`` for what is no ``asdict`` of it."""
+        memory = None if value["memory"] is None else Memory(**value["memory"])
+        return cls(value["texts"], Cost(**value["cost"]), memory)
 
 
-def compare(wanted: list[Combination], examples: dict[str, list[Example]], load: LoadEngine) -> Iterator[ComparedScore]:
-    """Score each combination on the examples of each task."""
-    with tqdm(total=len(wanted), desc="Combinations", unit="", leave=False) as bar:
-        for llm, of_method in engines(wanted, load):
-            for combination in of_method:
-                llm.check_params(combination.params())
-            for of_task in examples.values():
-                score_task(llm, of_task[:NUM_WARMUP], of_method[0].params())
-            for combination in of_method:
-                params = combination.params()
-                yield ComparedScore.of(combination, [score_task(llm, of_task, params) for of_task in examples.values()])
-                bar.update()
+class ScoreFile(ResultFile):
+    """The rows of a table, and how far one more is. Without a path nothing is written."""
+
+    def __init__(self, path: Path | None, subject: dict[str, Any]) -> None:
+        self.scores: dict[str, Score] = {}
+        self.unfinished: dict[str, Progress] = {}
+        self.about: dict[str, Any] = {}
+        """What is written beside them: command, machine."""
+        self._is_written = path is not None
+        if path is not None:
+            super().__init__(path, "eval", SCHEMA, subject)
+            for score in map(Score.from_json, self.stored.get("scores", [])):
+                self.scores[key_of(score.method, score.unmasking, score.task)] = score
+            unfinished = self.stored.get("unfinished", {})
+            self.unfinished = {key: Progress.from_json(value) for key, value in unfinished.items()}
+
+    def save(self) -> None:
+        """Write all of it."""
+        if self._is_written:
+            scores = [asdict(score) for score in self.scores.values()]
+            unfinished = {key: asdict(progress) for key, progress in self.unfinished.items() if progress.texts}
+            self.write(depth=2, **self.about, scores=scores, unfinished=unfinished)
+
+
+def key_of(method: str, unmasking: str, task: str) -> str:
+    """The name of a row."""
+    return json.dumps([method, unmasking, task])
+
+
+class Comparison:
+    """Fills a table: a row per combination and task.
+
+    Args:
+        combinations: cache methods with ways of unmasking.
+        tasks: what each is asked.
+        file: rows so far; each is written as soon as it is scored, and its answers while it is not.
+        load: starts an engine.
+    """
+
+    def __init__(
+        self, combinations: Sequence[Combination], tasks: Sequence[Task], file: ScoreFile, load: LoadEngine
+    ) -> None:
+        self.file = file
+        self.errors: dict[str, str] = {}
+        """Why a row could not be measured."""
+        self._engine, self._rows = OneEngine(load), [(c, task) for c in combinations for task in tasks]
+        self._is_warm = False
+        self._broken: dict[str, ValueError] = {}
+        """Why engines do not start."""
+
+    @property
+    def scores(self) -> list[Score]:
+        """Those that were asked for first, in that order, then what else the file holds."""
+        asked = [_key(*row) for row in self._rows]
+        ordered = [*(key for key in asked if key in self.file.scores), *self.file.scores]
+        return [self.file.scores[key] for key in dict.fromkeys(ordered)]
+
+    def run(self) -> None:
+        """Measure the rows that are missing. Interrupted, it leaves what it has measured in the file.
+
+        Raises:
+            ValueError: not one row can be measured.
+        """
+        missing = [row for row in self._rows if _key(*row) not in self.file.scores]
+        done = len(self._rows) - len(missing)
+        # An engine starts once: rows that share it follow each other.
+        order = list(dict.fromkeys(_name(task.engine_of(c)) for c, task in missing))
+        missing.sort(key=lambda row: order.index(_name(row[1].engine_of(row[0]))))
+        form = "{percentage:3.0f}% |{bar:20}| {desc} [{elapsed}<{remaining}]"
+        try:
+            with tqdm(total=len(self._rows), initial=done, bar_format=form, leave=False) as bar:
+                for row in missing:
+                    bar.set_description_str(" ".join(json.loads(_key(*row))))
+                    self._measure(*row, bar)
+        finally:
+            self._engine.stop()
+        if not self.file.scores:
+            raise ValueError(next(iter(self.errors.values())))
+
+    def _measure(self, combination: Combination, task: Task, bar: Any) -> None:
+        key, before = _key(combination, task), bar.n
+        progress = self.file.unfinished.setdefault(key, Progress())
+        engine, decoding = task.engine_of(combination), task.decoding_of(combination)
+        try:
+            result = task.score(self._started(engine), decoding, self._answering(progress, bar))
+            self.file.scores[key] = Score(
+                method=combination.method,
+                unmasking=combination.unmasking,
+                task=task.name,
+                result=result,
+                cost=progress.cost,
+                memory=progress.memory,
+                engine={name: value for name, value in engine.items() if value is not None},
+                decoding=decoding,
+            )
+            del self.file.unfinished[key]
+        except (ValueError, RuntimeError) as error:
+            # A method and a rule may exclude each other, or memory may not suffice; the other rows go on.
+            self.errors[key] = one_line(error)
+            if isinstance(error, RuntimeError):
+                self._engine.stop()  # it may be in any state
+        finally:
+            self.file.save()
+        bar.update(before + 1 - bar.n)
+
+    def _started(self, engine: dict[str, Any]) -> "LLM":
+        if not self._engine.runs(engine):
+            self._is_warm = False
+            if (known := self._broken.get(_name(engine))) is not None:
+                raise known
+            try:
+                self._engine.of(engine)
+            except ValueError as error:
+                self._broken[_name(engine)] = error
+                raise
+        return self._engine.of(engine)
+
+    def _answering(self, progress: Progress, bar: Any) -> Answer:
+        """What answers the requests of a row, but those that were answered before it was interrupted."""
+        given = 0
+
+        def answer(llm: "LLM", requests: Sequence[Request]) -> list[str]:
+            nonlocal given
+            numbers = [str(given + index) for index in range(len(requests))]
+            given += len(requests)
+            open_ones = [index for index, number in enumerate(numbers) if number not in progress.texts]
+            self._ask(llm, [requests[index] for index in open_ones], [numbers[i] for i in open_ones], progress, bar)
+            return [progress.texts[number] for number in numbers]
+
+        return answer
+
+    def _ask(self, llm: "LLM", requests: Sequence[Request], numbers: list[str], progress: Progress, bar: Any) -> None:
+        from dllm_engine.bench.memory import MemoryMeter, touch_pages
+        from dllm_engine.bench.passes import is_in_process
+
+        if not requests:
+            return
+        measures = is_in_process(llm)
+        if not self._is_warm:
+            if measures:
+                touch_pages(llm)
+            answer_all(llm, requests[:NUM_WARMUP], NUM_WARMUP)
+            self._is_warm = True
+        meter = MemoryMeter(llm) if measures else None
+        at_once = llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        saved = time.monotonic()
+        try:
+            for index, output, cost in answers(llm, requests, at_once, meter):
+                progress.texts[numbers[index]] = output.outputs[0].text
+                progress.cost.add(cost)
+                bar.update(1 / len(requests))
+                if time.monotonic() - saved > SAVE_SECONDS:
+                    self.file.save()
+                    saved = time.monotonic()
+        finally:
+            if meter is not None:
+                memory = meter.read()
+                progress.memory = memory if progress.memory is None else memory.max(progress.memory)
+
+
+def _name(engine: dict[str, Any]) -> str:
+    return json.dumps(engine, default=str)
+
+
+def _key(combination: Combination, task: Task) -> str:
+    return key_of(combination.method, combination.unmasking, task.name)
 
 
 def _stop(llm: "LLM") -> None:

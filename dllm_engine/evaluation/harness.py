@@ -1,26 +1,21 @@
-"""Tasks of lm-evaluation-harness, scored together with what they cost."""
+"""Tasks of lm-evaluation-harness."""
 
-import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.evaluation.comparison import Combination, LoadEngine, engines
+from dllm_engine.evaluation.answering import Answer
+from dllm_engine.evaluation.comparison import Task
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.paper_tasks import paper_task
+from dllm_engine.evaluation.score import Result
 from dllm_engine.families import family_of
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
-
-COLUMNS = (
-    "METHOD", "UNMASKING", "TASK", "METRIC", "SCORE", "STDERR", "EXAMPLES", "FORWARDS/TOKEN", "COMPUTED/TOKEN",
-    "TOKENS/S",
-)  # fmt: skip
-UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
@@ -33,6 +28,8 @@ class HarnessTask:
     metric: str | None = None
     decoding: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``DiffusionParams``, where a combination has none of its own."""
+    guided: dict[str, Any] | None = None
+    """The same for combinations with a guide."""
     max_prompt_tokens: int | None = None
     with_chat_template: bool = True
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -57,44 +54,6 @@ class HarnessSettings:
     """Whether the programs that a model writes may run."""
 
 
-@dataclass(frozen=True)
-class HarnessScore:
-    """Results of one combination on one task. Rates are fractions; None where no response was asked for."""
-
-    cache_method: str
-    unmasking: str
-    task: str
-    metric: str
-    score: float
-    stderr: float | None
-    examples: int
-    forwards_per_token: float | None
-    computed_per_token: float | None
-    tokens_per_second: float | None
-    decoding: dict[str, Any]
-    num_fewshot: dict[str, int]
-    """As run, by task."""
-    results: dict[str, Any]
-    """All that lm_eval reports, by task."""
-
-    def row(self) -> tuple[str, ...]:
-        def text(value: float | None, form: str) -> str:
-            return UNKNOWN if value is None else format(value, form)
-
-        return (
-            self.cache_method,
-            self.unmasking,
-            self.task,
-            self.metric,
-            f"{self.score:.4f}",
-            text(self.stderr, ".4f"),
-            str(self.examples),
-            text(self.forwards_per_token, ".2f"),
-            text(self.computed_per_token, ".1f"),
-            text(self.tokens_per_second, ".0f"),
-        )
-
-
 def check_lm_eval() -> None:
     """Raise ``ValueError`` where lm_eval is missing."""
     try:
@@ -110,40 +69,38 @@ def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> lis
     from dllm_engine.checkpoints import load_config
 
     family, is_base = family_of(load_config(model)), "base" in model.lower()
-    rows = [paper_task(benchmark, family, paper) for benchmark in benchmarks]
+    rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
     return [
         HarnessTask(
-            name=row.base_task if is_base and row.base_task is not None else row.task,
+            name=row.task_for(is_base),
             num_fewshot=row.num_fewshot,
             metric=row.metric,
             decoding=row.decoding,
+            guided=row.guided,
             max_prompt_tokens=row.max_prompt_tokens,
-            with_chat_template=not is_base,
+            with_chat_template=row.chat_template and not is_base,
             cache_options=row.cache_options(model),
         )
         for row in rows
     ]
 
 
-def run_harness(
-    tasks: list[HarnessTask], wanted: list[Combination], settings: HarnessSettings, load: LoadEngine
-) -> Iterator[HarnessScore]:
-    """Score each combination on each task.
-
-    Raises:
-        ValueError: a task or its data is missing, an option is out of range, or a prompt does not fit.
-    """
+def comparable(tasks: list[HarnessTask], settings: HarnessSettings) -> list[Task]:
+    """The tasks, to be scored; raises ``ValueError`` where one, or its data, is missing."""
     # Check this before a model is loaded: the data is what is missing most often.
     manager = task_manager(tasks, settings.include_path)
     for task in tasks:
         check_data(manager, task.name)
-    for together in _with_equal_engines(tasks):
-        for llm, of_method in engines([_for_tasks(combination, together[0]) for combination in wanted], load):
-            warm = False
-            for combination in of_method:
-                for task in together:
-                    yield _score(llm, combination, task, manager, settings, warm_up=not warm)
-                    warm = True
+    return [
+        Task(
+            name=Path(task.name).stem if task.name.endswith(".yaml") else task.name,
+            score=partial(_score, task, manager, settings),
+            decoding=task.decoding,
+            guided=task.guided,
+            cache_options=task.cache_options,
+        )
+        for task in tasks
+    ]
 
 
 def task_manager(tasks: list[HarnessTask], include_path: Path | None) -> Any:
@@ -173,61 +130,27 @@ def check_data(manager: Any, name: str) -> dict[str, Any]:
         ) from error
 
 
-def _with_equal_engines(tasks: list[HarnessTask]) -> list[list[HarnessTask]]:
-    """The tasks in groups with the same cache options, so that each group shares an engine."""
-    groups: dict[str, list[HarnessTask]] = {}
-    for task in tasks:
-        groups.setdefault(json.dumps(task.cache_options, sort_keys=True), []).append(task)
-    return list(groups.values())
-
-
-def _for_tasks(combination: Combination, task: HarnessTask) -> Combination:
-    """The combination with the cache options of the task's paper, unless it has options of its own."""
-    options = task.cache_options.get(combination.cache_method)
-    if options is None or combination.engine["cache_options"]:
-        return combination
-    return replace(combination, engine=combination.engine | {"cache_options": options})
-
-
-def decoding_of(task: HarnessTask, combination: Combination) -> dict[str, Any]:
-    """Arguments of ``DiffusionParams``: the task's, overridden by the combination's. A guide has no use for a number of
-    steps."""
-    left_out = ("steps",) if combination.is_guided else ()
-    return {name: value for name, value in task.decoding.items() if name not in left_out} | combination.decoding
-
-
 def _score(
-    llm: "LLM", combination: Combination, task: HarnessTask, manager: Any, settings: HarnessSettings, *, warm_up: bool
-) -> HarnessScore:
-    from dllm_engine.evaluation.lm_eval_model import Cost, DiffusionLM
+    task: HarnessTask, manager: Any, settings: HarnessSettings, llm: "LLM", decoding: dict[str, Any], answer: Answer
+) -> Result:
+    from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 
-    decoding = decoding_of(task, combination)
     model = DiffusionLM(
-        llm, decoding, mc_num=settings.mc_num, mc_seed=settings.seed, max_prompt_tokens=task.max_prompt_tokens
+        llm,
+        decoding,
+        mc_num=settings.mc_num,
+        mc_seed=settings.seed,
+        max_prompt_tokens=task.max_prompt_tokens,
+        answer=answer,
     )
-    if warm_up:
-        evaluate(model, task, manager, settings, limit=1)
-        model.cost = Cost()
-    results, cost = evaluate(model, task, manager, settings, limit=settings.count), model.cost
+    results = evaluate(model, task, manager, settings, limit=settings.count)
     metric, score, stderr = headline(results, task.name, task.metric)
-    return HarnessScore(
-        cache_method=combination.cache_method,
-        unmasking=combination.rule,
-        task=next(iter(results["results"])) if task.name.endswith(".yaml") else task.name,
-        metric=metric,
-        score=score,
-        stderr=stderr,
-        examples=sum(samples["effective"] for samples in results["n-samples"].values()),
-        forwards_per_token=cost.forward_passes / cost.tokens if cost.tokens else None,
-        computed_per_token=cost.tokens_computed / cost.tokens if cost.tokens else None,
-        tokens_per_second=cost.tokens / cost.seconds if cost.tokens else None,
-        decoding=decoding,
-        num_fewshot=results["n-shot"],
-        results={
-            name: {key: value for key, value in entry.items() if "," in key}
-            for name, entry in (results["results"] | (results.get("groups") or {})).items()
-        },
-    )
+    details = {
+        name: {key: value for key, value in entry.items() if "," in key}
+        for name, entry in (results["results"] | (results.get("groups") or {})).items()
+    }
+    examples = sum(samples["effective"] for samples in results["n-samples"].values())
+    return Result(metric, score, stderr, examples, {"num_fewshot": results["n-shot"], **details})
 
 
 def evaluate(model: Any, task: HarnessTask, manager: Any, settings: HarnessSettings, **which: Any) -> dict[str, Any]:

@@ -5,10 +5,8 @@ this module loaded first.
 """
 
 import json
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
@@ -17,6 +15,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
+from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
@@ -29,16 +28,10 @@ _TASK_OPTIONS = ("temperature", "top_p", "top_k", "seed")
 """Options of lm_eval's ``generation_kwargs`` that go by the same name here."""
 
 
-@dataclass
-class Cost:
-    """What the responses of an evaluation cost."""
-
-    tokens: int = 0
-    """Response tokens unmasked, to the end of each last block."""
-    forward_passes: int = 0
-    """Summed over the responses, whether or not they shared them."""
-    tokens_computed: int = 0
-    seconds: float = 0.0
+def answer_at_once(llm: LLM, requests: Sequence[Request]) -> list[str]:
+    """All requests are the engine's to batch."""
+    prompts, params = [{"prompt_token_ids": ids} for ids, _ in requests], [wanted for _, wanted in requests]
+    return [output.outputs[0].text for output in llm.generate(prompts, params)]
 
 
 @register_model("dllm")
@@ -60,6 +53,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
+        answer: Answer = answer_at_once,
     ) -> None:
         """
         Args:
@@ -71,6 +65,7 @@ class DiffusionLM(TemplateLM):
                 response of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
             max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they
                 do not fit.
+            answer: what answers the requests.
 
         Raises:
             ValueError: an option that is unknown or out of range.
@@ -88,7 +83,7 @@ class DiffusionLM(TemplateLM):
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
         self.max_prompt_tokens = max_prompt_tokens
         self.tokenizer = llm.get_tokenizer()
-        self.cost = Cost()
+        self.answer = answer
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "DiffusionLM":
@@ -150,7 +145,7 @@ class DiffusionLM(TemplateLM):
     # Responses
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Responses, without the stop string that ended them; all requests go to the engine at once."""
+        """Responses, without the stop string that ended them."""
         params = [self._params(request.args[1]) for request in requests]
         asked: Counter[int] = Counter()
         for request, wanted in zip(requests, params, strict=True):
@@ -161,7 +156,7 @@ class DiffusionLM(TemplateLM):
             self._fit(self.tok_encode(context), wanted.gen_length or 1)
             for (context, _), wanted in zip((request.args for request in requests), params, strict=True)
         ]
-        texts = self._answer(prompts, params, use_tqdm=not disable_tqdm)
+        texts = self.answer(self.llm, list(zip(prompts, params, strict=True)))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -182,17 +177,6 @@ class DiffusionLM(TemplateLM):
                 f"generation_kwargs: {name}={value!r} is not supported; known: {', '.join(DECODING_OPTIONS)}"
             )
         return DiffusionParams(stop=stop, **params)
-
-    def _answer(self, prompts: list[list[int]], params: list[DiffusionParams], *, use_tqdm: bool) -> list[str]:
-        start = time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=use_tqdm)
-        self.cost.seconds += time.perf_counter() - start
-        for output in outputs:
-            figures = output.outputs[0].diffusion
-            self.cost.tokens += figures.tokens_unmasked
-            self.cost.forward_passes += figures.forward_passes
-            self.cost.tokens_computed += figures.tokens_computed
-        return [output.outputs[0].text for output in outputs]
 
     def _fit(self, prompt: list[int], response_length: int) -> list[int]:
         """The prompt, shortened where ``max_prompt_tokens`` says so; raises ``ValueError`` if it does not fit."""

@@ -1,24 +1,68 @@
-"""A user's own tasks: a JSONL file of prompts and answers, and when a response counts as right."""
+"""Tasks of prompts and answers, from a user's JSONL file or the demo model's: and when a response counts as right."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from dllm_engine.batch.files import BatchRequest
+from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.evaluation.answering import Answer, Request
+from dllm_engine.evaluation.score import Result, mean_and_error
 from dllm_engine.text import one_line
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+
+DEMO_TASKS = "demo"
+"""All tasks of the demo model together."""
 
 
 @dataclass(frozen=True)
 class OwnTask:
-    """One line of the file."""
+    """A prompt and its answer."""
 
     request: BatchRequest
     answer: str
     """Without white space around it."""
+    part: str = ""
+    """Of the whole: which of the demo model's tasks it belongs to."""
+
+
+def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
+    """So many examples of a task of the demo model, or with ``DEMO_TASKS`` of each of them."""
+    return [
+        OwnTask(BatchRequest(prompt=example.prompt), example.answer, part)
+        for part in (TASKS if name == DEMO_TASKS else [name])
+        for example in make_examples(part, count, seed)
+    ]
+
+
+def requests_of(tasks: Sequence[OwnTask], llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
+    """``decoding`` holds arguments of ``DiffusionParams``. Raises ``ValueError`` for messages without a template."""
+    from dllm_engine.params import DiffusionParams
+
+    if not llm.has_chat_template and any(task.request.messages for task in tasks):
+        raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
+    params, tokenizer = DiffusionParams(**decoding), llm.get_tokenizer()
+    return [(task.request.prompt_tokens(tokenizer), params) for task in tasks]
+
+
+def score_tasks(tasks: Sequence[OwnTask], match: str, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
+    """The share of tasks answered right; ``match`` is a key of ``MATCHES``. The standard error takes the tasks for a
+    random sample of each part."""
+    texts = answer(llm, requests_of(tasks, llm, decoding))
+    parts: dict[str, list[float]] = {}
+    for task, text in zip(tasks, texts, strict=True):
+        parts.setdefault(task.part, []).append(float(MATCHES[match](text, task.answer)))
+    found = {part: mean_and_error(scores) for part, scores in parts.items()}
+    stderr = sum((len(parts[part]) * error) ** 2 for part, (_, error) in found.items()) ** 0.5 / len(tasks)
+    details = {part: mean for part, (mean, _) in found.items() if len(found) > 1}
+    return Result(match, sum(map(sum, parts.values())) / len(tasks), stderr, len(tasks), details)
 
 
 def read_tasks(path: Path) -> list[OwnTask]:

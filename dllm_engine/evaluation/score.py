@@ -1,76 +1,110 @@
-"""Scores: how many of a task's examples a model solves, and what that costs."""
+"""Scores: how well a cache method and a way of unmasking do on a task, and what that costs."""
 
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from dllm_engine.demo.tasks import Example, exact_match, item_matches
+from dllm_engine.evaluation.answering import MIB, Cost, Memory
 
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
-    from dllm_engine.params import DiffusionParams
-
-COLUMNS = ("TASK", "PROMPT TOKENS", "EXAMPLES", "EXACT", "ITEMS", "FORWARDS/TOKEN", "SECONDS")
+UNKNOWN = "–"
 
 
 @dataclass(frozen=True)
-class TaskScore:
-    """Results on one task. Rates are fractions."""
+class Result:
+    """How well a task was done."""
 
-    task: str
-    min_prompt_tokens: int
-    max_prompt_tokens: int
+    metric: str
+    score: float
+    stderr: float | None
+    """Standard error of the score; None where it is unknown."""
     examples: int
-    exact_match: float
-    """Share of responses that are exactly the answer."""
-    item_match: float
-    """Share of the items asked for that are right."""
-    tokens: int
-    """Response tokens unmasked, to the end of each last block."""
-    forwards_per_token: float
-    computed_per_token: float
-    """Rows fed to the model per response token."""
-    seconds: float
-
-    def row(self) -> tuple[str, ...]:
-        return (
-            self.task,
-            f"{self.min_prompt_tokens}-{self.max_prompt_tokens}",
-            str(self.examples),
-            f"{self.exact_match:.1%}",
-            f"{self.item_match:.1%}",
-            f"{self.forwards_per_token:.2f}",
-            f"{self.seconds:.1f}",
-        )
+    details: dict[str, Any] = field(default_factory=dict)
+    """What more is known, by part of the task."""
 
 
-def score_task(llm: "LLM", examples: list[Example], params: "DiffusionParams") -> TaskScore:
-    """Answer the examples of one task, all at once."""
-    start = time.perf_counter()
-    if llm.has_chat_template:
-        conversations = [[{"role": "user", "content": example.prompt}] for example in examples]
-        outputs = llm.chat(conversations, params, use_tqdm=False)
-    else:
-        outputs = llm.generate([example.prompt for example in examples], params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    return score(examples, outputs, seconds)
+@dataclass(frozen=True)
+class Score:
+    """A row of the table."""
+
+    method: str
+    unmasking: str
+    task: str
+    result: Result
+    cost: Cost
+    """Of no requests where the task asked for no response."""
+    memory: Memory | None
+    """None where no response was asked for, or the engine runs in processes of its own."""
+    engine: dict[str, Any]
+    """Arguments of ``LLM``."""
+    decoding: dict[str, Any]
+    """Arguments of ``DiffusionParams``."""
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Score":
+        """Raises ``KeyError`` or ``TypeError`` for what is no ``asdict`` of a score."""
+        memory = None if value["memory"] is None else Memory(**value["memory"])
+        return cls(**value | {"result": Result(**value["result"]), "cost": Cost(**value["cost"]), "memory": memory})
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """What is known beside the score; memory in MiB."""
+        cost, asked, memory = self.cost, self.cost.requests, self.memory
+        return {
+            "passes_per_answer": cost.forward_passes / asked if asked else None,
+            "tokens_per_pass": cost.tokens_unmasked / cost.forward_passes if asked else None,
+            "rows_per_token": cost.tokens_computed / cost.tokens_unmasked if asked else None,
+            "tokens_per_second": cost.tokens_per_second if asked else None,
+            "memory_mib": None if memory is None else memory.peak_bytes / MIB,
+            "pages_mib": None if memory is None else memory.page_bytes / MIB,
+        }
 
 
-def score(examples: list[Example], outputs: list[Any], seconds: float) -> TaskScore:
-    """Compare vLLM's outputs with the examples of one task, in the same order."""
-    texts = [output.outputs[0].text for output in outputs]
-    figures = [output.outputs[0].diffusion for output in outputs]
-    tokens = sum(f.tokens_unmasked for f in figures)
-    lengths = [len(output.prompt_token_ids) for output in outputs]
-    return TaskScore(
-        task=examples[0].task,
-        min_prompt_tokens=min(lengths),
-        max_prompt_tokens=max(lengths),
-        examples=len(examples),
-        exact_match=sum(map(exact_match, texts, examples)) / len(examples),
-        item_match=sum(map(item_matches, texts, examples)) / sum(len(example.items) for example in examples),
-        tokens=tokens,
-        forwards_per_token=sum(f.forward_passes for f in figures) / tokens,
-        computed_per_token=sum(f.tokens_computed for f in figures) / tokens,
-        seconds=seconds,
-    )
+COLUMNS = {
+    "METHOD": "",
+    "UNMASKING": "",
+    "TASK": "",
+    "METRIC": "",
+    "SCORE": ".4f",
+    "±": ".4f",
+    "EXAMPLES": "",
+    "PASSES/ANSWER": ".1f",
+    "TOKENS/PASS": ".2f",
+    "ROWS/TOKEN": ".1f",
+    "TOKENS/S": ".1f",
+    "MEMORY": ".1f",
+    "PAGES": ".2f",
+}
+"""Columns and how they are written."""
+
+
+def _values(score: Score) -> dict[str, Any]:
+    result = score.result
+    names = {"method": score.method, "unmasking": score.unmasking, "task": score.task, "metric": result.metric}
+    return names | {"score": result.score, "stderr": result.stderr, "examples": result.examples} | score.figures
+
+
+def rows(scores: Iterable[Score]) -> list[Sequence[str]]:
+    """The table, with its header."""
+    made: list[Sequence[str]] = [tuple(COLUMNS)]
+    for score in scores:
+        columns = zip(_values(score).values(), COLUMNS.values(), strict=True)
+        made.append([UNKNOWN if value is None else format(value, form) for value, form in columns])
+    return made
+
+
+def write_csv(scores: Sequence[Score], path: Path) -> None:
+    """A line per score, with all digits."""
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, _values(scores[0]))
+        writer.writeheader()
+        writer.writerows(map(_values, scores))
+
+
+def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:
+    """Mean of the scores and its standard error."""
+    mean = sum(scores) / len(scores)
+    spread = sum((score - mean) ** 2 for score in scores) / len(scores)
+    return mean, math.sqrt(spread / len(scores))

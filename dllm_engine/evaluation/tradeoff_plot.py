@@ -1,14 +1,19 @@
-"""A plot of accuracy against speed for cache methods and unmasking rules."""
+"""A plot of accuracy against what it costs, for cache methods and unmasking rules."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
-COLOURS = ("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f", "#8b95a1", "#a5673f", "#1b2026", "#d97fb8")
+COLOURS = (
+    *("#0f7c8c", "#ee9b1f", "#7a55c7", "#c2415b", "#3c7dd9", "#5d8a2f"),
+    *("#8b95a1", "#a5673f", "#1b2026", "#d97fb8", "#2fb37a", "#b7a01c"),
+)
 """Of the cache methods, in order of appearance."""
 MARKS = "os^DvPX*<>"
 """Of the unmasking rules."""
+NEEDS_MATPLOTLIB = "a plot needs matplotlib, which is not installed; run pip install 'dllm-engine[eval]'"
 
 
 class TradeoffPoint(NamedTuple):
@@ -17,58 +22,60 @@ class TradeoffPoint(NamedTuple):
     task: str
     cache_method: str
     unmasking: str
-    speed: float
-    """Response tokens per second, or per forward pass."""
+    costs: dict[str, float | None]
+    """What it costs, by the name of an axis; None is not drawn."""
     accuracy: float
     """A fraction."""
     stderr: float | None = None
     is_chosen: bool = False
 
 
-def check_plot(path: Path) -> None:
-    """Raise ``ValueError`` if the plot could not be written; called before anything is measured."""
-    if path.suffix != ".png":
-        raise ValueError(f"{path}: the plot is a .png; give the file that ending")
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+def plot_beside(output: Path) -> Path | None:
+    """Where the plot of a result file goes; None, with a word why, where none can be drawn."""
     try:
         import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "a plot needs matplotlib, which is not installed; run pip install 'dllm-engine[eval]'"
-        ) from error
+    except ModuleNotFoundError:
+        print(f"no plot will be drawn: {NEEDS_MATPLOTLIB}", file=sys.stderr)
+        return None
+    return output.with_suffix(".png")
 
 
-def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path, per: str = "second") -> None:
-    """A panel per task, a colour per cache method, a mark per unmasking rule; a ring around what was chosen."""
+def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
+    """A row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule; a ring
+    around what was chosen."""
     from matplotlib.figure import Figure
 
     tasks, methods, rules = (
         list(dict.fromkeys(getattr(p, name) for p in points)) for name in TradeoffPoint._fields[:3]
     )
-    figure = Figure(figsize=(4.2 * len(tasks) + 2.6, 4.2), dpi=150, facecolor="white", layout="constrained")
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        for point in (point for point in points if point.task == task):
-            axes.errorbar(
-                point.speed,
-                100 * point.accuracy,
-                yerr=None if point.stderr is None else 100 * point.stderr,
-                color=COLOURS[methods.index(point.cache_method) % len(COLOURS)],
-                marker=MARKS[rules.index(point.unmasking) % len(MARKS)],
-                markersize=7,
-                elinewidth=0.9,
-                linestyle="none",
-            )
-            if point.is_chosen:
-                axes.plot(point.speed, 100 * point.accuracy, "o", markersize=14, fillstyle="none", color=INK)
-        axes.set_title(task, size=10, color=INK)
-        axes.set_xlabel(f"response tokens per {per}", color=INK, size=9)
-        axes.set_xlim(left=0)
-        axes.margins(y=0.15)
-        axes.grid(color=LINE, linewidth=0.7)
-        axes.tick_params(colors=MUTED, labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("accuracy (%)", color=INK, size=9)
+    names = list(points[0].costs)
+    size = 4.2 * len(names) + 2.6, 3.8 * len(tasks) + 0.4
+    figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
+    grid = figure.subplots(len(tasks), len(names), squeeze=False)
+    for task, row in zip(tasks, grid, strict=True):
+        for axes, name in zip(row, names, strict=True):
+            for point in points:
+                if point.task != task or (cost := point.costs[name]) is None:
+                    continue
+                axes.errorbar(
+                    cost,
+                    100 * point.accuracy,
+                    yerr=None if point.stderr is None else 100 * point.stderr,
+                    color=COLOURS[methods.index(point.cache_method) % len(COLOURS)],
+                    marker=MARKS[rules.index(point.unmasking) % len(MARKS)],
+                    markersize=7,
+                    elinewidth=0.9,
+                    linestyle="none",
+                )
+                if point.is_chosen:
+                    axes.plot(cost, 100 * point.accuracy, "o", markersize=14, fillstyle="none", color=INK)
+            axes.set_xlabel(name, color=INK, size=9)
+            axes.set_xlim(left=0)
+            axes.margins(y=0.15)
+            axes.grid(color=LINE, linewidth=0.7)
+            axes.tick_params(colors=MUTED, labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+        row[0].set_ylabel(f"{task} (%)", color=INK, size=9)
     last = figure.axes[-1]
     for index, method in enumerate(methods):
         last.plot([], [], "s", color=COLOURS[index % len(COLOURS)], label=method)

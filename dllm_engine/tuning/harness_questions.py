@@ -2,12 +2,13 @@
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.evaluation.answering import Answer, Request, answer_all
 from dllm_engine.evaluation.harness import HarnessSettings, HarnessTask, check_data, evaluate, headline, task_manager
 from dllm_engine.evaluation.lm_eval_model import DiffusionLM
-from dllm_engine.params import DiffusionParams
-from dllm_engine.tuning.questions import ORDER_SEED, Answers, Request, run_requests
+from dllm_engine.tuning.questions import ORDER_SEED, Answers
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -34,33 +35,43 @@ class HarnessQuestions:
         self.default_decoding = task.decoding
 
     def answer(self, llm: "LLM", decoding: dict[str, Any], indices: range, at_once: int) -> Answers:
-        model = _AskingLM(llm, self._decoding(decoding), self.task.max_prompt_tokens, at_once)
+        answers = Answers([])
+
+        def answer(llm: "LLM", requests: Sequence[Request]) -> list[str]:
+            texts, cost = answer_all(llm, requests, at_once)
+            answers.cost.add(cost)
+            return texts
+
         found: dict[tuple[str, int], float] = {}
-        results = self._evaluate(model, indices)
+        results = self._evaluate(llm, decoding, answer, indices)
         metric, _, _ = headline(results, self.task.name, self.task.metric)
         name, _, chosen_filter = metric.partition(",")
         for task, samples in results["samples"].items():
             for sample in samples:
                 if sample["filter"] == chosen_filter:
                     found[task, sample["doc_id"]] = self._score(sample, name)
-        model.answers.scores = [found[example] for example in self._examples[indices.start : indices.stop]]
-        return model.answers
+        answers.scores = [found[example] for example in self._examples[indices.start : indices.stop]]
+        return answers
 
     def requests(self, llm: "LLM", decoding: dict[str, Any], indices: range) -> list[Request]:
-        model = _AskingLM(llm, self._decoding(decoding), self.task.max_prompt_tokens, None)
-        self._evaluate(model, indices)
-        return model.requests
+        asked: list[Request] = []
+
+        def note(llm: "LLM", requests: Sequence[Request]) -> list[str]:
+            asked.extend(requests)
+            return [""] * len(requests)
+
+        self._evaluate(llm, decoding, note, indices)
+        return asked
 
     def subject(self) -> dict[str, Any]:
         settings = {name: str(value) for name, value in vars(self.settings).items()}
         task = {"num_fewshot": self.task.num_fewshot, "metric": self.task.metric, **self.task.decoding}
         return {"tasks": self.task.name, "examples": self.size, "task_options": task, "harness": settings}
 
-    def _decoding(self, decoding: dict[str, Any]) -> dict[str, Any]:
-        return self.task.decoding | decoding
-
-    def _evaluate(self, model: "_AskingLM", indices: range) -> dict[str, Any]:
+    def _evaluate(self, llm: "LLM", decoding: dict[str, Any], answer: Answer, indices: range) -> dict[str, Any]:
         """lm_eval's results on these examples, with a score of each."""
+        prompt_tokens = self.task.max_prompt_tokens
+        model = DiffusionLM(llm, self.task.decoding | decoding, max_prompt_tokens=prompt_tokens, answer=answer)
         samples = defaultdict(list)
         for name, index in self._examples[indices.start : indices.stop]:
             samples[name].append(index)
@@ -85,24 +96,3 @@ class HarnessQuestions:
             f"task {self.task.name!r}: {metric} of an example is {score!r}, and settings are compared by a score from "
             f"0 to 1 per example; name another with --metric"
         )
-
-
-class _AskingLM(DiffusionLM):
-    """Asks ``at_once`` requests at a time, or none at all to see which there are; keeps what they cost."""
-
-    def __init__(
-        self, llm: "LLM", decoding: dict[str, Any], max_prompt_tokens: int | None, at_once: int | None
-    ) -> None:
-        super().__init__(llm, decoding, max_prompt_tokens=max_prompt_tokens)
-        self.at_once = at_once
-        self.requests: list[Request] = []
-        self.answers = Answers([])
-
-    def _answer(self, prompts: list[list[int]], params: list[DiffusionParams], *, use_tqdm: bool) -> list[str]:
-        self.requests += zip(prompts, params, strict=True)
-        if self.at_once is None:
-            return [""] * len(prompts)
-        outputs, timing = run_requests(self.llm, self.requests[-len(prompts) :], self.at_once)
-        self.answers.timing.add(timing)
-        self.answers.count(outputs)
-        return [output.outputs[0].text for output in outputs]

@@ -55,10 +55,3 @@ class Loss:
 
 NO_LOSS = Loss(0.0, 0.0, 0.0)
 """Of plain decoding itself."""
-
-
-def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:
-    """Mean of the scores and its standard error."""
-    mean = sum(scores) / len(scores)
-    spread = sum((score - mean) ** 2 for score in scores) / len(scores)
-    return mean, math.sqrt(spread / len(scores))

@@ -6,9 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.evaluation.score import mean_and_error
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff
 from dllm_engine.text import format_table
-from dllm_engine.tuning.loss import mean_and_error
 from dllm_engine.tuning.search import Search
 from dllm_engine.tuning.space import PLAIN
 from dllm_engine.tuning.trials import Trial
@@ -111,7 +111,7 @@ def _row(search: Search, trial: Trial, batch: int) -> tuple[str, ...]:
         "" if is_plain else f"{100 * loss.observed:.1f}",
         "" if is_plain else f"{100 * loss.lowest:.1f} … {100 * loss.highest:.1f}",
         str(len(trial.scores)),
-        f"{trial.forward_passes / max(trial.tokens_unmasked, 1):.2f}",
+        f"{trial.cost.forward_passes / max(trial.cost.tokens_unmasked, 1):.2f}",
         f"{trial.speeds[batch].tokens_per_second:.0f}" if batch in trial.speeds else "",
     )
 
@@ -178,5 +178,7 @@ def _point(trial: Trial, batch: int, is_chosen: bool) -> TradeoffPoint:
     accuracy, stderr = mean_and_error(trial.scores)
     setting = trial.setting
     unmasking = "one" if setting.rule is None else setting.rule[0]
-    rate = trial.speeds[batch].tokens_per_second
-    return TradeoffPoint(f"batch {batch}", setting.cache_method, unmasking, rate, accuracy, stderr, is_chosen)
+    costs: dict[str, float | None] = {"response tokens per second": trial.speeds[batch].tokens_per_second}
+    return TradeoffPoint(
+        f"accuracy at batch {batch}", setting.cache_method, unmasking, costs, accuracy, stderr, is_chosen
+    )

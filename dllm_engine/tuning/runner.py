@@ -5,10 +5,10 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.evaluation.answering import Cost, answer_all
 from dllm_engine.evaluation.comparison import NUM_WARMUP, LoadEngine, OneEngine
-from dllm_engine.tuning.questions import Answers, Questions, run_requests
+from dllm_engine.tuning.questions import Answers, Questions
 from dllm_engine.tuning.space import Setting
-from dllm_engine.tuning.trials import Timing
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -47,13 +47,12 @@ class EngineRunner:
         llm = self._started(setting)
         return self.questions.answer(llm, self._decoding | setting.decoding, indices, self.at_once)
 
-    def measure(self, setting: Setting, count: int, batch: int) -> Timing:
+    def measure(self, setting: Setting, count: int, batch: int) -> Cost:
         """Speed of the first ``count`` questions, ``batch`` at a time; few questions are asked several times."""
         llm = self._started(setting)
         first = range(min(count, self.questions.size))
         requests = self.questions.requests(llm, self._decoding | setting.decoding, first)
-        _, timing = run_requests(llm, list(itertools.islice(itertools.cycle(requests), count)), batch)
-        return timing
+        return answer_all(llm, list(itertools.islice(itertools.cycle(requests), count)), batch)[1]
 
     def stop(self) -> None:
         """End the running engine."""
@@ -66,6 +65,6 @@ class EngineRunner:
         start = time.monotonic()
         llm = self._engine.of(arguments)
         warm_up = self.questions.requests(llm, self._decoding, range(min(NUM_WARMUP, self.questions.size)))
-        run_requests(llm, warm_up, NUM_WARMUP)
+        answer_all(llm, warm_up, NUM_WARMUP)
         self._starts.append(time.monotonic() - start)
         return llm

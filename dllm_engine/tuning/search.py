@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from dllm_engine.evaluation.answering import Cost
 from dllm_engine.text import one_line
 from dllm_engine.tuning.questions import Answers
 from dllm_engine.tuning.space import PLAIN, Factor, Setting, Space
 from dllm_engine.tuning.standings import Standings
-from dllm_engine.tuning.trials import Timing, Trial, TrialFile, Turns
+from dllm_engine.tuning.trials import Trial, TrialFile, Turns
 
 
 class Rung(NamedTuple):
@@ -69,7 +70,7 @@ class Runner(Protocol):
 
     def answer(self, setting: Setting, indices: range) -> Answers: ...
 
-    def measure(self, setting: Setting, count: int, batch: int) -> Timing: ...
+    def measure(self, setting: Setting, count: int, batch: int) -> Cost: ...
 
     def stop(self) -> None: ...
 
@@ -153,7 +154,7 @@ class Search:
         self._measure(plain, min(self._chunk, self._num_examples))
         if plain.error:
             raise ValueError(plain.error)
-        affordable = int(PLAIN_SHARE * self.goal.budget * len(plain.scores) / max(plain.seconds, 1e-9))
+        affordable = int(PLAIN_SHARE * self.goal.budget * len(plain.scores) / max(plain.cost.seconds, 1e-9))
         self._num_examples = min(self._num_examples, max(affordable, self._chunk, len(plain.scores)))
         self._measure(plain, self._num_examples)
 
@@ -272,12 +273,10 @@ class Search:
 
     def _count(self, trial: Trial, answers: Answers) -> None:
         trial.scores += answers.scores
-        trial.seconds += answers.timing.seconds
-        trial.forward_passes += answers.forward_passes
-        trial.tokens_unmasked += answers.tokens_unmasked
+        trial.cost.add(answers.cost)
         at_once = self.runner.at_once
-        if at_once in self.goal.batches and answers.timing.requests >= 2 * at_once:
-            trial.speeds.setdefault(at_once, Timing()).add(answers.timing)
+        if at_once in self.goal.batches and answers.cost.requests >= 2 * at_once:
+            trial.speeds.setdefault(at_once, Cost()).add(answers.cost)
 
     def _check_time(self, setting: Setting) -> None:
         left = self.time_left

@@ -1,37 +1,16 @@
 """Trials: what was measured of each setting, and the file that keeps it from run to run."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.text import json_rows
+from dllm_engine.evaluation.answering import Cost
+from dllm_engine.evaluation.result_file import ResultFile, read_results
 from dllm_engine.tuning.space import PLAIN, Setting
 
-SCHEMA = 1
-"""Of result files; raised where a reader of older ones would go wrong."""
-
-
-@dataclass
-class Timing:
-    """Requests answered at one batch size."""
-
-    requests: int = 0
-    tokens: int = 0
-    """Before the first end token of each response; never the prompt's."""
-    seconds: float = 0.0
-
-    def add(self, other: "Timing") -> None:
-        """Count another measurement in."""
-        self.requests += other.requests
-        self.tokens += other.tokens
-        self.seconds += other.seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+COMMAND, SCHEMA = "tune", 2
 
 
 @dataclass
@@ -41,11 +20,9 @@ class Trial:
     setting: Setting
     scores: list[float] = field(default_factory=list)
     """Of the first examples, between 0 and 1."""
-    forward_passes: int = 0
-    tokens_unmasked: int = 0
-    seconds: float = 0.0
-    """That answering took."""
-    speeds: dict[int, Timing] = field(default_factory=dict)
+    cost: Cost = field(default_factory=Cost)
+    """Of answering them."""
+    speeds: dict[int, Cost] = field(default_factory=dict)
     """By batch size."""
     error: str | None = None
     """Why the setting cannot be run."""
@@ -58,8 +35,9 @@ class Trial:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Trial":
         """Raises ``KeyError`` or ``TypeError`` for what ``to_json`` did not make."""
-        speeds = {int(batch): Timing(**timing) for batch, timing in value["speeds"].items()}
-        return cls(**value | {"setting": Setting.from_json(value["setting"]), "speeds": speeds})
+        speeds = {int(batch): Cost(**cost) for batch, cost in value["speeds"].items()}
+        made = {"setting": Setting.from_json(value["setting"]), "cost": Cost(**value["cost"]), "speeds": speeds}
+        return cls(**value | made)
 
 
 @dataclass
@@ -85,7 +63,7 @@ class Turns:
         return cls(**value | {"setting": Setting.from_json(value["setting"])})
 
 
-class TrialFile:
+class TrialFile(ResultFile):
     """All trials of a model on some tasks. A run goes on where the one before it stopped.
 
     Args:
@@ -97,21 +75,18 @@ class TrialFile:
     """
 
     def __init__(self, path: Path, subject: dict[str, Any]) -> None:
-        self.path = path
-        self.subject: dict[str, Any] = json.loads(json.dumps(subject))
-        self.trials: dict[Setting, Trial] = {}
-        self.turns: dict[int, Turns] = {}
-        self.goal: dict[str, Any] = {}
-        self.rungs: list[list[Setting]] = []
+        super().__init__(path, COMMAND, SCHEMA, subject)
+        stored = self.stored
+        trials = map(Trial.from_json, stored.get("trials", []))
+        self.trials: dict[Setting, Trial] = {trial.setting: trial for trial in trials}
+        self.turns = {int(batch): Turns.from_json(turns) for batch, turns in stored.get("turns", {}).items()}
+        self.goal: dict[str, Any] = stored.get("goal", {})
+        self.rungs = [list(map(Setting.from_json, rung)) for rung in stored.get("rungs", [])]
         """Settings of each rung of the search for the goal, so that a run takes the same way as the one before it."""
-        self.done: list[int] = []
+        self.done: list[int] = stored.get("rungs_done", [])
         """Rungs that are through."""
         self.result: dict[str, Any] = {}
         """What is written beside them: the chosen settings, the machine."""
-        if not path.parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-        if path.exists():
-            self._read()
 
     def trial(self, setting: Setting) -> Trial:
         """The trial of a setting, empty if it is new."""
@@ -128,37 +103,19 @@ class TrialFile:
             self.goal, self.rungs, self.done = goal, [], []
 
     def save(self) -> None:
-        """Write all of it, so that an interruption leaves the old file or the new one."""
-        written = {
-            "schema": SCHEMA,
-            "subject": self.subject,
-            "goal": self.goal,
+        """Write all of it."""
+        self.write(
+            depth=2,
+            goal=self.goal,
             **self.result,
-            "rungs_done": self.done,
-            "rungs": [[setting.to_json() for setting in rung] for rung in self.rungs],
-            "turns": {str(batch): turns.to_json() for batch, turns in self.turns.items()},
-            "trials": [trial.to_json() for trial in self._measured()],
-        }
-        beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json_rows(written, depth=2) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+            rungs_done=self.done,
+            rungs=[[setting.to_json() for setting in rung] for rung in self.rungs],
+            turns={str(batch): turns.to_json() for batch, turns in self.turns.items()},
+            trials=[trial.to_json() for trial in self._measured()],
+        )
 
     def _measured(self) -> Iterable[Trial]:
         return (trial for trial in self.trials.values() if trial.scores or trial.error)
-
-    def _read(self) -> None:
-        stored = read_results(self.path)
-        for name, value in self.subject.items():
-            if stored["subject"].get(name) != value:
-                raise ValueError(
-                    f"{self.path} has trials with {name}={stored['subject'].get(name)!r}, this run has {value!r}; "
-                    f"choose another --output, or remove the file"
-                )
-        self.turns = {int(batch): Turns.from_json(turns) for batch, turns in stored["turns"].items()}
-        self.goal, self.done = stored["goal"], stored["rungs_done"]
-        self.rungs = [list(map(Setting.from_json, rung)) for rung in stored["rungs"]]
-        trials = map(Trial.from_json, stored["trials"])
-        self.trials = {trial.setting: trial for trial in trials}
 
 
 def chosen_setting(path: Path, batch: int | None) -> tuple[str, dict[str, Any]]:
@@ -166,7 +123,7 @@ def chosen_setting(path: Path, batch: int | None) -> tuple[str, dict[str, Any]]:
 
     Raises ``ValueError`` for any other file, one without a chosen setting, or not at the batch size.
     """
-    stored = read_results(path)
+    stored = read_results(path, COMMAND, SCHEMA)
     chosen = stored.get("chosen") or {}
     if not chosen:
         raise ValueError(f"{path} has no chosen setting yet; run its `dllm tune` again, which goes on")
@@ -175,14 +132,3 @@ def chosen_setting(path: Path, batch: int | None) -> tuple[str, dict[str, Any]]:
     if str(batch) not in chosen:
         raise ValueError(f"{path} has no setting for batch size {batch}; it has some for {', '.join(chosen)}")
     return stored["subject"]["model"], chosen[str(batch)]
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """What ``dllm tune`` wrote; raises ``ValueError`` for any other file."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA or "subject" not in stored:
-        raise ValueError(f"{path} is no result of this version's `dllm tune`; give another file, or tune again")
-    return stored

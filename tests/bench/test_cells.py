@@ -14,12 +14,12 @@ from dllm_engine.bench.cells import (
     repetition_rate,
     run_engine,
     run_plain,
-    visible_tokens,
 )
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.bench.plain import PlainDecoder
 from dllm_engine.bench.subject import Unmasking
 from dllm_engine.checkpoints import load_config
+from dllm_engine.evaluation.answering import visible_tokens
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.resolve import resolve_decoding

@@ -58,7 +58,6 @@ def report():
                 "seed": 0,
                 "rates": {"product_flops_per_second": 1.5e11, "copy_bytes_per_second": 1.2e10},
                 "cells": [cell("plain"), cell("none", tokens_per_second=15.0), cell("dual", tokens_per_second=40.0)],
-                "accuracy": [{"method": "dual", "unmasking": "one", "exact_match": 0.875}],
             }
         ],
     }
@@ -77,7 +76,6 @@ def test_a_table_has_a_row_per_cell_and_explains_its_columns(report):
     ]
     assert [row["METHOD"] for row in cells] == ["plain", "none", "dual"]
     assert [row["× PLAIN"] for row in cells] == ["–", "1.50", "4.00"]
-    assert [row["EXACT"] for row in cells] == ["–", "–", "87.5%"]
     assert cells[2] == {
         "METHOD": "dual",
         "UNMASKING": "one",
@@ -95,7 +93,6 @@ def test_a_table_has_a_row_per_cell_and_explains_its_columns(report):
         "FULL÷": "2.00",
         "REUSE÷": "–",
         "REPEAT": "–",
-        "EXACT": "87.5%",
     }
     for column in COLUMNS[4:]:
         assert column in legend
@@ -122,8 +119,8 @@ def test_a_comparison_is_of_common_cells_with_their_ratios(report):
     values = {row.split()[1]: dict(zip(header.split()[5:], row.split()[5:], strict=False)) for row in rows}
     assert set(values) == {"plain", "none"}
     assert values["none"]["TOKENS/S"] == "2.00"
-    assert rows[1].split()[-3:] == ["0.75", "–", "–"]
-    assert rows[0].split()[-3:] == ["–", "–", "–"]
+    assert rows[1].split()[-2:] == ["0.75", "–"]
+    assert rows[0].split()[-2:] == ["–", "–"]
 
 
 def test_a_comparison_names_what_else_differs(report):
@@ -155,7 +152,7 @@ def test_a_plot_is_drawn_per_model(report, tmp_path):
     pytest.importorskip("matplotlib")
     from dllm_engine.bench.plots import draw
 
-    report["runs"].append(copy.deepcopy(report["runs"][0]) | {"model": "demo", "accuracy": []})
+    report["runs"].append(copy.deepcopy(report["runs"][0]) | {"model": "demo"})
     files = draw(report, tmp_path / "plots")
     assert [file.name for file in files] == ["bench-llada-8b-4.png", "bench-demo.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)

@@ -35,12 +35,9 @@ def shared_engines(engines, monkeypatch):
 
 
 def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsys):
-    tasks = tmp_path / "mine.jsonl"
-    tasks.write_text('{"prompt": "Hello!", "answer": "Hello! How can I help?"}\n\n{"prompt": "Hi!", "answer": "no"}\n')
     output = tmp_path / "result.json"
     arguments = ["--methods", "none,dual", "--batch", "1,2", "--prompt", "32", "--response", "16", "--repeats", "1"]
-    arguments += ["--unmasking", "one,threshold=0.9", "--tasks", f"names,{tasks}", "--count", "2"]
-    arguments += ["--dtype", "float32", "--max-model-len", "256"]
+    arguments += ["--unmasking", "one,threshold=0.9", "--dtype", "float32", "--max-model-len", "256"]
     assert main(["bench", *arguments, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     rows = [line.split()[:4] for line in printed.splitlines() if line.startswith(("plain ", "none ", "dual "))]
@@ -65,12 +62,6 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
     assert none["whole"]["rows"] == 48
     assert dual["reuse"]["keys"] == 48
     assert cells["none", "threshold=0.9", 1]["forward_passes"] < none["forward_passes"]
-    assert [(s["method"], s["unmasking"], s["examples"]) for s in run["accuracy"]] == [
-        (method, rule, 4) for method in ("none", "dual") for rule in ("one", "threshold=0.9")
-    ]
-    names, mine = run["accuracy"][0]["tasks"]
-    assert (names["task"], names["exact_match"]) == ("names", 1.0)
-    assert (mine["task"], mine["exact_match"]) == ("mine", 0.5)
 
     assert main(["bench", "--compare", str(output), str(output)]) == 0
     compared = capsys.readouterr().out
@@ -114,7 +105,7 @@ def test_what_is_given_goes_before_the_preset_and_the_defaults():
     assert [each.prompt for each in filled] == [[64], [256]]
     assert bench.filled(parsed(), {}).batch == [1, 8]
     settings = bench.settings(filled[0])
-    assert (settings.methods, settings.repeats, set(settings.tasks)) == (("none",), 3, {"names", "keys", "facts"})
+    assert (settings.methods, settings.repeats) == (("none",), 3)
     assert [unmasking.options for unmasking in settings.unmaskings] == [{}, {"threshold": 0.9}]
 
 
@@ -136,19 +127,6 @@ def test_policies_and_rules_say_how_to_unmask():
         Unmasking("steps=8", {"steps": 8}),
         Unmasking("threshold=0.9+block-add-threshold=0.2", {"threshold": 0.9, "block_add_threshold": 0.2}),
     )
-
-
-def test_tasks_must_have_a_prompt_and_an_answer(tmp_path):
-    file = tmp_path / "tasks.jsonl"
-    args = bench.filled(parsed("--tasks", str(file)), {})
-    for text, message in (
-        ('{"prompt": "x"}\n', "task 1 must be"),
-        ("nonsense\n", "task 1 must be"),
-        ("\n", "no tasks"),
-    ):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            bench.settings(args)
 
 
 def test_another_file_is_no_result(tmp_path):

@@ -1,107 +1,122 @@
-"""``dllm eval`` scores responses and writes them as a table and as JSON."""
+"""``dllm eval``: rows of cache methods, unmasking rules and tasks, their files, and how a run goes on."""
 
+import csv
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from dllm_engine import DiffusionParams
 from dllm_engine.cli import evaluate
+from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_names
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.demo.tasks import Example
 from dllm_engine.evaluation import comparison
-from dllm_engine.evaluation import score as task_score
-from dllm_engine.figures import DiffusionFigures
+from dllm_engine.evaluation.score import COLUMNS
 from dllm_engine.scheduler.methods import CACHE_METHODS
 
 
-@pytest.fixture(autouse=True)
-def engines_of_a_comparison_go_on(monkeypatch):
-    """They are those of other tests."""
+@pytest.fixture
+def started(demo, monkeypatch):
+    """Every engine is the demo's; holds the arguments that they were asked for with."""
     monkeypatch.setattr(comparison, "_stop", lambda llm: None)
-
-
-EXAMPLES = [
-    Example("names", "Tom=48. Ida=07. Give: Ida, Tom", "Ida=07, Tom=48", ("Ida=07", "Tom=48")),
-    Example("names", "Tom=48. Give: Tom", "Tom=48", ("Tom=48",)),
-]
-
-
-def output(text, prompt_length, forward_passes):
-    figures = DiffusionFigures(forward_passes, forward_passes, tokens_unmasked=8, tokens_computed=40)
-    completion = SimpleNamespace(text=text, diffusion=figures)
-    return SimpleNamespace(prompt_token_ids=[0] * prompt_length, outputs=[completion])
-
-
-def test_scores_count_whole_answers_items_and_passes():
-    score = task_score.score(EXAMPLES, [output(" Ida=07, Tom=49", 20, 8), output(" Tom=48", 12, 4)], seconds=2.0)
-    assert (score.task, score.examples, score.seconds) == ("names", 2, 2.0)
-    assert (score.min_prompt_tokens, score.max_prompt_tokens) == (12, 20)
-    assert score.exact_match == 0.5
-    assert score.item_match == pytest.approx(2 / 3)
-    assert score.tokens == 16
-    assert score.forwards_per_token == 12 / 16
-    assert score.computed_per_token == 80 / 16
-    assert score.row() == ("names", "12-20", "2", "50.0%", "66.7%", "0.75", "2.0")
-
-
-def test_the_command_prints_a_table_and_writes_json(demo, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(evaluate, "start_engine", lambda args: (demo, DiffusionParams()))
-    report = tmp_path / "report.json"
-    assert main(["eval", "--tasks", "chat,names", "--count", "3", "--json", str(report)]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["TASK", "PROMPT", "TOKENS", "EXAMPLES", "EXACT", "ITEMS", "FORWARDS/TOKEN", "SECONDS"]
-    assert [row.split()[0] for row in rows] == ["chat", "names"]
-    written = json.loads(report.read_text())
-    assert [score["examples"] for score in written["scores"]] == [3, 3]
-    assert written["settings"]["count"] == 3
-    assert written["settings"]["gen_length"] == 32
-
-
-def test_scores_of_a_combination_weigh_examples_and_tokens():
-    def of_task(examples, exact_match, tokens, forwards_per_token, seconds):
-        return task_score.TaskScore(
-            "names", 10, 20, examples, exact_match, exact_match, tokens, forwards_per_token, 10.0, seconds
-        )
-
-    combination = comparison.Combination("dual", "one", engine={}, decoding={})
-    score = comparison.ComparedScore.of(combination, [of_task(3, 1.0, 30, 1.0, 2.0), of_task(1, 0.0, 10, 0.2, 2.0)])
-    assert score.row() == ("dual", "one", "75.0%", "0.0%", "75.0%", "8.00", "1.25", "10.0", "10")
-    # Within a task: 9 and 16 examples of which a half and a fifth are right, the root of (9/4 + 16 · 4/25) / 25².
-    score = comparison.ComparedScore.of(combination, [of_task(9, 0.5, 9, 1.0, 1.0), of_task(16, 0.2, 16, 1.0, 1.0)])
-    assert score.exact_match_error == pytest.approx((2.25 + 2.56) ** 0.5 / 25)
-
-
-def test_methods_and_rules_are_compared_in_one_run(demo, monkeypatch, tmp_path, capsys):
-    started = []
+    settings = []
 
     def load(arguments):
-        started.append(arguments["cache_method"])
+        settings.append(arguments)
         return demo
 
     monkeypatch.setattr(evaluate, "load", load)
-    report = tmp_path / "report.json"
-    arguments = ["--tasks", "chat,copy", "--count", "3", "--json", str(report)]
+    return settings
+
+
+def rows_of(capsys):
+    header, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert header.split() == list(COLUMNS)
+    return [dict(zip(COLUMNS, row.split(), strict=True)) for row in rows]
+
+
+def test_methods_and_rules_become_rows_files_and_a_plot(started, tmp_path, capsys):
+    output = tmp_path / "table.json"
     rules = "one,steps=8,threshold=0.9,entropy-bound=0.1"
-    assert main(["eval", *arguments, "--methods", "none,dual", "--unmasking-rules", rules]) == 0
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == list(comparison.COLUMNS)
-    assert [tuple(row.split()[:2]) for row in rows] == [(m, r) for m in ("none", "dual") for r in rules.split(",")]
-    assert started == ["none", "dual"]
-    per_forward = [float(row.split()[6]) for row in rows[:4]]
-    assert per_forward[:2] == [1.0, 4.0]
-    assert min(per_forward[2:]) > 1.0
-    written = json.loads(report.read_text())
-    assert [score["unmasking"] for score in written["scores"]] == rules.split(",") * 2
-    assert [task["task"] for task in written["scores"][0]["tasks"]] == ["chat", "copy"]
+    arguments = ["--tasks", "chat,copy", "--count", "3", "--methods", "none,dual", "--unmasking-rules", rules]
+    assert main(["eval", *arguments, "--output", str(output)]) == 0
+    rows = rows_of(capsys)
+    names = [(m, r, t) for m in ("none", "dual") for r in rules.split(",") for t in ("chat", "copy")]
+    assert [(row["METHOD"], row["UNMASKING"], row["TASK"]) for row in rows] == names
+    assert {row["METRIC"] for row in rows} == {"exact"}
+    assert {row["EXAMPLES"] for row in rows} == {"3"}
+    per_pass = [float(row["TOKENS/PASS"]) for row in rows]
+    assert per_pass[:4] == [1.0, 1.0, 4.0, 4.0]
+    assert min(per_pass[4:8]) > 1.0
+    assert all(float(row["MEMORY"]) > 1.0 for row in rows)
+    assert [arguments["cache_method"] for arguments in started] == ["none", "dual"]
+
+    with output.with_suffix(".csv").open() as stream:
+        written = list(csv.DictReader(stream))
+    assert [(row["method"], row["unmasking"], row["task"]) for row in written] == names
+    assert float(written[2]["tokens_per_pass"]) == 4.0
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads(output.read_text())
+    assert report["subject"]["count"] == 3
+    assert report["scores"][0]["decoding"]["gen_length"] == 32
+    assert report["machine"]["threads"] >= 1
+    assert report["unfinished"] == {}
 
 
-def test_what_is_left_out_of_a_comparison_is_the_commands_own(demo, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
-    assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none", "--threshold", "0.9"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["none", "threshold=0.9"]
-    assert main(["eval", "--tasks", "chat", "--count", "1", "--cache-method", "dual", "--unmasking-rules", "one"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["dual", "one"]
+def test_pages_and_memory_are_those_of_the_method(engines, monkeypatch, capsys):
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+
+    settings = {"skip_tokenizer_init": False, "max_num_seqs": 4, "trace": False}
+    both = {method: engines("demo", cache_method=method, **settings) for method in ("none", "dual")}
+    monkeypatch.setattr(evaluate, "load", lambda arguments: both[arguments["cache_method"]])
+    capsys.readouterr()
+    assert main(["eval", "--tasks", "copy", "--count", "2", "--methods", "none,dual"]) == 0
+    none, dual = rows_of(capsys)
+    assert (none["PAGES"], float(dual["PAGES"]) > 0) == ("0.00", True)
+    assert float(dual["MEMORY"]) > float(dual["PAGES"])
+    assert float(dual["ROWS/TOKEN"]) < float(none["ROWS/TOKEN"])
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(started, demo, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "table.json"
+    arguments = ["eval", "--tasks", "copy", "--count", "5", "--methods", "none,dual", "--output", str(output)]
+    asked, add = [], demo.llm_engine.add_request
+
+    def counting(request_id, prompt, params):
+        asked.append(request_id)
+        if len(asked) == 8:
+            raise KeyboardInterrupt
+        return add(request_id, prompt, params)
+
+    monkeypatch.setattr(demo.llm_engine, "add_request", counting)
+    assert main(arguments) == 130  # four warm up, and of the fifth's answers two are given
+    assert "the same command goes on from there" in capsys.readouterr().err
+    ((key, unfinished),) = json.loads(output.read_text())["unfinished"].items()
+    assert json.loads(key) == ["none", "one", "copy"]
+    assert 0 < len(unfinished["texts"]) < 5
+    assert unfinished["cost"]["requests"] == len(unfinished["texts"])
+
+    monkeypatch.setattr(demo.llm_engine, "add_request", add)
+    assert main(arguments) == 0
+    none, dual = rows_of(capsys)
+    assert (none["SCORE"], none["EXAMPLES"]) == (dual["SCORE"], dual["EXAMPLES"])
+    assert json.loads(output.read_text())["scores"][0]["cost"]["requests"] == 5
+
+    # All is there: another method starts its own engine alone, and the table grows.
+    started.clear()
+    arguments[arguments.index("none,dual")] = "sparse"
+    assert main(arguments) == 0
+    assert [row["METHOD"] for row in rows_of(capsys)] == ["sparse", "none", "dual"]
+    assert [arguments["cache_method"] for arguments in started] == ["sparse"]
+    arguments[arguments.index("5")] = "4"
+    assert main(arguments) == 2
+    assert "has results with count=5, this run has 4" in capsys.readouterr().err
+
+
+def test_what_is_left_out_of_a_comparison_is_the_commands_own(started, capsys):
+    asked = ["eval", "--tasks", "chat", "--count", "1"]
+    assert main([*asked, "--methods", "none", "--threshold", "0.9"]) == 0
+    assert [(row["METHOD"], row["UNMASKING"]) for row in rows_of(capsys)] == [("none", "threshold=0.9")]
+    assert main([*asked, "--cache-method", "sparse", "--retention-ratio", "0.25", "--unmasking-rules", "one"]) == 0
+    assert rows_of(capsys)[0]["METHOD"] == "sparse:retention_ratio=0.25"
 
 
 def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
@@ -124,17 +139,100 @@ def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
 
 def test_all_stands_for_every_cache_method():
     asked = evaluate.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
-    assert [combination.cache_method for combination in asked] == list(CACHE_METHODS)
+    assert [combination.method for combination in asked] == list(CACHE_METHODS)
 
 
-def test_a_comparison_that_fails_late_shows_what_it_found(demo, monkeypatch, capsys):
+def test_methods_have_options_and_rules_have_guides():
+    assert parse_method("sparse:retention_ratio=0.25:0.5+pool_kernel_size=1") == [
+        ("sparse", {"retention_ratio": 0.25, "pool_kernel_size": 1}),
+        ("sparse", {"retention_ratio": 0.5, "pool_kernel_size": 1}),
+    ]
+    assert split_names("dual,es_dllm:keep_schedule=[[1,0],[0.5,0.25]],none") == [
+        *("dual", "es_dllm:keep_schedule=[[1,0],[0.5,0.25]]", "none")
+    ]
+    assert parse_guided_rule("guided=Qwen/Qwen2.5-7B+guide_top_k=2") == ("Qwen/Qwen2.5-7B", {"guide_top_k": 2})
+    assert parse_guided_rule("one+certainty-sigma=10") == (None, {"certainty_sigma": 10})
+    args = ["eval", "--methods", "none", "--unmasking-rules", "one,guided=demo+guide_top_k=2", "--batch", "3"]
+    one, guided = evaluate.combinations(build_parser().parse_args(args))
+    assert "guide_model" not in one.engine
+    assert (guided.engine["guide_model"], guided.decoding["guide_top_k"]) == ("demo", 2)
+    assert {one.engine["max_num_seqs"], guided.engine["max_num_seqs"]} == {3}
+    args = ["eval", "--unmasking-rules", "one,guided+guide_top_k=2", "--guide-model", "demo"]
+    one, guided = evaluate.combinations(build_parser().parse_args(args))
+    assert (one.is_guided, guided.is_guided, guided.unmasking) == (False, True, "guided=demo+guide_top_k=2")
+
+
+def test_a_row_that_cannot_be_measured_leaves_the_others(started, demo, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
+    assert main(["eval", "--tasks", "chat", "--count", "1", "--unmasking-rules", "one,steps=99"]) == 1
+    printed = capsys.readouterr()
+    assert [row.split()[1] for row in printed.out.splitlines()[1:]] == ["one"]
+    assert 'cannot be measured: ["none", "steps=99", "chat"]: steps=99 is out of range' in printed.err
+    assert main(["eval", "--tasks", "chat", "--count", "1", "--unmasking-rules", "steps=99"]) == 2
+    assert "steps=99 is out of range" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_start_leaves_what_was_found(demo, monkeypatch, capsys):
     def load(arguments):
         if arguments["cache_method"] == "dual":
             raise OSError("out of luck")
         return demo
 
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     monkeypatch.setattr(evaluate, "load", load)
-    assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none,dual"]) != 0
+    assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none,dual"]) == 2
     printed = capsys.readouterr()
     assert [row.split()[0] for row in printed.out.splitlines()] == ["METHOD", "none"]
     assert "out of luck" in printed.err
+
+
+def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(
+        '{"prompt": "Copy: Rome Ida", "answer": "Ida"}\n{"prompt": "Copy: Rome Tom", "answer": "Rome Tom"}\n'
+    )
+    asked = ["eval", "--tasks", str(file), "--gen-length", "16"]
+    assert main(asked) == 0
+    assert (row := rows_of(capsys)[0])["TASK"] == "mine"
+    assert (row["METRIC"], row["SCORE"], row["±"]) == ("exact", "0.5000", "0.3536")
+    assert main([*asked, "--match", "contains"]) == 0
+    assert rows_of(capsys)[0]["SCORE"] == "1.0000"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "table.txt"], "give the file the ending .json"),
+        (["--output", "nowhere/table.json"], "no folder nowhere"),
+        (["--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
+        (["--methods", "dual:speed=3"], "'speed'"),
+        (["--methods", "dual", "--cache-option", "refresh=near"], "--methods takes options itself"),
+        (["--unmasking-rules", "guided"], "unmasking rule 'guided' is unknown; give one, guided=MODEL"),
+        (["--unmasking-rules", "guided=demo+threshold=0.9"], "unmasking rule 'guided=demo+threshold=0.9' is unknown"),
+        (["--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),
+        (["--paper-table", "maskkv/table-6"], "maskkv/table-6 is not made by this command: settings"),
+    ],
+)
+def test_what_cannot_be_is_named(started, capsys, arguments, message):
+    assert main(["eval", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not started
+
+
+def test_an_engine_that_cannot_be_had_is_tried_once(demo, monkeypatch, capsys):
+    tried = []
+
+    def load(arguments):
+        tried.append(arguments["cache_method"])
+        if tried[-1] == "dual":
+            raise ValueError("too little memory")
+        return demo
+
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    monkeypatch.setattr(evaluate, "load", load)
+    asked = ["--tasks", "chat", "--count", "1", "--unmasking-rules", "one,steps=16"]
+    assert main(["eval", *asked, "--methods", "dual,none"]) == 1
+    assert tried == ["dual", "none"]
+    printed = capsys.readouterr()
+    assert [row.split()[:2] for row in printed.out.splitlines()[1:]] == [["none", "one"], ["none", "steps=16"]]
+    assert printed.err.count("too little memory") == 2

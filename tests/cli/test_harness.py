@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.cli import evaluate
-from dllm_engine.cli.arguments import key_value
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.evaluation import comparison, harness
+from dllm_engine.evaluation.score import COLUMNS
 
 NAMES = "examples/lm_eval/names.yaml"
 FACTS = "examples/lm_eval/facts.yaml"
@@ -33,55 +33,31 @@ def started(demo, monkeypatch):
 
 
 def rows_of(capsys):
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == list(harness.COLUMNS)
+    header, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert header.split() == list(COLUMNS)
     return [row.split() for row in rows]
 
 
 def test_a_row_per_task_with_its_cost(started, tmp_path, capsys):
-    report = tmp_path / "report.json"
-    assert main(["eval", "--lm-eval", f"{NAMES},{FACTS}", *QUICK, "--json", str(report)]) == 0
-    names, facts = rows_of(capsys)
-    assert names[:8] == ["none", "one", "names", "exact_match,stripped", "1.0000", "0.0000", "3", "1.00"]
+    output = tmp_path / "table.json"
+    rules = ["--unmasking-rules", "one,steps=8"]
+    assert main(["eval", "--lm-eval", f"{NAMES},{FACTS}", *QUICK, *rules, "--output", str(output)]) == 0
+    names, facts, fewer, _ = rows_of(capsys)
+    assert names[:7] == ["none", "one", "names", "exact_match,stripped", "1.0000", "0.0000", "3"]
     assert facts[:4] == ["none", "one", "facts", "acc,none"]
-    assert facts[6:] == ["3", "-", "-", "-"]
-    written = json.loads(report.read_text())
-    assert written["settings"]["lm_eval"] == f"{NAMES},{FACTS}"
-    assert written["scores"][0]["decoding"] == {"seed": 0}
-    assert written["scores"][0]["num_fewshot"] == {"names": 0}
-    assert written["scores"][0]["results"]["names"]["exact_match,stripped"] == 1.0
+    assert facts[6:] == ["3", *["–"] * 6]  # no response was asked for
+    assert (names[8], fewer[8]) == ("1.00", "4.00")
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    first = json.loads(output.read_text())["scores"][0]
+    assert first["decoding"] == {"seed": 0}
+    assert first["result"]["details"]["num_fewshot"] == {"names": 0}
+    assert first["result"]["details"]["names"]["exact_match,stripped"] == 1.0
     assert len(started) == 1
-
-
-def test_methods_and_rules_become_rows_and_a_plot(started, tmp_path, capsys):
-    plot, report = tmp_path / "plot.png", tmp_path / "report.json"
-    arguments = ["--methods", "none,dual", "--unmasking-rules", "one,steps=8", "--plot", str(plot)]
-    assert main(["eval", "--lm-eval", NAMES, *QUICK, *arguments, "--json", str(report)]) == 0
-    assert json.loads(report.read_text())["settings"]["plot"] == str(plot)
-    rows = rows_of(capsys)
-    assert [row[:2] for row in rows] == [[m, r] for m in ("none", "dual") for r in ("one", "steps=8")]
-    assert [row[7] for row in rows] == ["1.00", "0.25"] * 2
-    assert [arguments["cache_method"] for arguments in started] == ["none", "dual"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_demo_tasks_are_plotted_too(started, tmp_path):
-    plot = tmp_path / "plot.png"
-    assert main(["eval", "--tasks", "chat", "--count", "2", "--methods", "none,dual", "--plot", str(plot)]) == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_likelihoods_have_no_speed_to_plot(started, tmp_path, capsys):
-    assert main(["eval", "--lm-eval", FACTS, *QUICK, "--plot", str(tmp_path / "plot.png")]) == 2
-    assert "nothing to plot" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--lm-eval", NAMES, "--plot", "plot.svg"], "plot.svg: the plot is a .png"),
-        (["--lm-eval", NAMES, "--plot", "nowhere/plot.png"], "no folder nowhere"),
-        (["--tasks", "chat", "--plot", "plot.png"], "--plot shows combinations"),
         (["--lm-eval", "nothing.yaml"], "knows no task 'nothing.yaml'"),
         (["--lm-eval", NAMES, *QUICK, "--metric", "bleu"], "no metric 'bleu'; choose one of exact_match,stripped"),
         (["--paper-task", "gsm8k", "--paper", "nobody"], "paper 'nobody' is unknown"),
@@ -126,20 +102,34 @@ def test_paper_tasks_bring_lengths_shots_and_intervals():
     assert (gsm8k.name, gsm8k.num_fewshot, gsm8k.with_chat_template) == ("gsm8k", 4, True)
     assert gsm8k.decoding == {"gen_length": 256, "block_length": 8, "steps": 256}
     assert mbpp.cache_options["dllm_cache"]["prompt_refresh_interval"] == 100
-    assert harness._with_equal_engines([gsm8k, mbpp]) == [[gsm8k], [mbpp]]
-    assert harness._with_equal_engines([gsm8k, gsm8k]) == [[gsm8k, gsm8k]]
+
+
+def as_task(asked):
+    return comparison.Task("", None, asked.decoding, asked.guided, asked.cache_options)
 
 
 def test_a_papers_cache_options_are_for_its_method_and_give_way_to_the_commands_own():
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--paper", "dllm-cache")
+    (task,) = map(as_task, evaluate.harness_tasks(args))
+    args.methods = "none,dllm_cache,dllm_cache:response_refresh_interval=2"
+    none, cached, own = map(task.engine_of, evaluate.combinations(args))
+    assert none["cache_options"] == {}
+    assert cached["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
+    assert own["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 2}
+
+
+def test_a_paper_has_other_lengths_with_a_guide():
+    args = parsed("--model", "Dream-org/Dream-v0-Instruct-7B", "--paper-table", "freecache/table-7")
+    args.paper, args.paper_task = "freecache", "hellaswag"
+    args.methods, args.unmasking_rules = "freecache", "one,guided=demo+guide_top_k=1,tokens_per_step=2"
     (task,) = evaluate.harness_tasks(args)
-    args.methods = "none,dllm_cache"
-    none, cached = (harness._for_tasks(combination, task) for combination in evaluate.combinations(args))
-    assert none.engine["cache_options"] == {}
-    assert cached.engine["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
-    args.methods, args.cache_method, args.cache_option = None, "dllm_cache", [key_value("update_ratio=0.5")]
-    (own,) = evaluate.combinations(args)
-    assert harness._for_tasks(own, task) is own
+    assert (Path(task.name).name, task.num_fewshot) == ("hellaswag_chat.yaml", 5)
+    one, guided, counted = map(as_task(task).decoding_of, evaluate.combinations(args))
+    seed = {"seed": 0}
+    assert one == {"gen_length": 256, "block_length": 256, "steps": 256} | seed
+    guide = {"speculation_length": 32, "guide_top_k": 1, "guide_threshold": 0.5}
+    assert guided == {"gen_length": 1024, "block_length": 256} | guide | seed
+    assert counted == {"gen_length": 256, "block_length": 256, "tokens_per_step": 2} | seed
 
 
 def test_a_guide_has_no_use_for_a_papers_steps():

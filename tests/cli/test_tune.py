@@ -59,7 +59,7 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
     plain = written["trials"][0]
     assert plain["setting"] == {"engine": {"cache_method": "none", "cache_options": {}}, "decoding": {}}
     assert len(plain["scores"]) == 12
-    assert plain["forward_passes"] == plain["tokens_unmasked"]
+    assert plain["cost"]["forward_passes"] == plain["cost"]["tokens_unmasked"]
     chosen = written["chosen"]["2"]
     assert chosen["decoding"]["threshold"] == 0.9
     assert chosen["times_plain"] > 1
@@ -172,7 +172,7 @@ def settings(tmp_path):
         "engine": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}},
         "decoding": {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16},
     }
-    result = {"schema": 1, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
+    result = {"schema": 2, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
     file.write_text(json.dumps(result))
     return str(file)
 
@@ -212,7 +212,7 @@ def test_settings_of_another_model_are_a_warning(settings, capsys):
     [
         ("nonsense", [], "is not JSON"),
         ("{}", [], "is no result of this version's `dllm tune`"),
-        ('{"schema": 1, "subject": {}}', [], "has no chosen setting yet"),
+        ('{"schema": 2, "subject": {}}', [], "has no chosen setting yet"),
         (None, ["--settings-batch", "8"], "no setting for batch size 8; it has some for 1, 16"),
     ],
 )

@@ -32,11 +32,17 @@ PORT = 8000  # as the pages have it
 NEEDS_CHECKPOINT = "needs a released checkpoint"
 NEEDS_NETWORK = "installs from the network"
 TAKES_MINUTES = "takes minutes; tests/cli runs the command on less"
+BY_RESEARCH_TEST = "tests/docs/test_research.py runs it"
 # First line of a block: why it is not run.
 NOT_RUN = {
     "python3 scripts/dev.py test": "is this run",
     'pip install ".[cuda]"': "needs a GPU and the network",
     "dllm eval --lm-eval examples/lm_eval/names.yaml": TAKES_MINUTES,
+    "dllm eval --count 20 --methods none,": TAKES_MINUTES,
+    "dllm eval --paper-table": NEEDS_CHECKPOINT,
+    '"""Keeps the tokens nearest before the window."""': BY_RESEARCH_TEST,
+    '"""The pass of `local`."""': BY_RESEARCH_TEST,
+    "import torch": BY_RESEARCH_TEST,
     "dllm eval --methods all --unmasking-rules one,threshold=0.9": TAKES_MINUTES,
     "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm tune GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,

@@ -1,17 +1,26 @@
-"""The papers' benchmark settings: servable as they are, with tasks that lm_eval has."""
+"""The papers' benchmark settings and tables: servable as they are, with tasks that lm_eval has."""
 
 from pathlib import Path
 
 import pytest
 
-from dllm_engine.evaluation.paper_tasks import PAPER_TASKS, PAPERS, paper_task
+from dllm_engine.cli import evaluate
+from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_names
+from dllm_engine.cli.main import build_parser
+from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS, paper_table, paper_task
 from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.resolve import resolve_decoding
 
-ROWS = [(row, family) for row in PAPER_TASKS for family in FAMILIES.values() if row.is_for(family)]
+ROWS = [
+    (row, family)
+    for row in PAPER_TASKS
+    for family in FAMILIES.values()
+    if row.is_for(family, False) or row.is_for(family, True)
+]
+TASK_FILES = sorted({row.task for row in PAPER_TASKS if row.task.endswith(".yaml")})
 FOLDERS = ("arc", "bbh", "benchmarks", "gpqa", "gsm8k", "humaneval", "longbench", "mbpp", "minerva_math", "mmlu")
 FOLDERS += ("mmlu_pro",)
 
@@ -36,7 +45,9 @@ def test_settings_are_servable_with_every_cache_method(row, family):
         assert (spec.gen_length, spec.steps, spec.block_length) == wanted
 
 
-@pytest.mark.parametrize("name", sorted({n for row in PAPER_TASKS for n in (row.task, row.base_task) if n}))
+@pytest.mark.parametrize(
+    "name", sorted({n for row in PAPER_TASKS for n in (row.task, row.base_task) if n} - {*TASK_FILES})
+)
 def test_lm_eval_has_the_task_and_asks_for_a_response(harness, name):
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -49,7 +60,7 @@ def test_lm_eval_has_the_task_and_asks_for_a_response(harness, name):
 def test_each_row_is_of_a_known_paper_and_found_by_its_name():
     assert {row.paper for row in PAPER_TASKS} == set(PAPERS)
     for row, family in ROWS:
-        assert paper_task(row.benchmark, family, row.paper) is row
+        assert paper_task(row.benchmark, family, row.paper, is_base=bool(row.base)) is row
 
 
 def test_the_first_paper_that_has_a_benchmark_is_taken():
@@ -57,6 +68,12 @@ def test_the_first_paper_that_has_a_benchmark_is_taken():
     assert paper_task("mbpp", DREAM).paper == "dllm-cache"
     assert paper_task("gsm8k", DREAM, "freecache").block_length is None
     assert paper_task("gsm8k", LLADA, "freecache").block_length == 64
+
+
+def test_base_models_have_rows_of_their_own():
+    assert paper_task("mmlu", LLADA, "dllm-cache").gen_length == 3
+    base = paper_task("mmlu", LLADA, "dllm-cache", is_base=True)
+    assert (base.gen_length, base.cache_options("LLaDA-8B-Base")["dllm_cache"]["response_refresh_interval"]) == (256, 6)
 
 
 def test_refresh_intervals_are_those_of_the_checkpoint():
@@ -76,3 +93,77 @@ def test_unknown_names_are_answered_with_the_known_ones():
         paper_task("mbpp", LLADA, "sparse-dllm")
     with pytest.raises(ValueError, match=r"paper 'nobody' is unknown; choose one of sparse-dllm"):
         paper_task("gsm8k", LLADA, "nobody")
+
+
+# Tables
+
+
+@pytest.mark.parametrize("table", [table for table in PAPER_TABLES.values() if table.benchmarks], ids=lambda t: t.key)
+def test_the_rows_of_a_table_can_be_asked_for(table):
+    assert paper_table(table.key) is table
+    family = DREAM if "Dream" in table.models else LLADA
+    rows = [paper_task(name, family, table.paper) for name in table.benchmarks.split(",")]
+    methods = [chosen for text in split_names(table.methods) for chosen in parse_method(text)]
+    assert len({str(chosen) for chosen in methods}) == len(methods)
+    for method, options in methods:
+        for text in split_names(table.rules):
+            guide, decoding = parse_guided_rule(text)
+            for row in rows:
+                engine = {"cache_method": method, "cache_options": options, "guide_model": None}
+                asked = (row.guided if guide else {**row.decoding, "steps": row.gen_length}) | decoding
+                DiffusionParams(**asked)
+                if guide is None:
+                    resolve_decoding(DiffusionParams(**asked), 100, family, EngineOptions.parse(engine))
+
+
+def test_what_is_named_replaces_what_the_table_has(monkeypatch):
+    args = ["eval", "--paper-table", "sparse-dllm/table-3", "--methods", "none", "--model", "GSAI-ML/LLaDA-8B-Instruct"]
+    asked = build_parser().parse_args(args)
+    monkeypatch.setattr(evaluate, "combinations", lambda args: pytest.fail(f"{args.methods} {args.unmasking_rules}"))
+    with pytest.raises(pytest.fail.Exception, match="none one"):
+        evaluate.run(asked)
+    assert (asked.paper, asked.paper_task) == ("sparse-dllm", "arc_challenge")
+
+
+DOCUMENTS = {
+    "piqa_chat": {"goal": "Boil an egg.", "sol1": "Use water.", "sol2": "Use sand.", "label": 0},
+    "arc_easy_chat": {
+        "question": "What is wet? ",
+        "choices": {"text": ["Water", "Sand"], "label": ["1", "2"]},
+        "answerKey": "1",
+    },
+    "hellaswag_chat": {"activity_label": "Cooking", "ctx": "He", "endings": ["eats.", "sinks.", "is."], "label": "0"},
+}
+
+
+@pytest.mark.parametrize("name", TASK_FILES)
+def test_our_own_tasks_ask_for_a_letter_and_find_it(name, tmp_path, monkeypatch):
+    import json
+
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from dllm_engine.evaluation import paper_tasks
+
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    (tmp_path / "docs.jsonl").write_text(json.dumps(DOCUMENTS[name.removesuffix(".yaml")]) + "\n")
+    text = (paper_tasks._TASK_FILES / name).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith(("dataset_name", "training", "fewshot_split"))]
+    local = f"dataset_path: json\ndataset_kwargs: {{data_files: {{validation: {tmp_path}/docs.jsonl}}}}"
+    lines = [local if line.startswith("dataset_path") else line for line in lines]
+    (tmp_path / name).write_text("\n".join(lines).replace("test_split: test", "validation_split: validation"))
+    asked = []
+
+    class Answering(lm_eval.api.model.LM):
+        def generate_until(self, requests, disable_tqdm=False):
+            asked.extend(request.args[0] for request in requests)
+            return ["The answer is B at first. No: the answer is (A)."] * len(requests)
+
+        loglikelihood = loglikelihood_rolling = None
+
+    found = lm_eval.simple_evaluate(
+        Answering(), tasks=[str(tmp_path / name)], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0
+    )
+    assert found["results"][name.removesuffix(".yaml")]["exact_match,letter"] == 1.0
+    assert "\nA. " in asked[0]
+    assert "\nB. " in asked[0]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dllm_engine.tuning.loss import NO_LOSS, Loss, mean_and_error
+from dllm_engine.evaluation.score import mean_and_error
+from dllm_engine.tuning.loss import NO_LOSS, Loss
 
 
 def test_the_interval_is_that_of_bonett_and_price():

@@ -5,11 +5,12 @@ import random
 
 import pytest
 
+from dllm_engine.evaluation.answering import Cost
 from dllm_engine.tuning import search as module
 from dllm_engine.tuning.questions import Answers
 from dllm_engine.tuning.search import Goal, Search
 from dllm_engine.tuning.space import PLAIN, Setting, Space
-from dllm_engine.tuning.trials import Timing, TrialFile
+from dllm_engine.tuning.trials import TrialFile
 
 NUM_EXAMPLES = 400
 SPACE = Space(
@@ -59,17 +60,17 @@ class MadeUpRunner:
             wrong = random.Random(f"{setting} {index}").random() < lost
             scores.append(float(draw < self.accuracy and not wrong))
         self.asked[setting] = self.asked.get(setting, 0) + len(indices)
-        return Answers(scores, self._timing(setting, len(indices), self.at_once), len(indices), TOKENS * len(indices))
+        return Answers(scores, self._cost(setting, len(indices), self.at_once))
 
     def measure(self, setting, count, batch):
         self._start(setting)
         self.measured.append((setting, batch))
-        return self._timing(setting, count, batch)
+        return self._cost(setting, count, batch)
 
-    def _timing(self, setting, count, batch):
+    def _cost(self, setting, count, batch):
         seconds = count * TOKENS / self.rate(setting, batch)
         self.seconds += seconds
-        return Timing(count, count * TOKENS, seconds)
+        return Cost(count, count * TOKENS, seconds, count * TOKENS, count)
 
 
 @pytest.fixture

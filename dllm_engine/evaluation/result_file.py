@@ -1,0 +1,62 @@
+"""A command's results as a JSON file, from which the same command goes on."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dllm_engine.text import json_rows
+
+
+def read_results(path: Path, command: str, schema: int) -> dict[str, Any]:
+    """What ``dllm COMMAND`` wrote; raises ``ValueError`` for any other file."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(stored, dict) or stored.get("schema") != schema or stored.get("of", command) != command:
+        raise ValueError(
+            f"{path} is no result of this version's `dllm {command}`; give another file, or run `dllm {command}` again"
+        )
+    return stored
+
+
+class ResultFile:
+    """Results of a command on a subject.
+
+    Args:
+        path: JSON; need not exist.
+        command: of ``dllm``.
+        schema: of its files; raised where a reader of older ones would go wrong.
+        subject: what results depend on beside what the file tells them apart by.
+
+    Raises:
+        ValueError: the file is of another subject, or none of this command.
+    """
+
+    def __init__(self, path: Path, command: str, schema: int, subject: dict[str, Any]) -> None:
+        self.path, self.command, self.schema = path, command, schema
+        self.subject: dict[str, Any] = json.loads(json.dumps(subject, default=str))
+        self.stored: dict[str, Any] = {}
+        """What it held at first."""
+        if path.suffix != ".json":
+            raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
+        if not path.parent.is_dir():
+            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+        if path.exists():
+            self.stored = read_results(path, command, schema)
+            theirs = self.stored.get("subject", {})
+            for name, value in self.subject.items():
+                if theirs.get(name) != value:
+                    raise ValueError(
+                        f"{path} has results with {name}={theirs.get(name)!r}, this run has {value!r}; choose another "
+                        f"--output, or remove the file"
+                    )
+
+    def write(self, depth: int, **values: Any) -> None:
+        """Replace the file, so that an interruption leaves the old one or the new one. Values at ``depth`` have a line
+        each."""
+        written = {"schema": self.schema, "of": self.command, "subject": self.subject, **values}
+        beside = self.path.with_name(self.path.name + ".part")
+        beside.write_text(json_rows(written, depth=depth) + "\n", encoding="utf-8")
+        os.replace(beside, self.path)

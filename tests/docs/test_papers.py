@@ -1,0 +1,49 @@
+"""``docs/papers.md`` lists the papers' tables, and how each is made, as ``paper_tasks.toml`` has them.
+
+To write it anew: ``python -m tests.docs.test_papers``
+"""
+
+import re
+from pathlib import Path
+
+from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS, PaperTable
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "papers.md"
+BEGIN = "<!-- the tables, by python -m tests.docs.test_papers -->\n"
+NUM_TABLES = {"sparse-dllm": 7, "dllm-cache": 14, "freecache": 10, "maskkv": 13, "es-dllm": 0}
+
+
+def written() -> str:
+    """The page: its own words, then a table per paper."""
+    words = PAGE.read_text(encoding="utf-8").partition(BEGIN)[0]
+    return words + BEGIN + "".join(_paper(name, title) for name, title in PAPERS.items())
+
+
+def _paper(name: str, title: str) -> str:
+    head = "| `--paper-table` | compares | of | not made, or ours |\n|---|---|---|---|\n"
+    return f"\n## {title}\n" + head + "".join(_row(table) for table in PAPER_TABLES.values() if table.paper == name)
+
+
+def _row(table: PaperTable) -> str:
+    key = f"`{table.key}`" if table.benchmarks else table.name.replace("-", " ").capitalize()
+    return f"| {key} | {table.about} | {table.models or '–'} | {table.without or '–'} |\n"
+
+
+def test_the_page_is_that_of_the_presets():
+    assert written() == PAGE.read_text(encoding="utf-8"), "update it: python -m tests.docs.test_papers"
+
+
+def test_each_table_of_each_paper_is_there():
+    assert set(NUM_TABLES) == set(PAPERS)
+    for paper, count in NUM_TABLES.items():
+        tables = [key for key in PAPER_TABLES if re.fullmatch(rf"{paper}/table-\d+", key)]
+        assert tables == [f"{paper}/table-{number}" for number in range(1, count + 1)]
+
+
+def test_what_cannot_be_made_says_why():
+    for table in PAPER_TABLES.values():
+        assert table.models if table.benchmarks else table.without, table.key
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(), encoding="utf-8")
