@@ -10,7 +10,6 @@ from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settin
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import DENOISING
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
-from dllm_engine.infill.template import parse_template
 
 SOME_FAILED = 1
 _SETTINGS = (
@@ -73,6 +72,8 @@ def _answer_prompt(args: argparse.Namespace) -> int:
     if args.suffix is not None:
         (output,) = llm.infill(args.prompt, args.suffix, params)
     elif args.template is not None:
+        from dllm_engine.infill.template import parse_template
+
         prompt = [{"role": "user", "content": args.prompt}] if use_chat else args.prompt
         (output,) = llm.fill_in([prompt], [parse_template(args.template)], params)
     else:

@@ -11,11 +11,13 @@ _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """What the request classes call the length."""
 
 
-def settle_template(request: Any, tokenizer: Any) -> None:
+def settle_template(request: Any, serving: Any) -> None:
     """Turn ``suffix``, or ``template`` in ``vllm_xargs``, into ``response_template``, and set the length of a request
     that has a template and names none. Raises ``InvalidRequestError``.
 
-    ``request``: a request object of vLLM's server, which is changed.
+    Args:
+        request: a request object of vLLM's server, which is changed.
+        serving: the server's object that has it, with the tokenizer.
     """
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     template, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
@@ -27,7 +29,7 @@ def settle_template(request: Any, tokenizer: Any) -> None:
             raise InvalidRequestError("template and response_template are one thing in two forms; give one")
         if not isinstance(template, list):
             raise InvalidRequestError(f"template={template!r} is not a list of texts and of holes' numbers of tokens")
-        xargs["response_template"] = response_template(template, tokenizer)
+        xargs["response_template"] = response_template(template, serving.renderer.tokenizer)
         request.vllm_xargs = xargs
     lengths = [name for name in _LENGTHS if name in type(request).model_fields]
     given = vars(request)  # reading one of them as an attribute is a warning
@@ -35,13 +37,13 @@ def settle_template(request: Any, tokenizer: Any) -> None:
         setattr(request, lengths[0], length)
 
 
-def template_fields(completion: Any, request: Any, tokenizer: Any) -> dict[str, Any]:
+def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, Any]:
     """The field ``holes`` of a choice: the text of each hole."""
     options = _options(getattr(request, "vllm_xargs", None) or {})
-    if options.response_template is None or tokenizer is None:
+    template = options.response_template
+    if template is None or (tokenizer := serving.renderer.tokenizer) is None:
         return {}
-    with_given = options.return_given is not False
-    return {"holes": filled_in(completion.token_ids, options.response_template, tokenizer, with_given=with_given)}
+    return {"holes": filled_in(completion.token_ids, template, tokenizer, with_given=options.return_given is not False)}
 
 
 def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: Any) -> list[str | int]:

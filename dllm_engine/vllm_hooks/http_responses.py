@@ -279,6 +279,6 @@ def _asks_for_trace(request: Any) -> bool:
 def _set_fields(serving: Any, choice: Any, completion: Any, request: Any) -> None:
     """vLLM's response models keep fields that they do not know."""
     fields = fields_of(completion, with_trace=_asks_for_trace(request))
-    fields |= template_fields(completion, request, serving.renderer.tokenizer)
+    fields |= template_fields(completion, request, serving)
     for name, value in fields.items():
         setattr(choice, name, value)

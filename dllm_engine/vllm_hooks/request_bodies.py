@@ -99,7 +99,7 @@ def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Await
     async def create_if_known(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.model_config, "is_dllm_engine", False):
             check_place(request.model_extra or ())
-            settle_template(request, self.renderer.tokenizer)
+            settle_template(request, self)
         return await create(self, request, *args, **kwargs)
 
     return create_if_known

@@ -122,18 +122,18 @@ def test_what_is_left_out_of_a_comparison_is_the_commands_own(started, capsys):
 def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
     def asked(*arguments):
         made = evaluate.combinations(build_parser().parse_args(["eval", *arguments]))
-        return {combination.rule: combination.decoding for combination in made}
+        return {combination.unmasking: combination.decoding for combination in made}
 
     guide = ["--guide-model", "demo", "--guide-top-k", "2", "--guide-threshold", "0.5"]
     guiding = {"seed": 0, "guide_top_k": 2, "guide_threshold": 0.5}
-    assert asked(*guide) == {"guided": guiding}
-    assert asked(*guide, "--unmasking-rules", "one,guided,threshold=0.9") == {
-        "one": {"seed": 0, "guided": False},
-        "guided": guiding | {"guided": True},
-        "threshold=0.9": {"seed": 0, "guided": False, "threshold": 0.9},
+    assert asked(*guide) == {"guided=demo": guiding}
+    assert asked(*guide, "--unmasking-rules", "one,guided+guide_top_k=3,threshold=0.9") == {
+        "one": {"seed": 0},
+        "guided=demo+guide_top_k=3": guiding | {"guide_top_k": 3},
+        "threshold=0.9": {"seed": 0, "threshold": 0.9},
     }
-    assert asked("--guide-model", "demo", "--no-guided") == {"one": {"seed": 0, "guided": False}}
-    with pytest.raises(ValueError, match="'guided': there is no guide; give --guide-model"):
+    assert asked("--guide-model", "demo", "--no-guided") == {"one": {"seed": 0}}
+    with pytest.raises(ValueError, match="'guided' is unknown; give one, guided=MODEL"):
         asked("--unmasking-rules", "one,guided")
 
 

@@ -48,7 +48,7 @@ def own_signal_handlers(monkeypatch):
             ["eval", "--unmasking-rules", 'one,slow_fast={"span_steps":2,"span_window":0}'],
             "slow_fast option span_window=0",
         ),
-        (["generate", "Hello!", "--slow-fast", "{"], "slow_fast='{': is no JSON"),
+        (["generate", "Hello!", "--slow-fast", "{"], "slow_fast='{': it is no JSON"),
         (["bench", "--unmasking", "slow_fast={}"], "the plain baseline knows no slow_fast"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         ([*PLAN, "--cache-method", "magic"], "unknown cache method"),

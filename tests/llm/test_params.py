@@ -106,7 +106,7 @@ REFUSED = [
     ({"slow_fast": {"span_steps": 0}}, "slow_fast option span_steps=0: Input should be greater than or equal to 1"),
     ({"slow_fast": {"span_variance": math.inf}}, "slow_fast option span_variance=inf"),
     ({"slow_fast": 0.9}, "slow_fast"),
-    ({"slow_fast": "{"}, "slow_fast='{': is no JSON"),
+    ({"slow_fast": "{"}, "slow_fast='{': it is no JSON"),
     ({"slow_fast": {}, "threshold": 0.9}, "threshold=0.9 and slow_fast={}: a step unmasks by one rule"),
     ({"slow_fast": {}, "unmasking": "entropy"}, "slow_fast={} goes by plain probability"),
     ({"n": 2}, "n=2 needs a temperature above 0"),

@@ -182,7 +182,7 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
         "block": block, "num_blocks": 2, "gen_length": 2 * length, "block_length": length, "start": block * length,
         "length": length, "sent": block * length, "step": step, "forward_pass": step,
         "positions": positions, "token_ids": token_ids,
-        "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0,
+        "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0, "template": None,
     }  # fmt: skip
 
 
