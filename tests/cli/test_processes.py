@@ -113,7 +113,7 @@ def test_bench_measures_methods_one_by_one_each_with_a_baseline_on_two_models(ru
         benchmark.available, Subject.start = lambda: 0, start_and_watch
         sys.exit(main(sys.argv[1:]))
     """
-    small = ["--methods", "none,dual", "--batch", "2", "--response", "16", "--repeats", "1", "--count", "2"]
+    small = ["--methods", "none,dual", "--batch", "2", "--response", "16", "--repeats", "1"]
     (tmp_path / "watched_dllm.py").write_text(program)
     result = run(preloaded_programs() / "python", "watched_dllm.py", "bench", "--quick", *small)
     assert result.returncode == 0, result.stderr

@@ -236,12 +236,14 @@ def test_only_what_was_moved_is_sent(page):
     page.move("temperature", 0.7)
     page.element("seed").send_keys("12")
     page.element("system").send_keys("Be brief.")
+    page.element("template").send_keys("Hello[[2]]!")
     page.ask("Hello!")
     page.element("reset").click()
     page.ask("Hello!")
     first, second, third, last = page.js("return window.asked")
     assert first == last
-    assert first["vllm_xargs"] == third["vllm_xargs"] == {"stream_granularity": "step", "trace": True}
+    assert first["vllm_xargs"] == {"stream_granularity": "step", "trace": True}
+    assert third["vllm_xargs"] == first["vllm_xargs"] | {"template": ["Hello", 2, "!"]}
     assert not {"max_tokens", "temperature", "seed"} & first.keys()
     assert [message["role"] for message in first["messages"]] == ["user"]
     assert second["max_tokens"] == 32
@@ -356,7 +358,7 @@ def test_everything_is_reached_by_tab(page):
         reached.append(page.js("return document.activeElement.id"))
         webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
     wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
-              "temperature", "seed", "system", "remember", "reset", "play", "step", "canvas", "maps"]  # fmt: skip
+              "temperature", "seed", "system", "template", "remember", "reset", "play", "step", "canvas", "maps"]  # fmt: skip
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 
 
