@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.token_prediction import BarredTokens
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
@@ -182,17 +183,14 @@ class BatchCandidates:
         return on_device(weights, self.table.device, torch.float32)
 
     @cached_property
-    def barred_tokens(self) -> np.ndarray | None:
-        """End tokens that may not stand where something given follows: int64 ``[2, num_barred]``, candidates and
-        tokens; None where there are none."""
-        barred = []
-        for i in self.members:
-            spec = self.batch.canvases[i].spec
-            if spec.template and spec.end_tokens:
-                here = np.flatnonzero((self.columns[0] == i) & (self.columns[2] < spec.last_given))
-                ends = np.array(sorted(spec.end_tokens))
-                barred.append(np.stack((here.repeat(ends.size), np.tile(ends, here.size))))
-        return np.concatenate(barred, axis=1) if barred else None
+    def barred(self) -> list[BarredTokens]:
+        """End tokens of requests with given tokens, where something given follows."""
+        specs = ((i, self.batch.canvases[i].spec) for i in self.members)
+        return [
+            BarredTokens((self.requests == i) & (self.positions < spec.last_given), sorted(spec.end_tokens))
+            for i, spec in specs
+            if spec.template and spec.end_tokens
+        ]
 
     @cached_property
     def predicted_alone(self) -> torch.Tensor | None:

@@ -134,7 +134,7 @@ class Denoiser:
             with_entropy="entropy" in measures,
             with_margin="margin" in measures,
             num_logprobs=max(num_logprobs, default=None),
-            barred=group.barred_tokens,
+            barred=group.barred,
         )
         if "noise" in measures and counters is not None:
             statistics.noise = uniform(

@@ -7,9 +7,8 @@ top-p and top-k, which need the whole distribution, gather the logits of the row
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -56,6 +55,14 @@ class SamplingSettings:
 GREEDY = SamplingSettings(0.0, 1.0, 0, False)
 
 
+class BarredTokens(NamedTuple):
+    """Tokens that some rows may not predict."""
+
+    rows: torch.Tensor
+    """bool ``[num_rows]``"""
+    tokens: list[int]
+
+
 @dataclass(frozen=True)
 class Counters:
     """The counters of each row's random numbers, int64 ``[num_rows]`` each."""
@@ -100,20 +107,20 @@ class TokenPredictor:
         with_entropy: bool,
         with_margin: bool,
         num_logprobs: int | None = None,
-        barred: np.ndarray | None = None,
+        barred: Sequence[BarredTokens] = (),
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
         argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities of the predicted token and of
-        so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``barred`` int64
-        ``[2, num_barred]``: rows and tokens that they may not predict, which count as if they had no probability.
+        so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``barred`` tokens
+        count as if they had no probability.
         """
         chunks = []
         for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
             shard = self.compute_logits(hidden[rows])
-            if barred is not None:
-                _bar(shard, barred - np.array([[rows.start], [shard.first_token]]))
+            for of_request in barred:
+                _bar(shard, of_request, rows)
             of_rows = None if counters is None else counters.rows(rows)
             chunks.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs))
         return chunks[0] if len(chunks) == 1 else _concatenated(chunks)
@@ -234,12 +241,12 @@ class TokenPredictor:
         return gather_from_ranks(values, self.tp_group)
 
 
-def _bar(shard: VocabularyShard, barred: np.ndarray) -> None:
-    """Take tokens out of a chunk's logits: ``barred`` int64 ``[2, num_barred]``, rows and columns, of which those
-    outside the chunk belong to others."""
-    inside = (barred >= 0).all(axis=0) & (barred < np.array(shard.logits.shape)[:, None]).all(axis=0)
-    rows, columns = on_device(barred[:, inside], shard.logits.device)
-    shard.logits[rows, columns] = -torch.inf
+def _bar(shard: VocabularyShard, barred: BarredTokens, chunk: slice) -> None:
+    """Take tokens out of the logits of a chunk of the rows, as far as they are in this shard."""
+    logits, first_token = shard
+    columns = [token - first_token for token in barred.tokens if 0 <= token - first_token < logits.shape[-1]]
+    places = on_device(columns, logits.device)
+    logits[:, places] = logits[:, places].masked_fill(barred.rows[chunk, None], -torch.inf)
 
 
 def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:

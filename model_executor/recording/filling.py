@@ -38,7 +38,7 @@ def filling_size(
         return None
     if any(group.enough(plans)) or any(plan.quota.observed is not None for plan in plans):
         return None
-    if group.barred_tokens is not None:
+    if group.barred:
         return None
     (choice,) = choices
     num_candidates, width = padded(group.positions.numel()), padded(group.width)

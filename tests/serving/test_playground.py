@@ -358,7 +358,8 @@ def test_everything_is_reached_by_tab(page):
         reached.append(page.js("return document.activeElement.id"))
         webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
     wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
-              "temperature", "seed", "system", "template", "remember", "reset", "play", "step", "canvas", "maps"]  # fmt: skip
+              "temperature", "seed", "system", "template", "remember", "reset", "play", "step", "canvas",
+              "maps"]  # fmt: skip
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 
 
