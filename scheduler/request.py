@@ -175,8 +175,10 @@ class DecodingSpec:
     @cached_property
     def masks_per_block(self) -> tuple[int, ...]:
         """Masks of each block before its first step."""
-        spans = [self.block_span(block) for block in range(self.num_blocks)]
-        return tuple(sum(not self.is_given(position) for position in range(*span)) for span in spans)
+        if not self.template:
+            return tuple(self.block_span(block).size for block in range(self.num_blocks))
+        starts = range(0, self.gen_length, self.block_length)
+        return tuple(self.template[start : start + self.block_length].count(None) for start in starts)
 
     @property
     def num_masks(self) -> int:

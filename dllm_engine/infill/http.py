@@ -28,7 +28,9 @@ def settle_template(request: Any, serving: Any) -> None:
         if "response_template" in xargs:
             raise InvalidRequestError("template and response_template are one thing in two forms; give one")
         if not isinstance(template, list):
-            raise InvalidRequestError(f"template={template!r} is not a list of texts and of holes' numbers of tokens")
+            raise InvalidRequestError(
+                f"template is a {type(template).__name__}, not a list of texts and of holes' numbers of tokens"
+            )
         xargs["response_template"] = response_template(template, serving.renderer.tokenizer)
         request.vllm_xargs = xargs
     lengths = [name for name in _LENGTHS if name in type(request).model_fields]

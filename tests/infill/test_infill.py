@@ -140,7 +140,7 @@ def test_templates_over_http(client, complete):
         ({"suffix": AFTER * 400, "max_tokens": 4}, "max_model_len"),
         ({"suffix": AFTER, "max_tokens": 0}, "max_tokens"),
         ({"vllm_xargs": {"template": ["a"]}}, "no hole"),
-        ({"vllm_xargs": {"template": "a"}}, "not a list"),
+        ({"vllm_xargs": {"template": "a"}}, "template is a str, not a list"),
         ({"vllm_xargs": {"template": [1, "a"], "response_template": "[null]"}}, "give one"),
         ({"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4}, "gen_length .max_tokens. is 4"),
         ({"vllm_xargs": {"response_template": "[1, 2]"}}, "nothing to fill in"),
