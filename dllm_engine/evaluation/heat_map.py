@@ -1,6 +1,7 @@
 """Accuracy by the length of the prompt and the depth of the needle in it, as MaskKV's Figure 7 (arXiv 2510.09309)."""
 
 import csv
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -62,7 +63,7 @@ def draw_heat_map(scores: Sequence[Score], path: Path) -> None:
         axes.set_yticks(range(len(depths)), [f"{depth}%" for depth in depths])
         axes.tick_params(colors=MUTED, labelsize=8, length=0)
         axes.spines[:].set_visible(False)
-        axes.set_title(f"{score.method}\n{score.unmasking}", color=INK, size=9)
+        axes.set_title(textwrap.fill(f"{score.method} {score.unmasking}".replace("+", " +"), 40), color=INK, size=8)
     for axes in grid[len(scores) :]:
         axes.set_visible(False)
     figure.supxlabel("tokens of the prompt", color=INK, size=9)
