@@ -14,6 +14,8 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
+from tests.support.random_requests import any_text
+from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
 BROKEN, EARLIER = 121, 118
 """Tokens whose embeddings are not finite; no answer below contains them."""
@@ -35,6 +37,7 @@ WAYS = [
     {"logprobs": 2},
     {"delay_eos": True},
     {"steps": 5},
+    {"threshold": 0.5, "extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK, BROKEN, EARLIER}).packed}},
 ]
 """Ways of unmasking, of which a cache method may refuse some."""
 NOT_FINITE = "the model produced logits that are NaN or infinite in forward pass {}"
