@@ -467,7 +467,7 @@ class Decoding:
         confidence = {
             "low_confidence": plain[token],
             "maskgit_plus": p[token],
-            "topk_margin": top[0] - top[1] if p[token] == top[0] else p[token] - top[0],
+            "topk_margin": top[0] - top[1] if held is None or p[token] == top[0] else p[token] - top[0],
             "entropy": (p * (p + 1e-10).log()).sum(),
             "low_entropy": (plain * (plain + 1e-10).log()).sum(),
         }[self.unmasking]
