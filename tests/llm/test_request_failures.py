@@ -20,6 +20,8 @@ from tests.support.engines import (
     scheduler_of,
     set_steps_per_dispatch,
 )
+from tests.support.random_requests import any_text
+from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
 BROKEN, EARLIER = 121, 118
 """Tokens whose embeddings are not finite; no answer below contains them."""
@@ -41,6 +43,7 @@ WAYS = [
     {"logprobs": 2},
     {"delay_eos": True},
     {"steps": 5},
+    {"threshold": 0.5, "extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK, BROKEN, EARLIER}).packed}},
 ]
 """Ways of unmasking, of which a cache method may refuse some."""
 NOT_FINITE = "the model produced logits that are NaN or infinite in forward pass {}"
