@@ -36,10 +36,10 @@ class PagedPass(LayerPass):
         self.tokens, self.rows, self.row_places = tokens, rows, places
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        fresh = self.row_places is None
-        if self.row_places is not None:
-            self.tokens.pages.write_tokens(k, v, self.row_places[layer])
-        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=fresh)
+        places = self.row_places
+        if places is not None:
+            self.tokens.pages.write_tokens(k, v, places[layer])
+        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=places is None)
 
 
 class OverwritePass(PagedPass):
@@ -47,16 +47,16 @@ class OverwritePass(PagedPass):
     as its plan reads."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        self.batch = batch
         read = [plan.read for plan in batch.plans]
         tokens = TokenTables(batch, pages, read)
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.num_rows(i) == tokens_read for i, tokens_read in enumerate(read)])
         super().__init__(tokens, rows, tokens.places(tokens.requests, tokens.positions, pages.page_size))
-        self.repeated = all(p.state is RefreshState.REUSE and p.rows is RowRule.ALL for p in batch.plans)
 
     @property
     def repeats(self) -> bool:
-        return self.repeated
+        return all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in self.batch.plans)
 
 
 @dataclass(frozen=True)
