@@ -60,9 +60,7 @@ class _Reader:
     def read(self, schema: Any, path: str) -> Expression:
         self.places += 1
         if self.places > _MOST_PLACES:
-            raise ValueError(
-                f"the schema is too large: over {_MOST_PLACES} schemas, counted where they are referred to"
-            )
+            raise ValueError(f"it holds over {_MOST_PLACES} schemas, counted where they are referred to")
         if schema is True:
             return self.style.anything()
         if not isinstance(schema, dict):
