@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import re
 import threading
 
@@ -86,7 +87,7 @@ def test_bytes_of_a_byte_level_tokenizer(tokenizer):
     vocabulary = vocabulary_of(tokenizer, 410)  # a model may predict more than its tokenizer has
     expected = spelled(tokenizer)
     starts = vocabulary.starts.tolist()
-    found = [vocabulary.token_bytes[a:b].tobytes() for a, b in zip(starts, starts[1:], strict=False)]
+    found = [vocabulary.token_bytes[a:b].tobytes() for a, b in itertools.pairwise(starts)]
     assert found == [expected.get(number, b"") for number in range(410)]
     assert found[tokenizer.eos_token_id] == b""
 

@@ -11,7 +11,7 @@ from dllm_engine.structured_output.json_text import OBJECT_DEPTH, VALUE_DEPTH, S
 from tests.support.automaton_walks import TOKENS, accepts, built, segmented, walk
 
 TEXTS = st.text(st.sampled_from('ab"\\/\n\té你😀 \x7f'), max_size=5)
-FORMATS = ("date", "time", "date-time", "uuid", "email", "ipv4")
+FORMATS = ("date", "date-time", "uuid", "email", "ipv4")
 Pair = tuple[object, st.SearchStrategy[object]]
 
 
@@ -159,10 +159,10 @@ def test_bounds_of_numbers(kind, told):
     validator = Draft202012Validator(schema)
     try:
         automaton = of_schema(schema)
-    except ValueError as error:
-        assert "no text" in str(error)
-        assert (kind, told) == ("integer", {"exclusiveMinimum": 0, "exclusiveMaximum": 1})
-        return
+    except ValueError:
+        if (kind, told) == ("integer", {"exclusiveMinimum": 0, "exclusiveMaximum": 1}):
+            return
+        raise
     choice = random.Random(0)
     for _ in range(100):
         validator.validate(json.loads(walk(automaton, TOKENS, choice, 12)))

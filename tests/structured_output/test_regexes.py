@@ -49,8 +49,9 @@ def _supported(pattern: str) -> bool:
     try:
         regex_expression(pattern)
     except ValueError as error:
-        assert "anchor" in str(error)
-        return False
+        if "anchor" in str(error):
+            return False
+        raise
     return True
 
 
@@ -60,8 +61,9 @@ def test_accepted_texts_match(pattern, choice):
     try:
         automaton = built("regex", pattern)
     except ValueError as error:
-        assert "no text" in str(error)
-        return
+        if "no text" in str(error):
+            return
+        raise
     for _ in range(5):
         text = walk(automaton, TOKENS, choice, 12).decode()
         assert re.fullmatch(pattern, text), text
