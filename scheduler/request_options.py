@@ -1,7 +1,7 @@
 """What a request may ask for beside vLLM's sampling parameters, and who may have a default for it."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
@@ -24,6 +24,8 @@ CHECKPOINT_OPTIONS = (
 """Request options that a checkpoint may have a default for: those that mean the same in every engine."""
 DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", "guided", *GUIDE_OPTIONS)
 """Request options that an engine may have a default for."""
+CONSTRAINT = "constraint"
+"""Key of ``extra_args`` under which admission puts the automaton of a request's ``structured_outputs``."""
 _MOST_TOKENS = (1 << 31) - 1
 """More than any model's context or vocabulary holds."""
 
@@ -97,15 +99,29 @@ class RequestOptions(BaseModel):
         return template.count(None) if self.return_given is False else len(template)
 
 
-def request_options(params: SamplingParams) -> RequestOptions:
+class AdmittedOptions(RequestOptions):
+    """With what no client sets, but admission."""
+
+    constraint: Annotated[bytes, Field(strict=True)] | None = None
+    """What the response's text must match, as ``Automaton.packed``. None: anything."""
+
+
+_Options = TypeVar("_Options", bound=RequestOptions)
+
+
+def request_options(params: SamplingParams) -> AdmittedOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
-    return parse_request_options(params.extra_args or {})
+    return _parse(AdmittedOptions, params.extra_args or {})
 
 
 def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
     """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which."""
+    return _parse(RequestOptions, raw)
+
+
+def _parse(options: type[_Options], raw: dict[str, Any]) -> _Options:
     try:
-        return RequestOptions.model_validate(raw)
+        return options.model_validate(raw)
     except ValidationError as error:
         raise InvalidRequestError(explain(error, "request option", RequestOptions.model_fields)) from None
 
