@@ -309,6 +309,7 @@ def resolve_decoding(
         delay_eos=bool(options.delay_eos),
         template=template,
         return_given=own.return_given is not False,
+        constraint=own.constraint,
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
         streams_steps=options.stream_granularity == "step",
