@@ -11,7 +11,6 @@ from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOp
 from dllm_engine.scheduler.resolve import resolve_unmasking
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
-del _OWN_OPTIONS["constraint"]  # made of `structured_outputs` when the request is checked
 """Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where they are not given."""
 
 

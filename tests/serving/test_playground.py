@@ -4,6 +4,7 @@ Needs Chromium with its driver (Debian: ``apt-get install chromium chromium-driv
 folder to keep the screenshots, for example to renew those in ``docs/``.
 """
 
+import json
 import os
 import re
 import shutil
@@ -31,6 +32,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
 PROMPT = "Tom=48. Ida=07. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
+SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}'
 ANSWER = "Ida=07, Tom=48, Zoe=55, Eva=90"
 
 
@@ -239,11 +241,21 @@ def test_only_what_was_moved_is_sent(page):
     page.element("template").send_keys("Hello[[2]]!")
     page.ask("Hello!")
     page.element("reset").click()
+    page.element("match").send_keys("[a-z]{3,9}")
     page.ask("Hello!")
-    first, second, third, last = page.js("return window.asked")
+    assert re.fullmatch("[a-z]{3,9}", page.answer)
+    page.element("match").clear()
+    page.element("match").send_keys(SCHEMA)
+    page.ask("Hello!")
+    assert type(json.loads(page.answer)["age"]) is int
+    page.element("reset").click()
+    page.ask("Hello!")
+    first, second, third, matching, typed, last = page.js("return window.asked")
     assert first == last
     assert first["vllm_xargs"] == {"stream_granularity": "step", "trace": True}
     assert third["vllm_xargs"] == first["vllm_xargs"] | {"template": ["Hello", 2, "!"]}
+    assert matching == first | {"structured_outputs": {"regex": "[a-z]{3,9}"}}
+    assert typed == first | {"structured_outputs": {"json": SCHEMA}}
     assert not {"max_tokens", "temperature", "seed"} & first.keys()
     assert [message["role"] for message in first["messages"]] == ["user"]
     assert second["max_tokens"] == 32
@@ -358,7 +370,7 @@ def test_everything_is_reached_by_tab(page):
         reached.append(page.js("return document.activeElement.id"))
         webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
     wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
-              "temperature", "seed", "system", "template", "remember", "reset", "play", "step", "canvas",
+              "temperature", "seed", "system", "template", "match", "remember", "reset", "play", "step", "canvas",
               "maps"]  # fmt: skip
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 
