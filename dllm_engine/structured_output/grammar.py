@@ -1,9 +1,13 @@
 """What a request's text must match."""
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm.sampling_params import StructuredOutputsParams
+
+from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.structured_output.build import expression_of
 
 
 @dataclass(frozen=True)
@@ -11,11 +15,54 @@ class Grammar:
     """Equal for requests that may write the same texts in the same way."""
 
     kind: Literal["regex", "choice", "json", "json_object"]
-    text: str
+    text: str = ""
     """The regex; the choices or the schema as JSON; nothing for any JSON object."""
+    spaces: bool = True
+    """Of JSON: whether a space may follow a comma and a colon."""
+
+
+_REFUSED = {
+    "grammar": "context-free grammars are not supported; use regex, choice or json",
+    "structural_tag": "structural tags are not supported; use regex, choice or json",
+    "whitespace_pattern": "not supported; JSON is written with at most one space behind a comma or a colon, or, with "
+    "disable_any_whitespace, with none",
+    "disable_additional_properties": "not supported; set additionalProperties to false in the schema",
+}
 
 
 def grammar_of(structured: StructuredOutputsParams) -> Grammar:
     """The grammar that a request names; raises ``InvalidRequestError`` for one that is not supported, naming the
     construct."""
-    raise NotImplementedError
+    for name, reason in _REFUSED.items():
+        if getattr(structured, name) not in (None, False):
+            raise InvalidRequestError(f"structured_outputs.{name}: {reason}")
+    grammar = _named(structured)
+    try:
+        expression_of(grammar.kind, grammar.text, grammar.spaces)
+        grammar.text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"structured_outputs.{grammar.kind}: a lone surrogate is not supported") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"structured_outputs.{grammar.kind}: {error}") from None
+    return grammar
+
+
+def _named(structured: StructuredOutputsParams) -> Grammar:
+    spaces = not structured.disable_any_whitespace
+    if structured.regex is not None:
+        return Grammar("regex", structured.regex)
+    if structured.choice is not None:
+        choices = structured.choice
+        if not choices or not all(isinstance(choice, str) for choice in choices):
+            raise InvalidRequestError(f"structured_outputs.choice: {choices!r} is no list of texts with an entry")
+        return Grammar("choice", json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False))
+    if structured.json is not None:
+        schema = structured.json
+        try:
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            return Grammar("json", json.dumps(schema, ensure_ascii=False), spaces)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"structured_outputs.json: the schema is no JSON: {error}") from None
+    if structured.json_object is not True:
+        raise InvalidRequestError("structured_outputs.json_object: only true is supported; leave it out otherwise")
+    return Grammar("json_object", "", spaces)
