@@ -9,7 +9,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.request_options import AdmittedOptions, InvalidRequestError, request_options
+from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions, request_options
 from dllm_engine.scheduler.resolve import end_token_ids, resolve_decoding
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
@@ -47,7 +47,7 @@ def check_request(
         if value is not None and value != unused:
             shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
             raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
-    check_place(name for name in params.extra_args or {} if name not in AdmittedOptions.model_fields)
+    check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
     _check_integers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(

@@ -1,7 +1,7 @@
 """What a request may ask for beside vLLM's sampling parameters, and who may have a default for it."""
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
@@ -25,7 +25,7 @@ CHECKPOINT_OPTIONS = (
 DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", "guided", *GUIDE_OPTIONS)
 """Request options that an engine may have a default for."""
 CONSTRAINT = "constraint"
-"""Key of ``extra_args`` under which admission puts the automaton of a request's ``structured_outputs``."""
+"""Where the automaton of ``structured_outputs`` travels in a request's ``extra_args``."""
 _MOST_TOKENS = (1 << 31) - 1
 """More than any model's context or vocabulary holds."""
 
@@ -99,29 +99,22 @@ class RequestOptions(BaseModel):
         return template.count(None) if self.return_given is False else len(template)
 
 
-class AdmittedOptions(RequestOptions):
-    """With what no client sets, but admission."""
-
-    constraint: Annotated[bytes, Field(strict=True)] | None = None
-    """What the response's text must match, as ``Automaton.packed``. None: anything."""
-
-
-_Options = TypeVar("_Options", bound=RequestOptions)
-
-
-def request_options(params: SamplingParams) -> AdmittedOptions:
+def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
-    return _parse(AdmittedOptions, params.extra_args or {})
+    carried = {CONSTRAINT} if constraint_in(params) is not None else set()
+    return parse_request_options({name: x for name, x in (params.extra_args or {}).items() if name not in carried})
+
+
+def constraint_in(params: SamplingParams) -> bytes | None:
+    """What a request's text must match, as ``Automaton.packed``; None: anything. Clients cannot send bytes."""
+    given = (params.extra_args or {}).get(CONSTRAINT)
+    return given if isinstance(given, bytes) else None
 
 
 def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
     """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which."""
-    return _parse(RequestOptions, raw)
-
-
-def _parse(options: type[_Options], raw: dict[str, Any]) -> _Options:
     try:
-        return options.model_validate(raw)
+        return RequestOptions.model_validate(raw)
     except ValidationError as error:
         raise InvalidRequestError(explain(error, "request option", RequestOptions.model_fields)) from None
 

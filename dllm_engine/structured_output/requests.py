@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.request_options import CONSTRAINT, InvalidRequestError
+from dllm_engine.scheduler.request_options import CONSTRAINT
 from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
 from dllm_engine.structured_output.grammar import Grammar, grammar_of
 
@@ -47,8 +47,6 @@ def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> Sam
 
     Raises ``InvalidRequestError`` as ``grammar_of`` and ``automaton_of``.
     """
-    if CONSTRAINT in (params.extra_args or {}):
-        raise InvalidRequestError(f"unknown request option {CONSTRAINT!r}; set structured_outputs instead")
     if params.structured_outputs is None:
         return params
     grammar, prepared = grammar_of(params.structured_outputs), _prepared.get()

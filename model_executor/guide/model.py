@@ -30,8 +30,7 @@ from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import head_chunks
-from dllm_engine.model_executor.transfer import gather_from_ranks
-from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.transfer import gather_from_ranks, on_device
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 from dllm_engine.scheduler.page_layout import PageKind
