@@ -67,7 +67,7 @@ def build(task: Task, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
         )
         return token_automaton(machine, token_bytes, starts, task.max_states)
     except TooManyStatesError:
-        raise ValueError(f"its automaton has more states than max_states={task.max_states}") from None
+        raise ValueError(f"its automaton has more states than max_automaton_states={task.max_states}") from None
     except (MemoryError, RecursionError) as error:
         raise ValueError(f"its automaton takes too much to build ({type(error).__name__})") from None
 
