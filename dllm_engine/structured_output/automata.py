@@ -129,9 +129,9 @@ def _build_apart(grammar: Grammar, vocabulary: Vocabulary, limits: Limits) -> Au
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired:
-        raise _failed(grammar, f"it takes longer than max_automaton_seconds={limits.build_seconds:g} to build") from None
+        raise _failed(grammar, f"building takes over max_automaton_seconds={limits.build_seconds:g}") from None
     if ended.returncode < 0:  # by SIGXCPU, and by SIGKILL where that is not enough
-        raise _failed(grammar, f"it takes longer than max_automaton_seconds={limits.build_seconds:g} to build")
+        raise _failed(grammar, f"building takes over max_automaton_seconds={limits.build_seconds:g}")
     if ended.returncode:
         raise RuntimeError(f"building an automaton failed: {ended.stderr.decode(errors='replace')[-2000:]}")
     answer = ended.stdout

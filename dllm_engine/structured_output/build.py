@@ -77,7 +77,8 @@ def main() -> None:
     task = Task(**json.loads(sys.stdin.buffer.readline()))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (task.seconds, task.seconds))
-    arrays = [np.load(sys.stdin.buffer, allow_pickle=False) for _ in range(2)]
+    sent = io.BytesIO(sys.stdin.buffer.read())  # NumPy reads no pipe
+    arrays = [np.load(sent, allow_pickle=False) for _ in range(2)]
     try:
         answer = BUILT + build(task, *arrays).packed
     except ValueError as error:
