@@ -165,7 +165,9 @@ def test_a_tool_is_called(openai, choice, stream):
         calls = dict(enumerate([call.function.name, call.function.arguments] for call in message.tool_calls))
     assert calls
     for name, arguments in calls.values():
-        assert is_person(arguments) if name == "look_up" else (name, json.loads(arguments)) == ("wait", {})
+        assert is_person(arguments) if name == "look_up" else name == "wait" and type(json.loads(arguments)) is dict, (
+            calls
+        )
 
 
 @pytest.mark.parametrize(
