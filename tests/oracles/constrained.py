@@ -3,31 +3,33 @@
 A text is closed by an end token, after which only end tokens may follow. Masks without a prediction may be any token.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from dllm_engine.scheduler.constraints.automaton import unpacked
 
+NOWHERE = -1
+
 
 class PlainConstraint:
     def __init__(self, packed: bytes, end_tokens: Iterable[int]) -> None:
         automaton = unpacked(packed)
-        self.closed, vocab_size = len(automaton.accepting), len(automaton.class_of)
+        class_of, next_state = torch.tensor(automaton.class_of).long(), torch.tensor(automaton.next_state).long()
+        self.closed = len(next_state)
         self.accepted = {*(q for q in range(self.closed) if automaton.accepting[q]), self.closed}
-        self.following = torch.full((self.closed + 1, vocab_size), -1)
-        for state in range(self.closed):
-            for token, number in enumerate(automaton.class_of.tolist()):
-                self.following[state, token] = automaton.next_state[state, number] if number >= 0 else -1
+        self.following = torch.full((self.closed + 1, len(class_of)), NOWHERE)
+        """The state after each token in each state."""
+        spelling = class_of >= 0
+        self.following[:-1, spelling] = next_state[:, class_of[spelling]]
         for token in end_tokens:
-            self.following[:, token] = -1
+            self.following[:, token] = NOWHERE
             self.following[list(self.accepted), token] = self.closed
 
     def accepts(self, tokens: Sequence[int]) -> bool:
         state = 0
         for token in tokens:
-            state = int(self.following[state, token]) if state >= 0 else -1
+            state = int(self.following[state, token]) if state != NOWHERE else NOWHERE
         return state in self.accepted
 
     def before(self, states: set[int], token: int | None) -> set[int]:
@@ -35,19 +37,28 @@ class PlainConstraint:
         columns = self.following if token is None else self.following[:, token : token + 1]
         return {q for q, row in enumerate(columns.tolist()) if states.intersection(row)}
 
-    def best(self, start: int, rows: list[torch.Tensor], ends: set[int]) -> tuple[float, list[int]]:
-        """The tokens with the largest sum of scores that lead from ``start`` to one of ``ends``, and the sum."""
-        reached: dict[int, tuple[float, list[int]]] = {start: (0.0, [])}
+    def totals(self, rows: torch.Tensor, ends: set[int]) -> torch.Tensor:
+        """The largest sum of scores of a text with each token at each place, float64 ``[num_places, num_tokens]``.
+
+        ``rows``: the scores, float64 ``[num_places, num_tokens]``; ``ends``: states that the text may lead to.
+        """
+        num_states = self.closed + 1
+        spare = torch.where(self.following == NOWHERE, num_states, self.following)
+        until = [torch.full((num_states + 1,), -torch.inf, dtype=torch.float64)]
+        until[0][0] = 0.0
         for row in rows:
-            further: dict[int, tuple[float, list[int]]] = {}
-            for state, (total, tokens) in reached.items():
-                for target in set(self.following[state].tolist()) - {-1}:
-                    leading = torch.where(self.following[state] == target, row, -math.inf)
-                    score = total + float(leading.max())
-                    if score > further.get(target, (-math.inf, []))[0]:
-                        further[target] = score, [*tokens, int(leading.argmax())]
-            reached = further
-        return max((found for state, found in reached.items() if state in ends), default=(-math.inf, []))
+            arriving = until[-1][:-1, None] + row
+            until.append(torch.full_like(until[0], -torch.inf))
+            until[-1].scatter_reduce_(0, spare.flatten(), arriving.flatten(), "amax")
+            until[-1][-1] = -torch.inf
+        onward = torch.full_like(until[0], -torch.inf)
+        onward[list(ends)] = 0.0
+        found = torch.empty_like(rows)
+        for place in range(len(rows) - 1, -1, -1):
+            rest = rows[place] + onward[spare]
+            found[place] = (until[place][:-1, None] + rest).amax(dim=0)
+            onward[:-1] = rest.amax(dim=1)
+        return found
 
 
 def held_tokens(
@@ -70,23 +81,20 @@ def held_tokens(
     ends = constraint.accepted
     for token in reversed(template[stop:]):
         ends = constraint.before(ends, token)
-    vocab_size = constraint.following.shape[1]
-    rows, predicted = [], []
+    rows = torch.zeros(stop, constraint.following.shape[1], dtype=torch.float64)
+    predicted = []
     for place, token in enumerate(response[:stop]):
         scores = row_of(place) if token is None else None
         if token is not None:
-            row = torch.full((vocab_size,), -math.inf, dtype=torch.float64)
-            row[token] = 0.0
-        else:
-            row = torch.zeros(vocab_size, dtype=torch.float64) if scores is None else scores
-        if scores is not None:
+            rows[place] = -torch.inf
+            rows[place, token] = 0.0
+        elif scores is not None:
+            rows[place] = scores
             predicted.append(place)
-        rows.append(row)
-    total, tokens = constraint.best(0, rows, ends)
+    totals = constraint.totals(rows, ends)
+    found = {}
     for place in predicted:
-        other = rows[place].clone()
-        other[tokens[place]] = -math.inf
-        second, _ = constraint.best(0, [*rows[:place], other, *rows[place + 1 :]], ends)
-        if second > -math.inf:
-            gap(total, second)
-    return {place: tokens[place] for place in predicted}
+        (best, second), tokens = totals[place].topk(2)
+        gap(float(best), float(second))
+        found[place] = int(tokens[0])
+    return found

@@ -22,6 +22,9 @@ Readings where the papers leave room:
   zeros of Dream's window. A position that later passes of the window cannot predict is filled in the first. What a
   pass keeps for others it computes whole. A method that chooses the rows itself chooses the leftmost masked position's
   as well.
+* A constraint: the predictions of a pass are the tokens of the most probable text, by the sum of logits with their
+  noise, that is accepted with what is decided. What top-p and top-k leave out comes after all else. A confidence is
+  that of this token, and a margin what it is ahead of the best other by.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -345,22 +348,31 @@ class Decoding:
     def takes_several_passes(self) -> bool:
         return self.steps_of[self.running[0]] > 1 or (self.parallel and not self.tokens_per_step)
 
-    def held_to_constraint(self, logits: torch.Tensor) -> dict[int, int]:
-        """The tokens that the running pass predicts, by canvas position, where the response has a constraint."""
+    def held_to_constraint(self, logits: torch.Tensor, candidates: list[int] | None = None) -> dict[int, int]:
+        """The tokens that the running pass predicts, by canvas position, where the response has a constraint.
+
+        ``candidates``: masked positions that it may fill; None: as far as it is known here.
+        """
         if not self.plain_constraint or self.held[0] == len(self.order):
             return self.held[1]
         start = len(self.prompt)
-        if self.begins_alone() and self.takes_several_passes() and not self.fills_computed:
-            candidates = [self.window[0]]
-        else:
+        if candidates is None:
             candidates = self.candidates()
             if self.fills_computed:
                 candidates = self.masked(candidates[0], self.window[1])
+            elif self.begins_alone() and self.takes_several_passes():
+                candidates = [self.window[0]]
 
         def row_of(place: int) -> torch.Tensor | None:
             position = start + place
             row = self.row(logits, position)
-            return None if position not in candidates or row.isnan().any() else self.noisy(row, position)
+            if position not in candidates or row.isnan().any():
+                return None
+            if self.model.is_dream and self.temperature > 0:
+                tempered = row / self.temperature
+                row = self._filtered(tempered)
+                row = torch.where(row > torch.finfo(row.dtype).min, row, tempered - 1e6)
+            return self.noisy(row, position)
 
         response = [None if token == self.model.mask else token for token in self.canvas[start:]]
         tokens = held_tokens(
@@ -455,7 +467,7 @@ class Decoding:
         confidence = {
             "low_confidence": plain[token],
             "maskgit_plus": p[token],
-            "topk_margin": top[0] - top[1] if p[token] == top[0] else p[token] - top[0],
+            "topk_margin": top[0] - top[1] if held is None or p[token] == top[0] else p[token] - top[0],
             "entropy": (p * (p + 1e-10).log()).sum(),
             "low_entropy": (plain * (plain + 1e-10).log()).sum(),
         }[self.unmasking]

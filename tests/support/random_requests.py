@@ -115,6 +115,12 @@ def random_automaton(draw: random.Random, vocab_size: int, never: set[int]) -> A
     return Automaton(np.array(class_of, np.int32), np.array(following, np.int32), np.array(accepting))
 
 
+def any_text(vocab_size: int, never: set[int]) -> Automaton:
+    """Accepts every sequence of tokens but those with tokens of ``never``."""
+    class_of = [-1 if token in never else 0 for token in range(vocab_size)]
+    return Automaton(np.array(class_of, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
+
+
 def assert_answers_as(
     llm: "LLM", requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
 ) -> int:
