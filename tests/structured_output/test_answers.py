@@ -15,7 +15,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.structured_output import requests
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import served
+from tests.support.http_app import EngineInProcess, served
 
 PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida, Tom"}]
@@ -73,6 +73,17 @@ def test_answers_match(demo, params, kind):
     assert all(matches(completion.text) for completion in output.outputs), [c.text for c in output.outputs]
     assert asked.structured_outputs.json == fields.get("json")
     assert_nothing_left(demo)
+
+
+def test_asynchronous_engines_build_before_they_check(demo):
+    async def answer(regex):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), max_tokens=16)
+        return [output async for output in EngineInProcess(demo).generate(prompt, params, "asked")][-1]
+
+    prompt = {"type": "token", "prompt_token_ids": demo.get_tokenizer().encode(PROMPT)}
+    assert asyncio.run(answer("async|await")).outputs[0].text in ("async", "await")
+    with pytest.raises(InvalidRequestError, match="too short"):
+        asyncio.run(answer("async{30}"))
 
 
 def test_parameters_are_shown_as_they_were_made():
