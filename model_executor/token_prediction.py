@@ -140,10 +140,12 @@ class TokenPredictor:
             return shard, self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
 
         chunks = Chunks(scored, head_chunks(hidden.shape[0], self.vocab_size, hidden.device))
-        classes = self._classes(chunks, constrained)
+        classes = self._classes(chunks, constrained) if constrained else None
         parts = []
         for rows, (shard, scores) in chunks:
-            given = None if scores is None else self._tokens_of(classes[rows], scores, constrained, rows)
+            given = None
+            if classes is not None and scores is not None:
+                given = self._tokens_of(classes[rows], scores, constrained, rows)
             of_rows = counters and counters.rows(rows)
             parts.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs, given))
         return parts[0] if len(parts) == 1 else _concatenated(parts)
@@ -166,7 +168,7 @@ class TokenPredictor:
     def _classes(self, chunks: Chunks, constrained: Sequence[ConstrainedRows]) -> torch.Tensor:
         """The class of token that each constrained row writes, int64 ``[num_rows]``. Waits for the device."""
         best: list[list[torch.Tensor]] = [[] for _ in constrained]
-        for chunk, (_, scored) in chunks if constrained else ():
+        for chunk, (_, scored) in chunks:
             scores, first_token = scored
             tokens = slice(first_token, first_token + scores.shape[1])
             for of_request, held in zip(best, constrained, strict=True):
@@ -176,7 +178,7 @@ class TokenPredictor:
             # Where filters are used, every rank has the whole vocabulary, and the same maxima.
             maxima = self._gather(torch.cat(of_request)).amax(dim=0)
             found.append(on_device(held.choose(maxima.double().cpu().numpy()), maxima.device))
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat(found)
 
     def _tokens_of(
         self, classes: torch.Tensor, scored: VocabularyShard, constrained: Sequence[ConstrainedRows], chunk: slice
