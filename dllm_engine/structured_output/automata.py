@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -128,11 +129,14 @@ def _build_apart(grammar: Grammar, vocabulary: Vocabulary, limits: Limits) -> Au
             timeout=_PATIENCE * seconds,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
+        status = ended.returncode
     except subprocess.TimeoutExpired:
-        raise _failed(grammar, f"building takes over max_automaton_seconds={limits.build_seconds:g}") from None
-    if ended.returncode < 0:  # by SIGXCPU, and by SIGKILL where that is not enough
-        raise _failed(grammar, f"building takes over max_automaton_seconds={limits.build_seconds:g}")
-    if ended.returncode:
+        status = -signal.SIGXCPU
+    if status == -signal.SIGXCPU:
+        raise _failed(grammar, f"its automaton takes over max_automaton_seconds={limits.build_seconds:g} to build")
+    if status == -signal.SIGKILL:
+        raise _failed(grammar, "building its automaton was ended from outside; the machine may be out of memory")
+    if status:
         raise RuntimeError(f"building an automaton failed: {ended.stderr.decode(errors='replace')[-2000:]}")
     answer = ended.stdout
     if answer[:1] != BUILT:

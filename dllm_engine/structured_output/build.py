@@ -74,11 +74,11 @@ def build(task: Task, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
 
 def main() -> None:
     os.nice(19)
-    task = Task(**json.loads(sys.stdin.buffer.readline()))
+    message = io.BytesIO(sys.stdin.buffer.read())
+    task = Task(**json.loads(message.readline()))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (task.seconds, task.seconds))
-    sent = io.BytesIO(sys.stdin.buffer.read())  # NumPy reads no pipe
-    arrays = [np.load(sent, allow_pickle=False) for _ in range(2)]
+    resource.setrlimit(resource.RLIMIT_CPU, (task.seconds, task.seconds + 1))
+    arrays = [np.load(message, allow_pickle=False) for _ in range(2)]
     try:
         answer = BUILT + build(task, *arrays).packed
     except ValueError as error:

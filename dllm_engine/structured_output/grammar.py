@@ -52,10 +52,9 @@ def _named(structured: StructuredOutputsParams) -> Grammar:
     if structured.regex is not None:
         return Grammar("regex", structured.regex)
     if structured.choice is not None:
-        choices = structured.choice
-        if not choices or not all(isinstance(choice, str) for choice in choices):
-            raise InvalidRequestError(f"structured_outputs.choice: {choices!r} is no list of texts with an entry")
-        return Grammar("choice", json.dumps(list(dict.fromkeys(choices)), ensure_ascii=False))
+        if not structured.choice:
+            raise InvalidRequestError("structured_outputs.choice: the list is empty")
+        return Grammar("choice", json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False))
     if structured.json is not None:
         schema = structured.json
         try:

@@ -34,7 +34,6 @@ _CLOCK = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:Z|[+-](?:[01]\d|2[0
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _FORMATS = {
     "date": _DAY,
-    "time": _CLOCK,
     "date-time": f"{_DAY}T{_CLOCK}",
     "uuid": "[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}",
     "email": r"[a-z0-9]+(?:[._+-][a-z0-9]+)*@[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z0-9]+(?:-[a-z0-9]+)*)+",
@@ -60,9 +59,7 @@ class _Reader:
     def read(self, schema: Any, path: str) -> Expression:
         self.places += 1
         if self.places > _MOST_PLACES:
-            raise ValueError(
-                f"the schema is too large: over {_MOST_PLACES} schemas, counted where they are referred to"
-            )
+            raise ValueError(f"it holds over {_MOST_PLACES} schemas, counted where they are referred to")
         if schema is True:
             return self.style.anything()
         if not isinstance(schema, dict):
@@ -222,7 +219,9 @@ class _Reader:
         if told == ["format"] and value not in _FORMATS:
             raise ValueError(f"{here}: {value!r} is none of {', '.join(_FORMATS)}")
         try:
-            content = regex_expression(_FORMATS[value] if told == ["format"] else value, search=told == ["pattern"])
+            content = regex_expression(
+                f"(?a){_FORMATS[value]}" if told == ["format"] else value, search=told == ["pattern"]
+            )
         except ValueError as error:
             raise ValueError(f"{here}: {error}") from None
         shortest, longest = widths(content)

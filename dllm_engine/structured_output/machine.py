@@ -174,7 +174,8 @@ class _Builder:
 
 def character_machine(expression: Expression, most: int) -> tuple[Machine, np.ndarray]:
     """The minimal automaton over kinds of characters, and the kind of each code point, −1 for those that it knows
-    not. Raises ``TooManyStatesError`` where that takes over ``most`` states."""
+    not. Raises ``TooManyStatesError`` where that takes over ``most`` states, ``ValueError`` where
+    no text is accepted."""
     builder = _Builder(most)
     start = builder.state()
     end = builder.add(expression, start)
@@ -204,7 +205,10 @@ def character_machine(expression: Expression, most: int) -> tuple[Machine, np.nd
             out[kind] = merged[key]
         rows.append(out)
     accepting = np.array([end in states for states in sets])
-    return Machine(np.stack(rows), accepting).trimmed().minimal(), kinds
+    machine = Machine(np.stack(rows), accepting).trimmed()
+    if not len(machine.accepting):
+        raise ValueError("no text matches it")
+    return machine.minimal(), kinds
 
 
 def _closure(builder: _Builder, state: int, end: int) -> frozenset[int]:

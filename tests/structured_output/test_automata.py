@@ -1,0 +1,199 @@
+import dataclasses
+import itertools
+import re
+import threading
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.structured_output import automata
+from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
+from dllm_engine.structured_output.build import Task, build
+from dllm_engine.structured_output.grammar import Grammar, grammar_of
+from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
+from tests.support.automaton_walks import accepts, laid_out
+from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
+
+END = "<|end|>"
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(TALE, 400, END)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Builds without a process, and what was built."""
+    built = []
+
+    def record(grammar: Grammar, vocabulary: Vocabulary, limits: Limits):
+        built.append(grammar)
+        task = Task(grammar.kind, grammar.text, grammar.spaces, limits.max_states, 60)
+        return build(task, vocabulary.token_bytes, vocabulary.starts)
+
+    monkeypatch.setattr(automata, "_build_apart", record)
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
+    return built
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "text"),
+    [
+        ({"regex": "a*"}, "regex", "a*"),
+        ({"choice": ["b", "a", "b"]}, "choice", '["b", "a"]'),
+        ({"json": {"type": "null"}}, "json", '{"type": "null"}'),
+        ({"json": ' {"type":"null"}'}, "json", '{"type": "null"}'),
+        ({"json_object": True}, "json_object", ""),
+    ],
+)
+def test_grammars(told, kind, text):
+    assert grammar_of(StructuredOutputsParams(**told)) == Grammar(kind, text)
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({"grammar": "root ::= 'a'"}, "structured_outputs.grammar: context-free"),
+        ({"structural_tag": "{}"}, "structured_outputs.structural_tag: structural tags"),
+        ({"regex": "a", "whitespace_pattern": " *"}, "structured_outputs.whitespace_pattern: not"),
+        ({"json": {}, "disable_additional_properties": True}, "set additionalProperties to false"),
+        ({"choice": []}, "structured_outputs.choice: the list is empty"),
+        ({"regex": "(a"}, "structured_outputs.regex: '(a' is not a regex that Python can read: missing )"),
+        ({"regex": "\ud800"}, "a lone surrogate"),
+        ({"json": "{"}, "structured_outputs.json: the schema is no JSON"),
+        ({"json": {"a": {1}}}, "structured_outputs.json: the schema is no JSON"),
+        ({"json": {"not": {}}}, "structured_outputs.json: #: the keyword 'not'"),
+        ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "structured_outputs.json: "),
+        ({"json_object": False}, "structured_outputs.json_object: only true"),
+    ],
+)
+def test_refused(told, named):
+    with pytest.raises(InvalidRequestError, match=re.escape(named)):
+        grammar_of(StructuredOutputsParams(**told))
+
+
+def test_without_whitespace():
+    grammar = grammar_of(StructuredOutputsParams(json={}, disable_any_whitespace=True))
+    assert grammar == Grammar("json", "{}", spaces=False)
+
+
+def test_bytes_of_a_byte_level_tokenizer(tokenizer):
+    vocabulary = vocabulary_of(tokenizer, 410)  # a model may predict more than its tokenizer has
+    expected = spelled(tokenizer)
+    starts = vocabulary.starts.tolist()
+    found = [vocabulary.token_bytes[a:b].tobytes() for a, b in itertools.pairwise(starts)]
+    assert found == [expected.get(number, b"") for number in range(410)]
+    assert found[tokenizer.eos_token_id] == b""
+
+
+def metaspace(strip: bool) -> PreTrainedTokenizerFast:
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "é"]
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strip else [])])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_bytes_of_a_tokenizer_that_falls_back_to_bytes():
+    vocabulary = vocabulary_of(metaspace(strip=False), 261)
+    assert vocabulary.token_bytes.tobytes() == bytes(range(256)) + "  abé".encode()
+    with pytest.raises(InvalidRequestError, match="decodes tokens to other text"):
+        vocabulary_of(metaspace(strip=True), 261)
+
+
+def test_tokenizers_that_are_refused():
+    with pytest.raises(InvalidRequestError, match="without skip_tokenizer_init"):
+        vocabulary_of(None, 10)
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}))
+    words.decoder = decoders.WordPiece()
+    with pytest.raises(InvalidRequestError, match="byte-level BPE is supported"):
+        vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words), 3)
+
+
+def test_automata_are_kept(tokenizer, in_process):
+    grammar, limits = Grammar("regex", "seven|herons"), Limits()
+    automaton = automaton_of(grammar, tokenizer, 410, limits)
+    assert accepts(automaton, tokenizer.encode("herons"))
+    assert automaton_of(grammar, tokenizer, 410, limits) is automaton
+    assert automaton_of(grammar, train_tokenizer(TALE, 400, END), 410, limits) is automaton
+    assert len(in_process) == build_counts().builds == 1
+    assert build_counts().cache_hits == 2
+    assert build_counts().seconds > 0
+    others = [(Grammar("regex", "a"), tokenizer, 410, limits), (grammar, train_tokenizer(NOTE, 400), 410, limits)]
+    others += [(grammar, tokenizer, 420, limits), (grammar, tokenizer, 410, Limits(max_states=100))]
+    for other in others:
+        assert automaton_of(*other) is not automaton
+    assert build_counts() == dataclasses.replace(build_counts(), builds=5, cache_hits=2)
+
+
+def test_the_least_used_are_let_go(tokenizer, in_process, monkeypatch):
+    grammars = [Grammar("choice", f'["{letter}"]') for letter in "abc"]
+    size = automata._size(automaton_of(grammars[0], tokenizer, 410, Limits()))
+    monkeypatch.setattr(automata, "_KEPT_BYTES", int(2.5 * size))
+    for i in (1, 0, 2, 0, 1):  # b, a (kept), c (b goes), a, b again
+        automaton_of(grammars[i], tokenizer, 410, Limits())
+    assert in_process == [grammars[0], grammars[1], grammars[2], grammars[1]]
+
+
+def test_failures_are_told_and_not_kept(tokenizer, in_process):
+    grammar = Grammar("regex", "a{200}")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="max_automaton_states=100"):
+            automaton_of(grammar, tokenizer, 410, Limits(max_states=100))
+    assert build_counts().builds == 2
+    automaton_of(grammar, tokenizer, 410, Limits(max_states=400))
+
+
+def test_requests_at_the_same_time_build_once(tokenizer, monkeypatch, in_process):
+    go_on, started, found = threading.Event(), threading.Event(), []
+    build_now = automata._build_apart
+
+    def wait(*arguments):
+        started.set()
+        assert go_on.wait(60)
+        return build_now(*arguments)
+
+    monkeypatch.setattr(automata, "_build_apart", wait)
+    ask = lambda: found.append(automaton_of(Grammar("regex", "a"), tokenizer, 410, Limits()))  # noqa: E731
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads[0].start()
+    assert started.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    while build_counts().cache_hits < 3:
+        go_on.wait(0.01)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(map(id, found))) == len(in_process) == 1
+
+
+@pytest.mark.slow
+def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
+    grammar = Grammar("json", '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}', spaces=False)
+    automaton = automaton_of(grammar, tokenizer, 410, Limits())
+    vocabulary = vocabulary_of(tokenizer, 410)
+    expected = build(Task(grammar.kind, grammar.text, False, 4096, 30), vocabulary.token_bytes, vocabulary.starts)
+    assert automaton.digest == expected.digest
+    with pytest.raises(InvalidRequestError, match=re.escape("structured_outputs.regex: its automaton has more states")):
+        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, Limits(max_states=64))
+    with pytest.raises(InvalidRequestError, match="max_automaton_seconds=1 "):
+        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, Limits(1 << 24, build_seconds=1))
+    with pytest.raises(InvalidRequestError, match="the tokens of this model spell no text"):
+        automaton_of(Grammar("regex", "a"), metaspace(strip=False), 3, Limits())
+
+
+@pytest.mark.slow
+def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
+    broken = Vocabulary(*laid_out([b"a"])[:1], np.array([0, 5]))
+    with pytest.raises(RuntimeError, match="building an automaton failed"):
+        automata._cache.automaton(Grammar("regex", "a"), broken, Limits())

@@ -1,0 +1,94 @@
+"""Texts through automata over tokens."""
+
+import random
+from collections import deque
+
+import numpy as np
+
+from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.structured_output.build import Task, build
+
+LETTERS = [b"a", b"b", b"c", b"ab", b"ba", b"abc", b"cc", b"aaaa"]
+"""Tokens of more than one letter, for several ways to spell a text."""
+TOKENS = [bytes([byte]) for byte in range(256)] + LETTERS[3:]
+TOKENS += [
+    b'"',
+    b'", "',
+    b'": ',
+    b"{}",
+    b"[]",
+    b"true",
+    b"12",
+    b"0.5",
+    "é".encode(),
+    "你好".encode(),
+    "é".encode()[1:] + b"a",
+]
+
+
+def laid_out(tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    starts = np.cumsum([0, *map(len, tokens)])
+    return np.frombuffer(b"".join(tokens), np.uint8), starts
+
+
+def built(kind: str, text: str, tokens: list[bytes] = TOKENS, spaces: bool = True, max_states: int = 4096) -> Automaton:
+    return build(Task(kind, text, spaces, max_states, 60), *laid_out(tokens))
+
+
+def state_behind(automaton: Automaton, tokens: list[int]) -> int:
+    """−1 where the tokens begin no accepted text."""
+    state = 0
+    for token in tokens:
+        kind = automaton.class_of[token]
+        state = int(automaton.next_state[state, kind]) if kind >= 0 and state >= 0 else -1
+    return state
+
+
+def accepts(automaton: Automaton, tokens: list[int]) -> bool:
+    state = state_behind(automaton, tokens)
+    return state >= 0 and bool(automaton.accepting[state])
+
+
+def segmented(text: bytes, tokens: list[bytes], choice: random.Random) -> list[int]:
+    """One way to spell a text; every byte is a token."""
+    spelled = []
+    while text:
+        fitting = [number for number, token in enumerate(tokens) if token and text.startswith(token)]
+        spelled.append(choice.choice(fitting))
+        text = text[len(tokens[spelled[-1]]) :]
+    return spelled
+
+
+def walk(automaton: Automaton, tokens: list[bytes], choice: random.Random, most: int) -> bytes:
+    """An accepted text: random tokens first, then the fewest that end it."""
+    members: dict[int, list[int]] = {}
+    for token, kind in enumerate(automaton.class_of.tolist()):
+        members.setdefault(kind, []).append(token)
+    need = needs(automaton)
+    state, text = 0, b""
+    for count in range(10_000):
+        followers = automaton.next_state[state]
+        alive = np.flatnonzero(followers >= 0).tolist()
+        if automaton.accepting[state] and (not alive or count >= most or choice.random() < 0.1):
+            return text
+        if count >= most:
+            alive = [kind for kind in alive if need[followers[kind]] < need[state]]
+        kind = choice.choice(alive)
+        state, text = int(followers[kind]), text + tokens[choice.choice(members[kind])]
+    raise AssertionError("no end")
+
+
+def needs(automaton: Automaton) -> list[int]:
+    """Fewest tokens from each state to the end of an accepted text; every state has some."""
+    leading: list[set[int]] = [set() for _ in automaton.accepting]
+    for state, followers in enumerate(automaton.next_state.tolist()):
+        for follower in set(followers) - {-1}:
+            leading[follower].add(state)
+    need = {int(state): 0 for state in np.flatnonzero(automaton.accepting)}
+    queue = deque(need)
+    while queue:
+        state = queue.popleft()
+        for before in leading[state] - need.keys():
+            need[before] = need[state] + 1
+            queue.append(before)
+    return [need[state] for state in range(len(leading))]
