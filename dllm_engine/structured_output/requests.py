@@ -15,7 +15,8 @@ from dllm_engine.structured_output.grammar import Grammar, grammar_of
 
 _waiting = ThreadPoolExecutor(max_workers=64, thread_name_prefix="automaton")
 """Threads that wait for automata. They are many, so that nobody waits for the automata of others."""
-_prepared: ContextVar[tuple[Grammar, Automaton] | None] = ContextVar("_prepared", default=None)
+_prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
+"""The automaton of the request that a task is about, with its grammar and its engine's config."""
 _counted = {"constrained_requests": 0}
 _reported: dict[str, float] = {}
 
@@ -28,13 +29,18 @@ async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_conf
     grammar = grammar_of(structured)
     loop = asyncio.get_running_loop()
     automaton = await loop.run_in_executor(_waiting, _automaton, grammar, tokenizer, vllm_config)
-    _prepared.set((grammar, automaton))
+    _prepared.set((grammar, vllm_config, automaton))
 
 
-def is_prepared(structured: StructuredOutputsParams) -> bool:
+def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
     """Whether this task has the automaton, so that ``constrained`` need not wait."""
+    return _prepared_for(grammar_of(structured), vllm_config) is not None
+
+
+def _prepared_for(grammar: Grammar, vllm_config: Any) -> Automaton | None:
     prepared = _prepared.get()
-    return prepared is not None and prepared[0] == grammar_of(structured)
+    is_same = prepared is not None and prepared[0] == grammar and prepared[1] is vllm_config
+    return prepared[2] if prepared is not None and is_same else None
 
 
 def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> SamplingParams:
@@ -49,9 +55,8 @@ def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> Sam
     """
     if params.structured_outputs is None:
         return params
-    grammar, prepared = grammar_of(params.structured_outputs), _prepared.get()
-    is_same = prepared is not None and prepared[0] == grammar
-    automaton = prepared[1] if prepared and is_same else _automaton(grammar, tokenizer, vllm_config)
+    grammar = grammar_of(params.structured_outputs)
+    automaton = _prepared_for(grammar, vllm_config) or _automaton(grammar, tokenizer, vllm_config)
     params = params.clone()
     params.structured_outputs = None
     params.extra_args = {**(params.extra_args or {}), CONSTRAINT: automaton.packed}

@@ -120,7 +120,7 @@ def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
 
         is_ours = getattr(self.model_config, "is_dllm_engine", False)
         structured = getattr(sampling_params, "structured_outputs", None) if is_ours else None
-        return checked() if structured is None or is_prepared(structured) else checked_when_built()
+        return checked() if structured is None or is_prepared(structured, self.vllm_config) else checked_when_built()
 
     return generate_if_valid
 

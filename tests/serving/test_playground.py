@@ -4,7 +4,6 @@ Needs Chromium with its driver (Debian: ``apt-get install chromium chromium-driv
 folder to keep the screenshots, for example to renew those in ``docs/``.
 """
 
-import json
 import os
 import re
 import shutil
@@ -32,7 +31,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
 PROMPT = "Tom=48. Ida=07. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
-SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}'
+SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
 ANSWER = "Ida=07, Tom=48, Zoe=55, Eva=90"
 
 
@@ -241,13 +240,11 @@ def test_only_what_was_moved_is_sent(page):
     page.element("template").send_keys("Hello[[2]]!")
     page.ask("Hello!")
     page.element("reset").click()
-    page.element("match").send_keys("[a-z]{3,9}")
-    page.ask("Hello!")
-    assert re.fullmatch("[a-z]{3,9}", page.answer)
-    page.element("match").clear()
-    page.element("match").send_keys(SCHEMA)
-    page.ask("Hello!")
-    assert type(json.loads(page.answer)["age"]) is int
+    for match in ("[a-z]{3,9}", SCHEMA):
+        page.element("match").clear()
+        page.element("match").send_keys(match)
+        page.ask("Hello!")  # refused: this model's tokenizer writes other text than its tokens
+        assert "structured_outputs" in page.all(".turn.error")[-1].text
     page.element("reset").click()
     page.ask("Hello!")
     first, second, third, matching, typed, last = page.js("return window.asked")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.constraints.automaton import unpacked
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.structured_output import requests
 from tests.support.engines import assert_nothing_left
@@ -84,6 +86,21 @@ def test_asynchronous_engines_build_before_they_check(demo):
     assert asyncio.run(answer("async|await")).outputs[0].text in ("async", "await")
     with pytest.raises(InvalidRequestError, match="too short"):
         asyncio.run(answer("async{30}"))
+
+
+def test_what_is_prepared_for_one_engine_is_not_taken_by_another(demo):
+    config, tokenizer = demo.llm_engine.vllm_config, demo.get_tokenizer()
+    size = config.model_config.hf_config.vocab_size
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=size + 1))
+    other = SimpleNamespace(additional_config={}, model_config=model_config)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="two (engines)?"))
+
+    async def sizes():
+        await requests.prepare(params.structured_outputs, tokenizer, config)
+        found = [requests.constrained(params, tokenizer, of_engine) for of_engine in (config, other)]
+        return [len(unpacked(constrained.extra_args["constraint"]).class_of) for constrained in found]
+
+    assert asyncio.run(sizes()) == [size, size + 1]
 
 
 def test_parameters_are_shown_as_they_were_made():
