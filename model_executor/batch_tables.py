@@ -27,6 +27,10 @@ class BatchTables:
         self.tables = torch.stack(same, dim=1)
         """``[num_layers, num_requests, most pages]``"""
 
+    def places(self, requests: torch.Tensor, tokens: torch.Tensor, page_size: int) -> torch.Tensor:
+        """Physical places, as ``slots`` has them, of tokens in every layer: int64 ``[num_layers, n]``."""
+        return self.tables[:, requests, tokens // page_size].long() * page_size + tokens % page_size
+
     def slots(self, layer: int, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
         """Physical places, ``page · per_page + offset``, of items numbered in each request's table.
 

@@ -1,6 +1,7 @@
 """The tensors behind the pages of one rank, and what vLLM must know to size them."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from vllm.config import VllmConfig
@@ -57,13 +58,21 @@ class PageView:
         write_slots(k, self.keys, slots)
         write_slots(v, self.values, slots)
 
+    def write_tokens(self, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> None:
+        """Write keys and values ``[n, num_kv_heads, head_dim]`` of tokens to places ``page · page_size + offset``,
+        int64 ``[n]``; −1 writes nothing."""
+        self.write(k, v, places[:, None] * self.num_kv_heads + self.heads)
+
+    @cached_property
+    def heads(self) -> torch.Tensor:
+        """Numbers of the heads, int64."""
+        return torch.arange(self.num_kv_heads, device=self.keys.device)
+
     def append(self, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, first_token: int = 0) -> None:
         """Write keys and values ``[n, num_kv_heads, head_dim]`` as tokens ``first_token`` … of the pages in a table
         ``[num_pages]``."""
         tokens = torch.arange(first_token, first_token + k.shape[0], device=k.device)
-        places = page_table[tokens // self.page_size].long() * self.page_size + tokens % self.page_size
-        heads = torch.arange(self.num_kv_heads, device=k.device)
-        self.write(k, v, places[:, None] * self.num_kv_heads + heads)
+        self.write_tokens(k, v, page_table[tokens // self.page_size].long() * self.page_size + tokens % self.page_size)
 
 
 class PageMemory(PageView):

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from dllm_engine.families import family_of
 from dllm_engine.kernels._operator import plain_on_cuda
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.model_executor.recording.forward import ForwardSize
 from dllm_engine.model_executor.recording.recorder import SIZES, CudaRecorder, Recorder, padded, padded_requests
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.page_layout import PageCounts
@@ -90,7 +91,8 @@ class WarmUp:
         try:
             problem = None
             self._answer(spec, 1, STEPS_OF_LONGEST)  # records how requests of the defaults choose
-            sizes = self._forward_sizes(spec)
+            overwrites = any(size.overwrites for size in graphs.forwards.graphs)
+            sizes = [ForwardSize(*size, overwrites) for size in self._forward_sizes(spec)]
             for size in tqdm(sizes, desc="Recording steps", disable=not show_progress):
                 _ = graphs.forwards[size]
             for filling in list(graphs.fillings.graphs):

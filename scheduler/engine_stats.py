@@ -70,8 +70,9 @@ class EngineStats:
 
 def eviction_candidates(plan: StepPlan, spec: DecodingSpec) -> int:
     """Tokens per layer that an UPDATE step could retain: all outside the window, or all, where the method keeps it."""
-    outside = spec.visible(plan.window).size - plan.window.size
-    return outside if plan.retained <= outside else spec.canvas_length
+    visible = spec.visible(plan.window).size
+    outside = visible - plan.window.size
+    return outside if plan.retained <= outside else visible
 
 
 STATS_KEY = "diffusion"

@@ -35,7 +35,8 @@ class PassShape:
     def of_plans(
         cls, plans: Sequence[StepPlan], rows: Sequence[int], canvases: Sequence[int], head_rows: int
     ) -> "PassShape":
-        """``rows`` and ``canvases``: per plan, the rows that a layer computes on average, and the canvas's length."""
+        """``rows`` and ``canvases``: per plan, the rows that a layer computes on average, and the length of the canvas
+        without what a pass of the window leaves out behind it."""
         keys = map(attended_keys, plans, rows, canvases)
         return cls(tuple(sorted(zip(rows, keys, strict=True))), head_rows)
 

@@ -98,7 +98,7 @@ def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPa
         head_rows += min(left, plan.quota.candidates.size)
         masked[request_id] = left - min(left, plan.quota.count)
     rows = [layer_pass.rows_computed(i, batch.num_rows(i)) for i in range(len(batch.plans))]
-    canvases = [canvas.spec.canvas_length for canvas in batch.canvases]
+    canvases = [canvas.spec.visible(plan.window).size for canvas, plan in zip(batch.canvases, batch.plans, strict=True)]
     return ObservedPass(list(batch.plans), PassShape.of_plans(batch.plans, rows, canvases, head_rows))
 
 

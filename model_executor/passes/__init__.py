@@ -23,7 +23,7 @@ PASSES: dict[str, Callable[[StepBatch, PageMemory], LayerPass]] = {
     "prefix": fast_dllm.prefix_pass,
     "dual": fast_dllm.dual_pass,
     "sparse": sparse.SparsePass,
-    "dkv": dkv.OverwritePass,
+    "dkv": dkv.layer_pass,
     "dllm_cache": dllm_cache.layer_pass,
     "es_dllm": es_dllm.EarlySkipPass,
     "maskkv": maskkv.MaskKVPass,

@@ -8,26 +8,55 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
+from dllm_engine.model_executor.batch_tables import BatchTables, KVTables, TokenTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
 
 
 class PagedPass(LayerPass):
     """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of
     them."""
 
-    def __init__(self, tokens: KVTables, rows: SplitRows) -> None:
-        """``tokens``: what is retained. ``rows``: those of requests that read none of it attend alone."""
-        self.tokens, self.rows = tokens, rows
+    reads = True
+    """Whether any request attends to pages."""
+
+    def __init__(self, tokens: KVTables, rows: SplitRows, places: torch.Tensor | None = None) -> None:
+        """
+        Args:
+            tokens: what is retained.
+            rows: those of requests that read none of it attend alone.
+            places: where the rows' own keys and values are put into pages, to be attended to there, as
+                ``PageView.write_tokens`` wants it, int64 ``[num_layers, num_rows]``. None: they are not put there.
+        """
+        self.tokens, self.rows, self.row_places = tokens, rows, places
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=True)
+        places = self.row_places
+        if places is not None:
+            self.tokens.pages.write_tokens(k, v, places[layer])
+        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=places is None)
+
+
+class OverwritePass(PagedPass):
+    """K/V of every computed row replace those kept at its position, and the row attends to the canvas as kept, as far
+    as its plan reads."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        self.batch = batch
+        read = [plan.read for plan in batch.plans]
+        tokens = TokenTables(batch, pages, read)
+        # Where all that is read is computed, the pages would give back what was just computed.
+        rows = batch.split_rows([batch.num_rows(i) == tokens_read for i, tokens_read in enumerate(read)])
+        super().__init__(tokens, rows, tokens.places(tokens.requests, tokens.positions, pages.page_size))
+
+    @property
+    def repeats(self) -> bool:
+        return all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in self.batch.plans)
 
 
 @dataclass(frozen=True)
@@ -56,9 +85,8 @@ class RetentionPass(PagedPass):
         self.device = batch.positions.device
         read = [plan.read for plan in batch.plans]
         self.reads = any(read)
-        """Whether any request attends to pages."""
-        tables = BatchTables(batch, PageKind.KV).tables
-        tokens = KVTables(pages, tables, on_device(read, self.device, torch.int32), max(read))
+        tables = BatchTables(batch, PageKind.KV)
+        tokens = KVTables(pages, tables.tables, on_device(read, self.device, torch.int32), max(read))
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
 
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -74,13 +102,10 @@ class RetentionPass(PagedPass):
             plans = [batch.plans[i] for i in self.updating]
             numbers, places = ranges([plan.read for plan in plans], [plan.retained - plan.read for plan in plans])
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
-            of_tokens = np.stack(
-                (np.array(self.updating)[numbers], places // pages.page_size, places % pages.page_size)
-            )
-            requests, page_numbers, offsets = on_device(of_tokens, self.device).unbind()
-            self.places = tables[:, requests, page_numbers].long() * pages.page_size + offsets
+            of_tokens = np.stack((np.array(self.updating)[numbers], places))
+            requests, tokens_added = on_device(of_tokens, self.device).unbind()
+            self.places = tables.places(requests, tokens_added, pages.page_size)
             """Per layer, the place in pages of each token that is retained."""
-            self.heads = torch.arange(pages.num_kv_heads, device=self.device)
             self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
 
     def _group(self, members: list[int]) -> UpdateGroup:
@@ -97,7 +122,7 @@ class RetentionPass(PagedPass):
         out = super().attend(layer, q, k, v)
         if self.groups:
             rows = self._retained_rows(layer, q, k, v)
-            self.pages.write(k[rows], v[rows], self.places[layer][:, None] * self.pages.num_kv_heads + self.heads)
+            self.pages.write_tokens(k[rows], v[rows], self.places[layer])
             self.retained.append(rows)
         return out
 

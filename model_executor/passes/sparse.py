@@ -7,7 +7,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.paged import RetentionPass, positions_of
+from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
@@ -27,29 +27,21 @@ class SparsePass(RetentionPass):
         assert isinstance(options, SparseOptions)
         self.options = options
         super().__init__(batch, pages)
-        scored = [[_scored(group.plan, retention) for retention in group.plan.adds] for group in self.groups]
+        self.columns = [[_scored(group.plan, retention) for retention in group.plan.adds] for group in self.groups]
+        """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
+        all of them are retained."""
         self.num_scored = [
-            max((int(columns[-1]) + 1 for columns in of_group if columns is not None), default=0)
-            for group, of_group in zip(self.groups, scored, strict=True)
+            max((columns.stop for columns in of_group if columns is not None), default=0)
+            for group, of_group in zip(self.groups, self.columns, strict=True)
             for _ in group.members
         ]
         """Of each request of ``updating``."""
-        self.columns = [
-            [None if columns is None else self._columns(columns) for columns in of_group] for of_group in scored
-        ]
-        """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
-        all of them are retained."""
         spans = []
         for i, count in zip(self.updating, self.num_scored, strict=True):
             first, plan = batch.rows(i).start, batch.plans[i]
             before = plan.window.start - plan.span.start
             spans.append((first, min(before, count), plan.window.size, count, first + before, plan.window.size))
         self.spans = on_device(spans, self.device)
-
-    def _columns(self, columns: np.ndarray) -> slice | torch.Tensor:
-        """Neighbouring columns as a slice, which copies nothing."""
-        first, stop = int(columns[0]), int(columns[-1]) + 1
-        return slice(first, stop) if stop - first == columns.size else on_device(columns, self.device)
 
     def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if not any(self.num_scored):
@@ -96,10 +88,10 @@ def _outside_window(plan: StepPlan) -> np.ndarray:
     return np.setdiff1d(np.arange(*plan.span), np.arange(*plan.window))
 
 
-def _scored(plan: StepPlan, retention: Retention) -> np.ndarray | None:
-    """Places of positions among those that a step computes outside its window, ascending; None where all are
-    retained."""
-    positions = positions_of(retention.spans)
-    if retention.count == positions.size:
+def _scored(plan: StepPlan, retention: Retention) -> slice | None:
+    """Where positions lie among those that a step computes outside its window; None where all are retained. Between
+    them there is nothing but the window."""
+    if retention.count == retention.num_positions:
         return None
-    return np.searchsorted(_outside_window(plan), positions)
+    first = int(np.searchsorted(_outside_window(plan), retention.spans[0].start))
+    return slice(first, first + retention.num_positions)

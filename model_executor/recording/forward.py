@@ -1,6 +1,7 @@
 """The recorded forward pass of a REUSE step."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -9,20 +10,28 @@ from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.passes.paged import PagedPass, RetentionPass
+from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.recording.recorder import SIZES, Recorder, padded, padded_requests
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 
-ForwardSize = tuple[int, int]
-"""Number of requests, and the most rows of one."""
 FREE_ROWS = 256
 """Rows that a GPU computes about as fast as one: reading the weights takes longer."""
 
 
-def padded_size(num_rows: Sequence[int]) -> ForwardSize | None:
-    """The size of a graph for requests of ``num_rows`` each; None where filling it up would cost more than launching
-    does."""
+class ForwardSize(NamedTuple):
+    """What graphs differ in."""
+
+    num_requests: int
+    num_rows: int
+    """The most of one request."""
+    overwrites: bool
+    """Whether the rows are put into pages, to be attended to there."""
+
+
+def padded_size(num_rows: Sequence[int]) -> tuple[int, int] | None:
+    """Number of requests and rows of one, of a graph for requests of ``num_rows`` each; None where filling it up would
+    cost more than launching does."""
     num_requests, most_rows = padded_requests(len(num_rows)), padded(max(num_rows))
     if most_rows is None or num_requests * most_rows > min(SIZES[-1], max(FREE_ROWS, 2 * sum(num_rows))):
         return None
@@ -31,9 +40,10 @@ def padded_size(num_rows: Sequence[int]) -> ForwardSize | None:
 
 def forward_size(layer_pass: LayerPass) -> ForwardSize | None:
     """The size of a graph that does what the pass does; None: it is to be launched."""
-    if isinstance(layer_pass, RetentionPass) and layer_pass.repeats and layer_pass.reads:
-        return padded_size(layer_pass.rows.sizes)
-    return None
+    if not (isinstance(layer_pass, PagedPass) and layer_pass.repeats and layer_pass.reads):
+        return None
+    size = padded_size(layer_pass.rows.sizes)
+    return None if size is None else ForwardSize(*size, layer_pass.row_places is not None)
 
 
 class ForwardGraph:
@@ -52,7 +62,7 @@ class ForwardGraph:
         size: ForwardSize,
     ) -> None:
         """``max_pages``: the most pages of a request in a layer."""
-        (num_requests, num_rows), device = size, pages.keys.device
+        (num_requests, num_rows, overwrites), device = size, pages.keys.device
         self.places = torch.full((num_requests * num_rows,), SPARE, device=device)
         self.positions = torch.zeros_like(self.places)
         self.max_head_len = max_pages * pages.page_size
@@ -65,16 +75,18 @@ class ForwardGraph:
         )
         rows = SplitRows([num_rows] * num_requests, [False] * num_requests, device)
         self.cu_seqlens = rows.paged.cu_seqlens
+        nowhere = torch.full((model.shape.num_layers, num_requests * num_rows), -1, device=device)
+        self.row_places = nowhere if overwrites else None
         self.holds: LayerPass | None = None
-        layer_pass, places, positions = PagedPass(self.tokens, rows), self.places, self.positions
+        layer_pass, places, positions = PagedPass(self.tokens, rows, self.row_places), self.places, self.positions
         self.launch = lambda: model(store.tokens[places], positions, layer_pass)
         self.replay = record(self.launch)
 
-    def __call__(self, batch: StepBatch, layer_pass: RetentionPass) -> torch.Tensor:
+    def __call__(self, batch: StepBatch, layer_pass: PagedPass) -> torch.Tensor:
         """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
         num_rows = batch.cu_seqlens[-1]
         if self.holds is not layer_pass:  # else it runs one more step on what the last one left
-            self._take(batch, layer_pass.tokens, num_rows)
+            self._take(batch, layer_pass, num_rows)
             self.holds = layer_pass
         return self.replay()[:num_rows]
 
@@ -87,10 +99,13 @@ class ForwardGraph:
         self.cu_seqlens.copy_(torch.arange(num_requests + 1) * (len(rows) // num_requests))
         self.tokens.tables.fill_(page)
         self.tokens.head_len.fill_(self.max_head_len)
+        if self.row_places is not None:
+            page_size = self.tokens.pages.page_size
+            self.row_places.fill_(-1)[:, :page_size] = page * page_size + rows[:page_size]
         self.holds = None
 
-    def _take(self, batch: StepBatch, tokens: KVTables, num_rows: int) -> None:
-        num_requests = len(batch.plans)
+    def _take(self, batch: StepBatch, layer_pass: PagedPass, num_rows: int) -> None:
+        num_requests, tokens, places = len(batch.plans), layer_pass.tokens, layer_pass.row_places
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
         bounds = batch.cu_seqlens + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.cu_seqlens))
@@ -99,3 +114,5 @@ class ForwardGraph:
         self.tokens.head_len[:num_requests] = tokens.head_len
         # What is left of an earlier batch: pages that it had may be another's by now.
         self.tokens.head_len[num_requests:] = 0
+        if self.row_places is not None and places is not None:
+            self.row_places[:, :num_rows], self.row_places[:, num_rows:] = places, -1

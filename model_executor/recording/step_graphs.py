@@ -9,7 +9,7 @@ from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.passes.paged import RetentionPass
+from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.recording.filling import FillingGraph, FillingSize, filling_size
 from dllm_engine.model_executor.recording.forward import ForwardGraph, ForwardSize, forward_size
 from dllm_engine.model_executor.recording.recorder import Recorder, Recordings
@@ -61,7 +61,7 @@ class StepGraphs:
         """
         self.pages.keys[1].normal_()
         self.pages.values[1].normal_()
-        for (num_requests, num_rows), forward in self.forwards.graphs.items():
+        for (num_requests, num_rows, _), forward in self.forwards.graphs.items():
             forward.fill_up(page=1)
             launched = forward.launch().float()
             error = float((forward.replay().float() - launched).abs().max() / launched.abs().max())
@@ -80,7 +80,7 @@ class StepGraphs:
         size = forward_size(layer_pass)
         if size is None:
             return None
-        assert isinstance(layer_pass, RetentionPass)
+        assert isinstance(layer_pass, PagedPass)
         self._follow_store()
         return self.forwards[size](batch, layer_pass)
 

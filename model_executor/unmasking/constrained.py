@@ -76,10 +76,15 @@ def best_of_class(
         score: ``[num_rows]``; −∞ where no token is of the class.
         column: int64 ``[num_rows]``.
     """
-    allowed = (class_of == classes[:, None]) | (classes < 0)[:, None]
-    if forbidden_token >= 0:
-        allowed[:, forbidden_token] = False
-    # A token that has no probability is better than one that must not be written.
-    lowest = torch.finfo(scores.dtype).min
-    score, column = scores.clamp(min=lowest).masked_fill(~allowed, -torch.inf).max(dim=-1)
+    allowed, is_open = class_of == classes[:, None], classes < 0
+    if is_open.any():
+        allowed |= is_open[:, None]
+        if forbidden_token >= 0:
+            allowed[:, forbidden_token] = False
+    score, column = torch.where(allowed, scores, -torch.inf).max(dim=-1)
+    ruled_out = score == -torch.inf
+    if ruled_out.any():
+        # A token that has no probability is better than one that must not be written.
+        column = torch.where(ruled_out, allowed.long().argmax(dim=-1), column)
+        score = torch.where(ruled_out & allowed.any(dim=-1), torch.finfo(score.dtype).min, score)
     return score, column

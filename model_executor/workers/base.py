@@ -50,12 +50,12 @@ def end_with_parent() -> None:
     another rank, or a model that is being loaded, does not end soon or at all. Nobody tells an engine that its front
     end was killed.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
+    if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
         return
+    parent = os.getppid()  # not multiprocessing's, which is another one behind a fork server
 
     def watch() -> None:
-        while os.getppid() == parent.pid:
+        while os.getppid() == parent:
             time.sleep(_POLL_SECONDS)
         # The kernel's own end of a process: it waits for no thread, not even one that does not let Python run.
         signal.alarm(GRACE_SECONDS)

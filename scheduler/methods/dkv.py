@@ -16,8 +16,8 @@ class DKVOptions(CacheOptions):
     """Steps of a window from one computation of the whole canvas to the next."""
 
 
-LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 9)
-"""Compute slots from positions (7), and write keys and values: ``OverwritePass.attend``."""
+LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 4)
+"""Compute slots from places (2), and write keys and values: ``PagedPass.attend``."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

@@ -18,6 +18,9 @@ from dllm_engine.scheduler.step_plan import RefreshState, Retention, StepPlan
 class SparseOptions(RefreshOptions):
     """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the paper's."""
 
+    refresh: Literal["all", "response"] = "all"
+    """What is computed when the window moves: ``all`` of the canvas, or the ``response``, and then all of the canvas
+    once every ``prompt_refresh_interval`` blocks."""
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the window) that a layer retains."""
     pool_kernel_size: WindowWidth = 3
@@ -74,5 +77,5 @@ SPARSE = CacheMethod(
     trims_suffix=True,
     recordable=True,
     launches=LAUNCHES,
-    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response", "near")},
+    tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response")},
 )

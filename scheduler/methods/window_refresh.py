@@ -1,11 +1,10 @@
-"""Refreshes of what a window reads: the whole canvas now and then, and the part where it changes most in between.
+"""Refreshes of what a window reads: the whole canvas now and then, and the response in between.
 
 A refresh splits what it retains in two: positions that only the whole refreshes renew, which come first in pages, and
-behind them those that every refresh renews. Where these lie depends on the window and on the interval between whole
-refreshes alone.
+behind them those that every refresh renews.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field
@@ -26,8 +25,6 @@ class RefreshOptions(CacheOptions):
     also compute all of the canvas once every ``prompt_refresh_interval`` blocks."""
     prompt_refresh_interval: int = Field(default=4, ge=1)
     """Blocks from one computation of the whole canvas to the next, with ``refresh`` other than ``all``."""
-    near_tokens: int = Field(default=32, ge=1)
-    """Positions before and behind the blocks of an interval that are computed with them, with ``refresh="near"``."""
 
 
 def options_of(spec: DecodingSpec) -> RefreshOptions:
@@ -46,7 +43,7 @@ def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int,
     if progress.step > update_step:
         retained = read + renewed
         return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, window, read=retained)
-    if _whole_is_due(spec, progress, update_step):
+    if whole_is_due(spec, progress, update_step):
         span, scope, read, new, waits = spec.visible(window), Scope.ALL, 0, [*old, *new], RefreshState.FULL
     else:
         span, scope, waits = refreshed(spec, window), Scope.ACTIVE, RefreshState.REUSE
@@ -55,7 +52,7 @@ def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int,
     return step_plan(spec, progress, RefreshState.UPDATE, scope, span, read=read, adds=new)
 
 
-def _whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:
+def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:
     """Whether the whole canvas is refreshed for the running blocks. It need not be if they and those before them lie
     in one interval, and those had their UPDATE."""
     options = options_of(spec)
@@ -67,48 +64,21 @@ def _whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> b
 
 def refreshed(spec: DecodingSpec, window: Span) -> Span:
     """What a refresh computes for a window, where the whole canvas is not due."""
-    options, visible = options_of(spec), spec.visible(window)
-    if options.refresh == "all":
+    visible = spec.visible(window)
+    if options_of(spec).refresh == "all":
         return visible
-    if options.refresh == "response":
-        # With shifted logits the prompt's last row predicts the first token.
-        return Span(max(spec.prompt_length - spec.shifts_logits, 0), visible.stop)
-    near = _near_interval(spec, window)
-    return Span(near.start, min(near.stop, visible.stop))
-
-
-def _interval(spec: DecodingSpec, window: Span) -> Blocks:
-    """The blocks between whole refreshes to which the window's last one belongs."""
-    interval = options_of(spec).prompt_refresh_interval
-    last = (window.stop - 1 - spec.prompt_length) // spec.block_length
-    first = last // interval * interval
-    return Blocks(first, min(first + interval, spec.num_blocks))
-
-
-def _near_interval(spec: DecodingSpec, window: Span) -> Span:
-    start, stop = spec.span_of(_interval(spec, window))
-    near = options_of(spec).near_tokens
-    return Span(max(start - near, 0), min(stop + near, spec.canvas_length))
+    # With shifted logits the prompt's last row predicts the first token.
+    return Span(max(spec.prompt_length - spec.shifts_logits, 0), visible.stop)
 
 
 def split(spec: DecodingSpec, window: Span) -> tuple[list[Span], list[Span]]:
     """The positions outside a window that only whole refreshes renew, and those that every refresh renews."""
-    new = refreshed(spec, window)
-    old = [Span(0, new.start)]
-    if options_of(spec).refresh == "near":
-        first = _interval(spec, window).first
-        # As far as the first window of the interval sees.
-        old.append(Span(_near_interval(spec, window).stop, spec.visible(spec.block_span(first)).stop))
-    return _without(old, window), _without([new], window)
+    start, stop = refreshed(spec, window)
+    return _spans((0, start)), _spans((start, window.start), (window.stop, stop))
 
 
-def _without(spans: Sequence[Span], window: Span) -> list[Span]:
-    parts = [
-        part
-        for start, stop in spans
-        for part in (Span(start, min(stop, window.start)), Span(max(start, window.stop), stop))
-    ]
-    return [part for part in parts if part.size > 0]
+def _spans(*bounds: tuple[int, int]) -> list[Span]:
+    return [Span(start, stop) for start, stop in bounds if start < stop]
 
 
 def hold_retained(retain: Retain) -> HeldPages:

@@ -17,6 +17,7 @@ PROMPTS = [(24, 0), (24, 1), (24, 3), (37, 1), (37, 3), (37, 6)]
 update are 1e-5 apart at least, other numbers 8e-4 of themselves."""
 INTERVALS = {"prompt_refresh_interval": 5, "response_refresh_interval": 3, "update_ratio": 0.25}
 METHODS = {
+    "dual": {"refresh": "near", "near_tokens": 4},
     "dkv": {"refresh_interval": 4},
     "dllm_cache": INTERVALS,
     "maskkv": INTERVALS | {"kv_budget": 12, "alpha": 0.0, "refresh_first_layer": True},
@@ -60,7 +61,7 @@ def test_two_ranks_do_what_one_does(engines, reference_checkpoints, model, metho
     assert_alike(answers, alone, "trace", "tokens_computed")
 
     trace = alone[0].outputs[0].diffusion.trace
-    assert ("updated_positions" in trace) == (method != "dkv")
+    assert ("updated_positions" in trace) == ("update_ratio" in METHODS[method])
     held_by_one_rank = 0
     if method == "maskkv":
         for prompt, output in zip(prompts, alone, strict=True):

@@ -88,6 +88,7 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
     forward, decoder = runner_of(llm).denoiser.forward, Decoder(load_config(str(tiny_llada)), 4)
     seen = set()
     assert runner_of(llm).model.rotary_table is not None  # made once, not in a step
+    assert runner_of(llm).pages is None or runner_of(llm).pages.heads is not None  # so are these
 
     def counting(batch, layer_pass):
         with CountsLaunches() as counts:

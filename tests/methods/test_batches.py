@@ -22,7 +22,6 @@ VARIANTS = {
     "dual, near": ("dual", {"refresh": "near", "prompt_refresh_interval": 2, "near_tokens": 3}),
     "sparse": ("sparse", {"retention_ratio": 0.4}),
     "sparse, response": ("sparse", {"retention_ratio": 0.4, "refresh": "response"}),
-    "sparse, near": ("sparse", {"retention_ratio": 0.6, "refresh": "near", "near_tokens": 2}),
     "sparse, late, prefix": ("sparse", {"retention_ratio": 0.4, "update_delay": 3, "scope": "prefix"}),
     "dkv": ("dkv", {"refresh_interval": 5}),
     "freecache": ("freecache", {}),

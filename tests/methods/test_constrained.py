@@ -54,7 +54,9 @@ def some_automata(count: int, asked: dict) -> list[Automaton]:
     return found
 
 
-@pytest.mark.parametrize(("method", "model"), zip(CACHE_METHODS, cycle(["tiny_llada", "tiny_dream"]), strict=False))
+@pytest.mark.parametrize(
+    ("method", "model"), list(zip(CACHE_METHODS, cycle(["tiny_llada", "tiny_dream"]), strict=False))
+)
 def test_every_response_is_accepted(engines, request, method, model):
     llm = engines.shared(request.getfixturevalue(model), cache_method=method)
     cases = [

@@ -26,6 +26,7 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (8, 1, {}),
         (8, 4, {"refresh": "response", "prompt_refresh_interval": 3}),
         (4, 1, {"refresh": "near", "prompt_refresh_interval": 2, "near_tokens": 4}),
+        (8, 4, {"refresh": "near", "prompt_refresh_interval": 8, "near_tokens": 1}),
     ],
     "sparse": [
         (1, 4, {"retention_ratio": 0.5, "pool_kernel_size": 1}),
@@ -36,7 +37,6 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (32, 1, {"retention_ratio": 0.0}),
         (4, 1, {"refresh": "response", "prompt_refresh_interval": 8, "update_delay": 0}),
         (8, 4, {"refresh": "response", "retention_ratio": 0.3, "scope": "prefix"}),
-        (8, 1, {"refresh": "near", "retention_ratio": 0.4, "prompt_refresh_interval": 2, "near_tokens": 6}),
     ],
     "dkv": [(4, 1, {"refresh_interval": interval}) for interval in (1, 3)]
     + [(32, 4, {"refresh_interval": interval}) for interval in (2, 5, 100)],

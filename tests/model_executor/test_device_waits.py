@@ -22,7 +22,9 @@ OPTIONS = {
     "maskkv": {"prompt_refresh_interval": 3, "response_refresh_interval": 2, "kv_budget": 6},
     "es_dllm": {"retention_ratio": 0.5},
 }
-REFRESHES = [(method, {"refresh": refresh}) for method in ("dual", "sparse") for refresh in ("response", "near")]
+REFRESHES = [
+    (name, {"refresh": value}) for name, value in (("dual", "response"), ("dual", "near"), ("sparse", "response"))
+]
 PROMPTS = [[7 * i % 100 for i in range(1, length)] for length in (14, 10, 6, 14)]
 
 

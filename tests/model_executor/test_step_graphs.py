@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -45,24 +46,25 @@ def recording(engines):
         runner.denoiser.graphs = None
 
 
-def recordable() -> list[str]:
+def recordable() -> list[dict[str, Any]]:
     from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    return [name for name, method in CACHE_METHODS.items() if method.recordable]
+    defaults = [{"cache_method": name} for name, method in CACHE_METHODS.items() if method.recordable]
+    return [*defaults, {"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}}]
 
 
 @pytest.mark.parametrize("method", recordable())
 def test_recorded_steps_give_the_same_tokens(engines, recording, tiny_llada, tiny_dream, method):
     for checkpoint in (tiny_llada, tiny_dream):
-        expected = answers(engines(checkpoint, page_size=4, cache_method=method))
-        llm, recorder = recording(checkpoint, cache_method=method)
+        expected = answers(engines(checkpoint, page_size=4, **method))
+        llm, recorder = recording(checkpoint, **method)
         assert answers(llm) == expected
         assert recorder.num_replayed > 2 * recorder.num_recorded > 0
         assert_nothing_left(llm)
 
 
 def forward_sizes(llm) -> list[tuple[int, int]]:
-    return list(runner_of(llm).denoiser.graphs.forwards.graphs)
+    return [size[:2] for size in runner_of(llm).denoiser.graphs.forwards.graphs]
 
 
 def filling_sizes(llm) -> list[tuple[int, int]]:
@@ -94,8 +96,8 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
     asked = [{}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}, {"unmasking": "entropy"}]
     params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
     prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
-    expected = generate(engines(tiny_dream, page_size=4, cache_method=method), prompts, params)
-    llm, _ = recording(tiny_dream, cache_method=method)
+    expected = generate(engines(tiny_dream, page_size=4, **method), prompts, params)
+    llm, _ = recording(tiny_dream, **method)
     for output, other in zip(generate(llm, prompts, params), expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
     assert [size for size in forward_sizes(llm) if size[0] > 2]

@@ -23,8 +23,9 @@ def asked(**settings):
 
 @pytest.fixture
 def engine(engines, tiny_llada, tiny_dream):
-    def make(method, family="LLaDA"):
-        return engines({"LLaDA": tiny_llada, "Dream": tiny_dream}[family], cache_method=method, page_size=8)
+    def make(method, family="LLaDA", **options):
+        checkpoint = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
+        return engines(checkpoint, cache_method=method, cache_options=options, page_size=8)
 
     return make
 
@@ -90,11 +91,14 @@ def count_runs(runner, monkeypatch):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("method", ["none", "sparse", "dual", "freecache"])
-def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, recorded):
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("none", {}), ("sparse", {}), ("dual", {}), ("dual", {"refresh": "near"}), ("freecache", {})],
+)
+def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, options, recorded):
     from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
 
-    llm = engine(method)
+    llm = engine(method, **options)
     params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
     expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)]
     set_steps_per_dispatch(llm, 8, monkeypatch)

@@ -14,6 +14,7 @@ from dllm_engine.kernels.noise import uniform
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
+from dllm_engine.model_executor.unmasking.constrained import best_of_class
 
 VOCAB = 150
 MASK = 140
@@ -347,3 +348,22 @@ def test_a_probability_is_a_number_just_where_the_logits_are(settings):
     logits[4, MASK] = torch.inf
     found = predict(logits, settings)
     assert (found.probability < torch.inf).tolist() == [False, False, False, True, False, True]
+
+
+# Constraints
+
+
+@pytest.mark.parametrize("first", [0, 50])
+def test_the_best_token_of_a_class_is_of_that_class_whatever_its_score(first):
+    """``first``: of a shard, which holds no token of some class."""
+    scores = random_logits(4)[:, first:]
+    class_of = (torch.arange(VOCAB) // 50)[first:]
+    scores[1] = -torch.inf
+    scores[3, 1] = 99
+    score, column = best_of_class(scores, class_of, torch.tensor([0, 1, 2, -1]), forbidden_token=1)
+    assert class_of[column[1:3]].tolist() == [1, 2]
+    assert score[1] > -torch.inf
+    assert score[0] == (scores[0, :50].max() if not first else -torch.inf)
+    others = scores[3].clone()
+    others[1] = -torch.inf
+    assert column[3] == others.argmax(), "any class, without the forbidden token"

@@ -204,12 +204,8 @@ class Decoding:
     @property
     def seen(self) -> list[int]:
         """The canvas positions that exist for a pass of this window."""
-        return self.seen_with(self.window[1])
-
-    def seen_with(self, end: int) -> list[int]:
-        """Those of a window that ends there."""
         blocks = len(self.blocks) if self.suffix_blocks is None else self.suffix_blocks
-        return list(range(min(end + blocks * self.block_length, self.length, self.cut)))
+        return list(range(min(self.window[1] + blocks * self.block_length, self.length, self.cut)))
 
     def passes(self) -> Iterator[int]:
         """The step since a block joined, of each forward pass until the response is done."""

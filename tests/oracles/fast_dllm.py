@@ -4,7 +4,8 @@ With a cache every window starts with a pass over the whole canvas. Later passes
 behind it (``prefix``) or the window alone (``dual``); they read everything else as that first pass left it. The
 authors' code makes one more pass of a block that its first pass completed; here a block ends when it holds no mask.
 
-``dual`` may refresh less than the canvas: see ``refreshes.py``.
+``dual`` may refresh less than the canvas: see ``refreshes.py``. Where a refresh computes what is near, everything is
+read as the last pass left it that computed it, a finished block too, but for what SlowFast sampling cuts.
 """
 
 from typing import Any
@@ -46,5 +47,7 @@ def plain_dual(run: Decoding, **options: Any) -> None:
             rows = refreshes.renewed()
             read = kept
             retained = sorted({*kept, *rows} - {*window})
+        if refreshes.refresh == "near":
+            read = run.seen
         logits, _ = buffer.forward(run.canvas, rows, [sorted({*read, *rows})] * num_layers)
         run.fill(logits, rows)

@@ -2,14 +2,13 @@
 
 Readings, since no paper has this:
 
-* An interval is ``prompt_refresh_interval`` blocks, counted from the response's first. What all refreshes of an
-  interval compute, its *renewed* part, is the response, or the interval's blocks with ``near_tokens`` positions on each
-  side.
+* An interval is ``prompt_refresh_interval`` blocks, counted from the response's first.
 * The window lies in an interval if all of its blocks do. The whole canvas is computed for a window unless it and the
   one before lie in the same interval and that one had got as far as to retain something.
+* The other refreshes compute the response, or what is near: the window and ``near_tokens`` positions on each side.
 * The last row of the prompt predicts Dream's first token, so it belongs to its response.
-* With ``suffix_blocks``, positions too far behind a window do not exist for its passes. Where only what is near is
-  renewed, nothing else becomes visible until the next interval.
+* With ``suffix_blocks``, positions too far behind a window do not exist for its passes. Those of them behind a window
+  that do exist are all near: some of them may never have been computed.
 """
 
 from dataclasses import dataclass
@@ -24,38 +23,23 @@ class Refreshes:
     prompt_refresh_interval: int = 4
     near_tokens: int = 32
 
-    @property
-    def interval(self) -> int:
-        return self.run.running[-1] // self.prompt_refresh_interval
-
     def whole_is_due(self, update_delay: int) -> bool:
         run = self.run
         if self.refresh == "all" or not run.running_before or run.steps_before <= update_delay:
             return True
-        return run.running_before[0] // self.prompt_refresh_interval != self.interval
-
-    def near(self) -> tuple[int, int]:
-        first = self.interval * self.prompt_refresh_interval
-        blocks = self.run.blocks[first : first + self.prompt_refresh_interval]
-        return blocks[0][0] - self.near_tokens, blocks[-1][1] + self.near_tokens
+        interval = run.running[-1] // self.prompt_refresh_interval
+        return run.running_before[0] // self.prompt_refresh_interval != interval
 
     def renewed(self) -> list[int]:
         """What every refresh computes, ascending."""
-        run = self.run
+        run, end = self.run, self.run.length
         if self.refresh == "near":
-            start, end = self.near()
+            start = run.window[0] - self.near_tokens
+            end = run.window[1] + self.near_tokens if run.suffix_blocks is None else end
         else:
             start = 0 if self.refresh == "all" else len(run.prompt) - run.model.is_dream
-            end = run.length
         return [position for position in run.seen if start <= position < end]
 
     def never_renewed(self) -> list[int]:
-        """What only passes over the whole canvas compute, as far as it is read, without the window."""
-        run = self.run
-        if self.refresh == "near":
-            start, end = self.near()
-            first = run.blocks[self.interval * self.prompt_refresh_interval]
-            seen = run.seen_with(first[1])
-        else:
-            start, end, seen = self.renewed()[0], run.length, run.seen
-        return [p for p in seen if not start <= p < end and not run.window[0] <= p < run.window[1]]
+        """What only passes over the whole canvas compute, without the window."""
+        return [p for p in range(self.renewed()[0]) if not self.run.window[0] <= p < self.run.window[1]]

@@ -29,13 +29,14 @@ GUIDE_DECIDES = (
     *("block_add_threshold", "delay_eos", "logprobs"),
 )
 """Options that a guided request cannot have."""
-REFRESHES = {"refresh": ["all", "response", "near"], "prompt_refresh_interval": [1, 2, 3], "near_tokens": [1, 8]}
+INTERVALS = {"prompt_refresh_interval": [1, 2, 3]}
 CHOICES: dict[str, dict[str, list[Any]]] = {
     "none": {},
     "prefix": {},
-    "dual": REFRESHES,
-    "sparse": REFRESHES
+    "dual": INTERVALS | {"refresh": ["all", "response", "near"], "near_tokens": [1, 8]},
+    "sparse": INTERVALS
     | {
+        "refresh": ["all", "response"],
         "retention_ratio": [0.0, 0.3, 1.0],
         "update_delay": [0, 1, 4],
         "scope": ["prefix", "bidirectional"],

@@ -164,19 +164,16 @@ _ADAPTIVE = {
     "similarity": st.sampled_from(["value", "random"]),
     "interval_unit": st.sampled_from(["tokens", "passes"]),
 }
-_REFRESH = {
-    "refresh": st.sampled_from(["all", "response", "near"]),
-    "prompt_refresh_interval": st.integers(1, 5),
-    "near_tokens": st.integers(1, 20),
-}
+_INTERVAL = {"prompt_refresh_interval": st.integers(1, 5)}
 METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
     "none": {},
     "delayed": {"cache_delay": st.integers(0, 5), "refresh_interval": st.integers(1, 9)},
     "d2_cache": {"masked_rows": st.integers(1, 40), "rollout_p": _RATIO, "gap_fill": st.integers(0, 9)},
     "prefix": {},
-    "dual": _REFRESH,
-    "sparse": _REFRESH
+    "dual": _INTERVAL | {"refresh": st.sampled_from(["all", "response", "near"]), "near_tokens": st.integers(1, 20)},
+    "sparse": _INTERVAL
     | {
+        "refresh": st.sampled_from(["all", "response"]),
         "retention_ratio": _RATIO,
         "update_delay": st.integers(0, 3),
         "scope": st.sampled_from(["bidirectional", "prefix"]),

@@ -21,7 +21,7 @@ def refreshes(method: str, shifts_logits: bool = False, suffix_blocks: int | Non
         assert (plan.scope is Scope.ALL) == (plan.span.start == 0)
         assert plan.retained == plan.read + sum(retention.count for retention in plan.adds)
         if plan.state.value == "reuse" and plan.span == plan.window:
-            assert plan.read == [before for before in plans[: plan.forward] if before.adds][-1].retained
+            assert plan.read == [p for p in plans[: plan.forward] if p.state.value == "update"][-1].retained
     return [(plan.span, plan.read, plan.retained) for plan in plans if plan.state.value == "update"]
 
 
@@ -34,16 +34,9 @@ def test_the_last_row_of_the_prompt_counts_as_response_where_logits_are_shifted(
     assert refreshes("dual", shifts_logits=True, refresh="response")[1] == ((9, 50), 9, 42)
 
 
-def test_what_is_near_are_the_blocks_of_an_interval_and_their_neighbours():
-    # Blocks 0 to 2 with 4 positions on each side, then blocks 3 and 4.
-    first, second = ((6, 38), 6 + 12, 42), ((30, 50), 30, 42)
-    assert refreshes("dual", refresh="near", near_tokens=4) == [
-        ((0, 50), 0, 42),
-        first,
-        first,
-        ((0, 50), 0, 42),
-        second,
-    ]
+def test_what_is_near_are_the_window_and_positions_on_each_side():
+    spans = [(0, 50), (14, 30), (22, 38), (0, 50), (38, 50)]
+    assert refreshes("dual", refresh="near", near_tokens=4) == [(span, 50, 50) for span in spans]
 
 
 def test_sparse_retains_a_share_of_both_parts():
@@ -95,11 +88,22 @@ def test_masks_far_behind_the_window_are_not_computed(method):
     assert all(plan.retained <= seen[plan.window] for plan in plans)
 
 
-def test_what_is_near_is_seen_as_far_as_the_suffix_reaches():
-    seen = refreshes("dual", refresh="near", near_tokens=4, suffix_blocks=0)
-    assert seen == [((0, 18), 0, 10), ((6, 26), 6, 18), ((6, 34), 6, 26), ((0, 42), 0, 34), ((30, 50), 30, 42)]
-    # Block 0 sees up to 50: what lies behind 38 is kept from there.
-    assert refreshes("dual", refresh="near", near_tokens=4, suffix_blocks=4)[1] == ((6, 38), 18, 42)
+@pytest.mark.parametrize(
+    ("suffix_blocks", "spans"),
+    [
+        (0, [(0, 18), (14, 26), (22, 34), (0, 42), (38, 50)]),
+        (1, [(0, 26), (14, 34), (22, 42), (0, 50), (38, 50)]),
+        (4, [(0, 50), (14, 50), (22, 50), (0, 50), (38, 50)]),
+    ],
+)
+def test_what_is_near_reaches_to_the_end_of_a_suffix_that_is_left_out(suffix_blocks, spans):
+    seen = refreshes("dual", refresh="near", near_tokens=4, suffix_blocks=suffix_blocks)
+    assert seen == [(span, span[1], span[1]) for span in spans]
+
+
+def test_what_sparse_scores_must_be_computed():
+    with pytest.raises(ValueError, match=r"refresh='near': Input should be 'all' or 'response'"):
+        cache_of("sparse", refresh="near")
 
 
 def test_only_methods_that_keep_the_whole_canvas_need_all_of_it():
