@@ -33,7 +33,9 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
     if tokenizer is None:
         raise InvalidRequestError("structured_outputs needs a tokenizer: start the engine without skip_tokenizer_init")
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = backend.decoder.__getstate__().decode() if isinstance(backend, Tokenizer) and backend.decoder else ""
+    if not isinstance(backend, Tokenizer):
+        raise _refused("it is none of Hugging Face's fast tokenizers")
+    decoder = backend.decoder.__getstate__().decode() if backend.decoder else ""
     if '"ByteLevel"' in decoder:
         read = _byte_level
     elif '"ByteFallback"' in decoder:
