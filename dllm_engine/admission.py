@@ -21,7 +21,6 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "repetition_penalty": (1.0, "penalties are"),
     "min_p": (0.0, "min_p sampling is"),
     "min_tokens": (0, "a minimum length is"),
-    "structured_outputs": (None, "structured output is"),
     "logit_bias": (None, "logit bias is"),
     "allowed_token_ids": (None, "restricting the tokens is"),
     "bad_words": ([], "forbidding words is"),

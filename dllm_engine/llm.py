@@ -23,6 +23,7 @@ from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.structured_output.requests import constrained
 
 
 class LLM(vllm.LLM):
@@ -49,6 +50,8 @@ class LLM(vllm.LLM):
             unless ``enforce_eager`` is set.
         batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
             slower with several requests.
+        max_automaton_states: most states of the automaton of a request's ``structured_outputs``.
+        max_automaton_seconds: longest time that building such an automaton may take.
         request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
             that name none.
         trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
@@ -71,6 +74,8 @@ class LLM(vllm.LLM):
         guide_tokens_per_token: float = 2.0,
         cuda_graphs: bool | None = None,
         batch_invariant: bool = False,
+        max_automaton_states: int = 4096,
+        max_automaton_seconds: float = 30.0,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
@@ -196,6 +201,7 @@ class LLM(vllm.LLM):
         self._resolve(params, prompt_length=1)
 
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
+        params = constrained(params, self.llm_engine.input_processor.tokenizer, self.llm_engine.vllm_config)
         if params.max_tokens is None:
             params = params.clone()
             params.max_tokens = open_gen_length(params, prompt_length, self.model_config)

@@ -17,7 +17,7 @@ PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric; ``name`` without prefix is also the field of ``EngineStats`` that it shows."""
+    """One metric; ``name`` is also the field of ``EngineStats`` that it shows, unless ``of_front_end``."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -28,6 +28,8 @@ class MetricSpec:
     values: tuple[str, ...] = ()
     """All values of ``label``, so that each is there from the start."""
     buckets: tuple[float, ...] = ()
+    of_front_end: bool = False
+    """Whether the front end counts it (``structured_output/requests.py``), not the scheduler."""
     of_vllm: bool = False
     """Whether vLLM's own diffusion models have it too, with this name and meaning."""
 
@@ -87,6 +89,15 @@ METRICS = (
         "Requests that ended with an error, by cause.",
         label="cause",
         values=FAILURE_CAUSES,
+    ),
+    *(
+        MetricSpec(name, "counter", unit, meaning, of_front_end=True)
+        for name, unit, meaning in (
+            ("constrained_requests", "requests", "Requests with structured output that were admitted."),
+            ("automaton_builds", "automata", "Automata built for them, or given up at a limit."),
+            ("automaton_build_seconds", "seconds", "What these took."),
+            ("automaton_cache_hits", "requests", "Requests that found their automaton, or waited for the same one."),
+        )
     ),
     MetricSpec(
         "request_pages_held",

@@ -105,6 +105,10 @@ class EngineOptions(BaseModel):
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
     requests."""
+    max_automaton_states: int = Field(default=4096, ge=1)
+    """Most states of the automaton of a request's ``structured_outputs``."""
+    max_automaton_seconds: float = Field(default=30.0, gt=0)
+    """Longest time that building such an automaton may take."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
@@ -28,6 +29,10 @@ GUIDING = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallba
 """Arguments about how a guide decides, under the names of request options; they may follow that rule."""
 DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", GUIDED, *GUIDING)
 """Arguments about how a response is denoised, under the names of request options."""
+
+
+STRUCTURE = ("regex", "json_schema", "choice")
+"""Arguments about what a response must match."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -79,6 +84,17 @@ def json_value(text: str) -> Any:
         return whole_number(text)
     except argparse.ArgumentTypeError:
         return text
+
+
+def json_schema(text: str) -> dict[str, Any]:
+    """A JSON object, or that of a file."""
+    try:
+        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no file of one: {error}") from None
+    if not isinstance(schema, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(schema).__name__}, not an object")
+    return schema
 
 
 def key_value(text: str) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.text import one_line
 
@@ -30,6 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description=f"Talk to a model: each line is a message, and its answer fills in step by step. {GREETING}",
     )
     add_decoding_arguments(parser)
+    add_structure_arguments(parser)
     add_engine_arguments(parser)
     parser.set_defaults(run=run)
 

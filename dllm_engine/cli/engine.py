@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.cli.arguments import DENOISING, json_value, key_value, positive_int, whole_number
+from dllm_engine.cli.arguments import (
+    DENOISING,
+    STRUCTURE,
+    json_schema,
+    json_value,
+    key_value,
+    positive_int,
+    whole_number,
+)
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
@@ -17,6 +25,8 @@ from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server_start import end_now
 
 if TYPE_CHECKING:
+    from vllm.sampling_params import StructuredOutputsParams
+
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
@@ -226,6 +236,22 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
 
 
+def add_structure_arguments(parser: argparse.ArgumentParser) -> None:
+    """``STRUCTURE``."""
+    group = parser.add_argument_group("structured output", "What a response must match.").add_mutually_exclusive_group()
+    group.add_argument("--regex", metavar="REGEX", help="a regular expression, which the whole response matches")
+    group.add_argument("--json-schema", type=json_schema, metavar="FILE|JSON", help="a JSON schema")
+    group.add_argument("--choice", type=lambda text: text.split(","), metavar="A,B", help="one of several texts")
+
+
+def structured_outputs(args: argparse.Namespace) -> "StructuredOutputsParams | None":
+    """What ``STRUCTURE`` asks for."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    asked = {name.removesuffix("_schema"): vars(args).get(name) for name in STRUCTURE}
+    return None if all(value is None for value in asked.values()) else StructuredOutputsParams(**asked)
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The cache arguments as engine options; raises ``ValueError`` naming what is unknown or out of range."""
     options = {"cache_options": cache_options(args), **given(args, CACHE_ARGUMENTS)}
@@ -307,4 +333,4 @@ def decoding_params(args: argparse.Namespace) -> "DiffusionParams":
     """The decoding arguments as parameters; raises ``ValueError`` naming what is out of range."""
     from dllm_engine.params import DiffusionParams
 
-    return DiffusionParams(**decoding_options(args))
+    return DiffusionParams(structured_outputs=structured_outputs(args), **decoding_options(args))

@@ -8,15 +8,15 @@ from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
-from dllm_engine.cli.arguments import DENOISING
-from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
+from dllm_engine.cli.arguments import DENOISING, STRUCTURE
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
 
 SOME_FAILED = 1
 _SETTINGS = (
     *("model", "dtype", "raw", "cache_method", "cache_option", "retention_ratio", "guide_model"),
     "guide_tokens_per_token",
     *("gen_length", *DENOISING),
-    *("temperature", "top_p", "top_k", "seed", "ignore_eos"),
+    *("temperature", "top_p", "top_k", "seed", "ignore_eos", *STRUCTURE),
 )
 """Arguments that change responses; a run resumes only an output that was made with the same ones."""
 
@@ -48,6 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--figures", action="store_true", help="print on stderr what the answer to PROMPT cost")
     add_decoding_arguments(parser)
+    add_structure_arguments(parser)
     add_engine_arguments(parser)
     parser.set_defaults(run=run)
 

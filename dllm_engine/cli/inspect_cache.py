@@ -6,7 +6,7 @@ Not ``inspect.py``: that is a module of Python.
 import argparse
 from pathlib import Path
 
-from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, start_engine
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import make_examples
 
@@ -30,6 +30,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--raw", action="store_true", help="give the prompt to the model as it is, no chat template")
     add_decoding_arguments(parser)
+    add_structure_arguments(parser)
     add_engine_arguments(parser)
     parser.set_defaults(run=run, cache_method="sparse")
 

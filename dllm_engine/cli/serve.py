@@ -32,6 +32,8 @@ ENGINE_ARGUMENTS = (
     "trace",
     "cuda_graphs",
     "batch_invariant",
+    "max_automaton_states",
+    "max_automaton_seconds",
     "playground",
 )
 """Arguments that are engine options of the same name."""
@@ -71,6 +73,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="denoising steps that workers run on their own while nobody waits and no block is complete; new requests "
         "and disconnects wait for them (default: 8 on a GPU, 1 on a CPU)",
+    )
+    other.add_argument(
+        "--max-automaton-states",
+        type=positive_int,
+        metavar="N",
+        help="largest automaton of a request with structured output (default: 4096)",
+    )
+    other.add_argument(
+        "--max-automaton-seconds",
+        type=float,
+        metavar="S",
+        help="longest time that building such an automaton may take (default: 30)",
     )
     other.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help=CUDA_GRAPHS_HELP)
     other.add_argument(

@@ -133,7 +133,7 @@ def _build_apart(grammar: Grammar, vocabulary: Vocabulary, limits: Limits) -> Au
     except subprocess.TimeoutExpired:
         status = -signal.SIGXCPU
     if status == -signal.SIGXCPU:
-        raise _failed(grammar, f"its automaton takes longer than build_seconds={limits.build_seconds:g} to build")
+        raise _failed(grammar, f"its automaton takes over max_automaton_seconds={limits.build_seconds:g} to build")
     if status == -signal.SIGKILL:
         raise _failed(grammar, "building its automaton was ended from outside; the machine may be out of memory")
     if status:

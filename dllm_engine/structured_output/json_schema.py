@@ -93,7 +93,7 @@ class _Reader:
         self, keyword: str, schema: dict[str, Any], told: set[str], types: list[str] | None, path: str
     ) -> Expression:
         value, here = schema[keyword], f"{path}/{keyword}"
-        beside = told - {keyword, "type"} if keyword in ("enum", "const") else told - {keyword}
+        beside = told - {keyword, "type"} if keyword in ("enum", "const", "anyOf", "oneOf") else told - {keyword}
         if beside:
             raise ValueError(f"{path}: {min(beside)!r} beside {keyword!r} is not supported")
         if keyword in ("enum", "const"):
@@ -109,6 +109,8 @@ class _Reader:
         branches = self._list(value, here)
         if keyword == "allOf" and len(branches) > 1:
             raise ValueError(f"{here}: more than one schema is not supported")
+        if types is not None:
+            branches = [self._narrowed(branch, types, f"{here}/{i}") for i, branch in enumerate(branches)]
         texts = [self.read(branch, f"{here}/{i}") for i, branch in enumerate(branches)]
         for one, other in combinations(branches, 2) if keyword == "oneOf" else ():
             if not self._apart(self._resolved(one), self._resolved(other)):
@@ -117,6 +119,15 @@ class _Reader:
                     "another const in each"
                 )
         return either(texts)
+
+    def _narrowed(self, branch: Any, types: list[str], path: str) -> Any:
+        """A branch of a schema that has a ``type`` of its own, as vLLM's schema of a tool's call."""
+        own = self._types(self._resolved(branch), path)
+        if own is not None and set(own) <= set(types):
+            return branch
+        if own is not None or not isinstance(branch, dict) or branch.keys() & {*_COMBINING}:
+            raise ValueError(f"{path}: 'type' beside schemas of other types is not supported")
+        return branch | {"type": types}
 
     def _list(self, value: Any, path: str) -> list[Any]:
         if not isinstance(value, list) or not value:

@@ -4,6 +4,7 @@ That is ``InputProcessor.process_inputs``, which every front end calls with the 
 """
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -16,6 +17,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.scheduler.resolve import check_page_demand
+from dllm_engine.structured_output.requests import constrained, count_request, is_prepared, prepare
 
 
 class CheckedPrompt(dict[str, Any]):
@@ -36,10 +38,13 @@ def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
             request.request_id = request_id
             return request
         prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
+        is_constrained = params.structured_outputs is not None
         params = _checked_params(self, prompt, params)
         check_integer("priority", kwargs.get("priority"))
         request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
         _check_can_be_sent(request)
+        if is_constrained:
+            count_request()
         return request
 
     return checked
@@ -54,6 +59,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
     max_model_len, config = model_config.max_model_len, model_config.hf_config
     if isinstance(params, DiffusionParams):
         params = params.to_sampling_params()
+    params = constrained(params, input_processor.tokenizer, vllm_config)
     if params.max_tokens is None:
         params = params.clone()
         params.max_tokens = open_gen_length(params, len(prompt_token_ids), model_config)
@@ -102,10 +108,38 @@ def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
     def generate_if_valid(
         self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
-        return generate(self, prompt, sampling_params, request_id, **kwargs)
+        def checked() -> AsyncGenerator[Any, None]:
+            of_prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
+            return generate(self, of_prompt, sampling_params, request_id, **kwargs)
+
+        async def checked_when_built() -> AsyncGenerator[Any, None]:
+            await prepare(structured, self.input_processor.tokenizer, self.vllm_config)
+            async with aclosing(checked()) as outputs:
+                async for output in outputs:
+                    yield output
+
+        is_ours = getattr(self.model_config, "is_dllm_engine", False)
+        structured = getattr(sampling_params, "structured_outputs", None) if is_ours else None
+        return checked() if structured is None or is_prepared(structured, self.vllm_config) else checked_when_built()
 
     return generate_if_valid
+
+
+def with_automaton(render: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's server renders a request's prompt, settles what its answer must match and then checks the request. Build
+    the automaton in between: it takes seconds, in which the server must answer others."""
+
+    async def render_and_build(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        rendered = await render(self, request, *args, **kwargs)
+        if getattr(self.model_config, "is_dllm_engine", False):
+            params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
+            extract = getattr(request, "extract_structured_outputs", None)
+            structured = extract() if extract else getattr(params, "structured_outputs", None)
+            if structured is not None:
+                await prepare(structured, self.renderer.tokenizer, self.renderer.config)
+        return rendered
+
+    return render_and_build
 
 
 def checked_respond(respond: Callable[..., Any]) -> Callable[..., Any]:

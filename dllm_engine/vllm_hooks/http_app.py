@@ -15,6 +15,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 
 from dllm_engine import playground
 from dllm_engine.options import EngineOptions
+from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 from dllm_engine.vllm_hooks.shutdown import RefuseWhileShuttingDown
 
@@ -45,6 +46,7 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
         app.router.routes[:] = [
             route for route in app.router.routes if getattr(route, "path", "") not in REMOVED_ROUTES
         ]
+        serve_tool_calls(args)
         # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
         app.add_middleware(BodyCheck)
         if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:

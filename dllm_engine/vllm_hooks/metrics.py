@@ -5,6 +5,7 @@ from typing import Any
 
 from dllm_engine.metrics import DiffusionMetrics
 from dllm_engine.scheduler.engine_stats import take_stats
+from dllm_engine.structured_output.requests import take_counts
 
 
 def registering_metrics(init: Callable[..., None]) -> Callable[..., None]:
@@ -30,8 +31,9 @@ def recording_metrics(record: Callable[..., None]) -> Callable[..., None]:
         message = take_stats(scheduler_stats)
         record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
         if message is not None:
+            counts = take_counts()
             for logger in self.stat_loggers:
                 if isinstance(logger, PrometheusStatLogger):
-                    logger.diffusion.record(message, engine_idx or 0)
+                    logger.diffusion.record(message | counts, engine_idx or 0)
 
     return record_with_metrics

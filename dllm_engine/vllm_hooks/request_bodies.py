@@ -63,11 +63,7 @@ def _refusal(body: bytes) -> Any:
     given = fields.get(_FIELD) if isinstance(fields, dict) else None
     if given is None or isinstance(given, dict):
         return None
-    return _bad_request(
-        f"{_FIELD} is a {type(given).__name__}; structured output is not supported for diffusion models: leave it "
-        f"unset",
-        _FIELD,
-    )
+    return _bad_request(f'{_FIELD} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}', _FIELD)
 
 
 def _nesting(body: bytes) -> int:

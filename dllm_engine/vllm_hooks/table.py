@@ -92,6 +92,14 @@ EVERY_PROCESS = (
 """Applied when vLLM loads its plugins. Requests of other models are untouched."""
 
 SERVING = (
+    *(
+        Patch(
+            f"vllm.renderers.online_renderer:OnlineRenderer.preprocess_{kind}",
+            "admission:with_automaton",
+            "build what structured output needs before the request is checked, while others are served",
+        )
+        for kind in ("chat", "completion")
+    ),
     Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
         "admission:checked_generate",
@@ -176,6 +184,7 @@ _SCHEDULER = "for the scheduler"
 _RUNNER = "for the model runner"
 _WORKER = "for the workers"
 _SETTINGS = "to set up an engine"
+_TOOLS = "for calls of tools that must be made"
 _FRONT_END = "for what a front end checks and shows"
 
 PRIVATE = (
@@ -258,6 +267,11 @@ PRIVATE = (
     Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends
     Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
+    Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
+    Private("vllm.tool_parsers", "ToolParserManager", _TOOLS),
+    Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser ToolParser.adjust_request", _TOOLS),
+    Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser.structural_tag_model", _TOOLS),
+    Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser.supports_required_and_named", _TOOLS),
     Private("vllm.v1.serial_utils", "MsgpackEncoder", _FRONT_END),
     Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
     Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.max_tokens", _FRONT_END),

@@ -1,11 +1,13 @@
 """``dllm generate`` around an engine that the tests share."""
 
 import json
+import re
 
 import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.cli import generate
+from dllm_engine.cli.engine import structured_outputs
 from dllm_engine.cli.main import main
 
 PROMPTS = ["Hello!", "Reverse: Rome Tom Oslo", "Copy: Tom Rome", "Goodbye!", "Hi!"]
@@ -16,7 +18,8 @@ def run(demo, monkeypatch, tmp_path):
     """``run(*arguments)``: the command, with the shared engine as the one it starts."""
 
     def start_engine(args):
-        return demo, DiffusionParams(temperature=args.temperature, seed=args.seed)
+        asked = structured_outputs(args)
+        return demo, DiffusionParams(temperature=args.temperature, seed=args.seed, structured_outputs=asked)
 
     monkeypatch.setattr(generate, "start_engine", start_engine)
     monkeypatch.chdir(tmp_path)
@@ -47,6 +50,49 @@ def test_a_prompt_is_answered_on_stdout_and_its_figures_on_stderr(run, capsys):
 def test_a_raw_prompt_gets_no_template(run, capsys):
     assert run("User: Hello!\nBot:", "--raw") == 0
     assert capsys.readouterr().out == "Hello! How can I help?\n"
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"enum": [7, 48]}}, "required": ["age"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["--regex", "Ida=[0-9]{2}"], "Ida=[0-9]{2}"),
+        (["--choice", "yes,no"], "yes|no"),
+        (["--json-schema", json.dumps(SCHEMA)], r'\{"age": ?(7|48)\}'),
+        (["--json-schema", "schema.json"], r'\{"age": ?(7|48)\}'),
+    ],
+)
+def test_an_answer_matches_what_was_asked_for(run, tmp_path, capsys, arguments, pattern):
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    assert run("Ida=07. Give: Ida", *arguments) == 0
+    assert re.fullmatch(pattern, capsys.readouterr().out.strip())
+    lines = write_input(tmp_path, {"prompt": "Ida=07. Give: Ida"})
+    assert run(*lines, *arguments) == 0
+    assert re.fullmatch(pattern, read_output(tmp_path)[0]["text"])
+    assert run(*lines, "--regex", "other") == 2
+    assert "other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json-schema", "none.json"], "no JSON object and no file of one"),
+        (["--json-schema", "list.json"], "holds a list, not an object"),
+        (["--regex", "a", "--choice", "a,b"], "not allowed with argument"),
+    ],
+)
+def test_what_asks_for_nothing_is_refused(run, tmp_path, capsys, arguments, message):
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        run("Hello!", *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_regex_that_no_engine_takes_ends_the_command(run, capsys):
+    assert run("Hello!", "--regex", "(?=a)") == 2
+    assert "structured_outputs.regex" in capsys.readouterr().err
 
 
 def test_every_line_gets_one_record(run, tmp_path, demo):

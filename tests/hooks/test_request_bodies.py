@@ -19,7 +19,7 @@ def test_structured_outputs_that_is_no_object_is_refused_by_name(odd):
     error = answer.json()["error"]
     assert error["param"] == "structured_outputs"
     assert type(odd).__name__ in error["message"]
-    assert "leave it unset" in error["message"]
+    assert "not an object" in error["message"]
 
 
 def test_its_name_may_be_written_with_escapes():

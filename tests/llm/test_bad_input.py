@@ -5,7 +5,8 @@ import torch
 import vllm
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import StructuredOutputsParams as Match
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
@@ -101,7 +102,16 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
         ({"min_tokens": 2}, ("min_tokens=2", "not supported")),
         ({"logit_bias": {5: 1.0}}, ("logit_bias", "not supported")),
         ({"allowed_token_ids": [5, 6]}, ("allowed_token_ids", "not supported")),
-        ({"structured_outputs": StructuredOutputsParams(choice=["yes"])}, ("structured_outputs", "not supported")),
+        (
+            {"structured_outputs": Match(choice=["yes"])},
+            ("structured_outputs", "skip_tokenizer_init"),
+        ),
+        ({"structured_outputs": Match(grammar="a")}, ("structured_outputs.grammar", "not supported")),
+        (
+            {"structured_outputs": Match(regex="a(?=b)")},
+            ("structured_outputs.regex", "not supported"),
+        ),
+        ({"structured_outputs": Match(json={"$ref": "#"})}, ("structured_outputs.json", "recursion")),
         ({"extra_args": {"kv_transfer_params": {"a": 1}}}, ("unknown request option 'kv_transfer_params'",)),
         ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),
     ],
@@ -146,6 +156,8 @@ def test_lora_request(llm, healthy):
         ({"cache_method": "best"}, ("cache_method", "'best'", "none")),
         ({"cache_options": {"retention": 0.5}}, ("'retention'", "0.5", "cache_method='none'")),
         ({"trace": "often"}, ("trace", "'often'")),
+        ({"max_automaton_states": 0}, ("max_automaton_states=0", "greater than or equal to 1")),
+        ({"max_automaton_seconds": 0}, ("max_automaton_seconds=0", "greater than 0")),
         ({"enable_lora": True}, ("enable_lora", "not supported")),
         ({"enable_prompt_embeds": True}, ("enable_prompt_embeds", "not supported")),
     ],

@@ -1,6 +1,7 @@
 """The examples that need no server, in this process."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def run(engines, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["offline_generate", "plain_vllm"])
 def test_an_example_answers(run, name):
     assert "Ida=07, Tom=48" in run(name)
+
+
+def test_the_structured_output_example_prints_what_it_asked_for(run):
+    printed = run("structured_output")
+    assert re.search(r"regex: ' ?Max=[0-9]{2}, Tom=[0-9]{2}'", printed)
+    assert re.search("choice: '(Ida|Max|Tom)'", printed)
+    assert re.search(r"JSON schema: {'name': '(Ida|Max|Tom)', 'number': \d{1,2}}", printed)
 
 
 def test_the_sparse_example_compares_the_caches(run):

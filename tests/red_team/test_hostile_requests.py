@@ -153,6 +153,47 @@ def test_odd_values_of_standard_fields(server, path):
     fuzz()
 
 
+KEYWORDS = [
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "anyOf",
+    "$ref",
+    "required",
+    "minLength",
+    "pattern",
+    "minimum",
+]
+SCHEMAS = st.recursive(
+    SCALARS | st.sampled_from(["object", "array", "string", "integer", "#/$defs/a", "(a", "[a-z]{1,999}"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
+    max_leaves=8,
+)
+ASKED = st.one_of(
+    st.tuples(st.just("structured_outputs"), st.sampled_from(["regex", "choice", "json", "json_object"]), SCHEMAS),
+    st.tuples(st.just("structured_outputs"), st.sampled_from(["grammar", "structural_tag", "whitespace"]), SCHEMAS),
+    st.tuples(st.just("response_format"), st.sampled_from(["json_schema", "format", "structures"]), SCHEMAS),
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_odd_structured_output(server, path):
+    @bounded(100)
+    @given(ASKED, st.sampled_from(["json_schema", "structural_tag", "text", "x"]), st.booleans())
+    def fuzz(asked, kind, stream):
+        field, name, value = asked
+        value = {"name": "x", "schema": value} if name == "json_schema" else value
+        body = GOOD[path] | {field: {"type": kind, name: value} if field == "response_format" else {name: value}}
+        check(ask(server, path, body | {"stream": stream}), body)
+        tool = {"type": "function", "function": {"name": "x", "parameters": value}}
+        body = GOOD[path] | {"tools": [tool], "tool_choice": "required"}
+        check(ask(server, path, body | {"stream": stream}), body)
+
+    fuzz()
+
+
 @pytest.mark.parametrize("number", [n for n in ODD_NUMBERS if n != 10**400], ids=str)
 def test_every_option_with_every_odd_number(server, number):
     """As tests/llm/test_extreme_options.py, through HTTP and with the engine in a process of its own."""

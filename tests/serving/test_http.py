@@ -214,6 +214,24 @@ def test_a_seed_repeats_the_answer(client, model):
     assert first.choices[0].message.content != other.choices[0].message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_matches_a_schema_and_calls_a_tool(client, model, server, stream):
+    schema = {"type": "object", "properties": {"Ida": {"enum": [7, 48]}}, "required": ["Ida"]}
+    format = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": schema}}]
+    question = "Tom=48. Ida=07. Give: Ida"
+    found = []
+    for options in ({"response_format": format}, {"tools": tools, "tool_choice": "required"}):
+        answer = ask(client, model, question, stream=stream, temperature=1.0, seed=1, max_tokens=64, **options)
+        parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+        calls = [call.function.arguments or "" for part in parts for call in part.tool_calls or ()]
+        found.append("".join(calls if "tools" in options else [part.content or "" for part in parts]))
+    assert {json.loads(text)["Ida"] for text in found} <= {7, 48}
+    counted = scrape(server.url)
+    assert counted["vllm:dllm_constrained_requests_total"] >= 2
+    assert counted["vllm:dllm_automaton_builds_total"] == 2
+
+
 def test_stop_strings_cut_the_text(client, model, examples, offline):
     stop = offline[0].text.strip()[1:3]
     answer = ask(client, model, examples[0].prompt, stop=[stop])
@@ -233,7 +251,7 @@ def test_stop_strings_cut_the_text(client, model, examples, offline):
         ({"extra_body": {"use_beam_search": True}, "n": 2, "temperature": 1.0}, "beam search"),
         ({"presence_penalty": 1.0}, "presence_penalty=1.0"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"grammar": "root ::= 'a'"}}}, "structured_outputs.grammar"),
         ({"extra_body": {"repetition_penalty": 1.5}}, "repetition_penalty=1.5"),
         ({"extra_body": {"min_tokens": 3}}, "min_tokens=3"),
         ({"extra_body": {"vllm_xargs": {"steps": 0}}}, "steps=0"),

@@ -31,6 +31,7 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage"
 ).split()
 PROMPT = "Tom=48. Ida=07. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
+SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
 ANSWER = "Ida=07, Tom=48, Zoe=55, Eva=90"
 
 
@@ -239,11 +240,20 @@ def test_only_what_was_moved_is_sent(page):
     page.element("template").send_keys("Hello[[2]]!")
     page.ask("Hello!")
     page.element("reset").click()
+    for match in ("[a-z]{3,9}", SCHEMA):
+        page.element("match").clear()
+        page.element("match").send_keys(match)
+        page.ask("Hello!")  # refused: this model's tokenizer writes other text than its tokens
+        assert "structured_outputs" in page.all(".turn.error")[-1].text
+        page.element("prompt").clear()  # it is back in its box
+    page.element("reset").click()
     page.ask("Hello!")
-    first, second, third, last = page.js("return window.asked")
+    first, second, third, matching, typed, last = page.js("return window.asked")
     assert first == last
     assert first["vllm_xargs"] == {"stream_granularity": "step", "trace": True}
     assert third["vllm_xargs"] == first["vllm_xargs"] | {"template": ["Hello", 2, "!"]}
+    assert matching == first | {"structured_outputs": {"regex": "[a-z]{3,9}"}}
+    assert typed == first | {"structured_outputs": {"json": SCHEMA}}
     assert not {"max_tokens", "temperature", "seed"} & first.keys()
     assert [message["role"] for message in first["messages"]] == ["user"]
     assert second["max_tokens"] == 32
@@ -358,7 +368,7 @@ def test_everything_is_reached_by_tab(page):
         reached.append(page.js("return document.activeElement.id"))
         webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
     wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
-              "temperature", "seed", "system", "template", "remember", "reset", "play", "step", "canvas",
+              "temperature", "seed", "system", "template", "match", "remember", "reset", "play", "step", "canvas",
               "maps"]  # fmt: skip
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 

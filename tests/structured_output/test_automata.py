@@ -144,7 +144,7 @@ def test_the_least_used_are_let_go(tokenizer, in_process, monkeypatch):
 def test_failures_are_told_and_not_kept(tokenizer, in_process):
     grammar = Grammar("regex", "a{200}")
     for _ in range(2):
-        with pytest.raises(ValueError, match="max_states=100"):
+        with pytest.raises(ValueError, match="max_automaton_states=100"):
             automaton_of(grammar, tokenizer, 410, Limits(max_states=100))
     assert build_counts().builds == 2
     automaton_of(grammar, tokenizer, 410, Limits(max_states=400))
@@ -185,7 +185,7 @@ def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
     assert automaton.digest == expected.digest
     with pytest.raises(InvalidRequestError, match=re.escape("structured_outputs.regex: its automaton has more states")):
         automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, Limits(max_states=64))
-    with pytest.raises(InvalidRequestError, match="build_seconds=1 "):
+    with pytest.raises(InvalidRequestError, match="max_automaton_seconds=1 "):
         automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, Limits(1 << 24, build_seconds=1))
     with pytest.raises(InvalidRequestError, match="the tokens of this model spell no text"):
         automaton_of(Grammar("regex", "a"), metaspace(strip=False), 3, Limits())

@@ -162,9 +162,9 @@ def test_refused(pattern, named):
 
 
 def test_more_states_than_the_limit():
-    with pytest.raises(ValueError, match="max_states=50"):
+    with pytest.raises(ValueError, match="max_automaton_states=50"):
         built("regex", "(a|b)*a(a|b){25}", max_states=50)
-    with pytest.raises(ValueError, match="max_states=50"):
+    with pytest.raises(ValueError, match="max_automaton_states=50"):
         built("regex", "a{51}", max_states=50)
     built("regex", "a{49}", max_states=50)
 

@@ -1,0 +1,89 @@
+"""Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.request_options import CONSTRAINT
+from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
+from dllm_engine.structured_output.grammar import Grammar, grammar_of
+
+_waiting = ThreadPoolExecutor(max_workers=64, thread_name_prefix="automaton")
+"""Threads that wait for automata. They are many, so that nobody waits for the automata of others."""
+_prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
+"""The automaton of the request that a task is about, with its grammar and its engine's config."""
+_counted = {"constrained_requests": 0}
+_reported: dict[str, float] = {}
+
+
+async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> None:
+    """Build the automaton without holding up the event loop; ``constrained`` takes it later in the same task.
+
+    Raises ``InvalidRequestError`` as ``automaton_of``.
+    """
+    grammar = grammar_of(structured)
+    loop = asyncio.get_running_loop()
+    automaton = await loop.run_in_executor(_waiting, _automaton, grammar, tokenizer, vllm_config)
+    _prepared.set((grammar, vllm_config, automaton))
+
+
+def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
+    """Whether this task has the automaton, so that ``constrained`` need not wait."""
+    return _prepared_for(grammar_of(structured), vllm_config) is not None
+
+
+def _prepared_for(grammar: Grammar, vllm_config: Any) -> Automaton | None:
+    prepared = _prepared.get()
+    is_same = prepared is not None and prepared[0] == grammar and prepared[1] is vllm_config
+    return prepared[2] if prepared is not None and is_same else None
+
+
+def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> SamplingParams:
+    """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
+    own.
+
+    Args:
+        params: of vLLM's own class; not changed.
+        tokenizer: the model's, or None.
+
+    Raises ``InvalidRequestError`` as ``grammar_of`` and ``automaton_of``.
+    """
+    if params.structured_outputs is None:
+        return params
+    grammar = grammar_of(params.structured_outputs)
+    automaton = _prepared_for(grammar, vllm_config) or _automaton(grammar, tokenizer, vllm_config)
+    params = params.clone()
+    params.structured_outputs = None
+    params.extra_args = {**(params.extra_args or {}), CONSTRAINT: automaton.packed}
+    return params
+
+
+def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:
+    engine = EngineOptions.from_vllm_config(vllm_config)
+    limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds)
+    automaton = automaton_of(grammar, tokenizer, vllm_config.model_config.hf_config.vocab_size, limits)
+    _ = automaton.packed  # which takes a while the first time
+    return automaton
+
+
+def count_request() -> None:
+    """Note for the metrics that a request was admitted."""
+    _counted["constrained_requests"] += 1
+
+
+def take_counts() -> dict[str, float]:
+    """What this process has counted since the last call, by name of the metric."""
+    built = build_counts()
+    counts = _counted | {
+        "automaton_builds": built.builds,
+        "automaton_build_seconds": built.seconds,
+        "automaton_cache_hits": built.cache_hits,
+    }
+    new = {name: value - _reported.get(name, 0) for name, value in counts.items()}
+    _reported.update(counts)
+    return new

@@ -1,0 +1,44 @@
+"""``tool_choice`` of requests over HTTP: a call that must be made is a JSON schema that the answer matches."""
+
+from argparse import Namespace
+from typing import Any
+
+from vllm.tool_parsers import ToolParserManager
+from vllm.tool_parsers.abstract_tool_parser import ToolParser
+
+from dllm_engine.scheduler.request_options import InvalidRequestError
+
+OWN_PARSER = "json_schema"
+"""Name of the parser where the server's arguments have none."""
+
+
+def serve_tool_calls(args: Namespace) -> None:
+    """Have a server answer ``tool_choice="required"`` and named functions, whatever its tool parser.
+
+    vLLM asks for a tool parser even where the answer is JSON. And for many it makes structural tags, which are not
+    supported, of calls that must be made.
+
+    Args:
+        args: of ``vllm serve``, which are changed.
+    """
+    is_free = bool(args.enable_auto_tool_choice and args.tool_call_parser)
+    base = ToolParserManager.get_tool_parser(args.tool_call_parser) if is_free else ToolParser
+
+    class JSONCalls(base):  # type: ignore[misc, valid-type]
+        structural_tag_model = None
+        supports_required_and_named = True
+
+        def adjust_request(self, request: Any) -> Any:
+            if request.tools and request.tool_choice == "auto":
+                if is_free:
+                    return super().adjust_request(request)
+                raise InvalidRequestError(
+                    'tool_choice="auto" needs a server with --enable-auto-tool-choice and --tool-call-parser; set '
+                    'tool_choice to "required", to a function or to "none"'
+                )
+            # Not the base's: it may ask for its model's own format.
+            return ToolParser.adjust_request(self, request)
+
+    args.tool_call_parser = args.tool_call_parser if is_free else OWN_PARSER
+    args.enable_auto_tool_choice = True
+    ToolParserManager.register_module(args.tool_call_parser, module=JSONCalls)

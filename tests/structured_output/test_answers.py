@@ -1,0 +1,264 @@
+"""Structured output of the demo model, in Python and over HTTP."""
+
+import asyncio
+import json
+import re
+import threading
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from openai import BadRequestError, OpenAI
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.constraints.automaton import unpacked
+from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.structured_output import requests
+from tests.support.engines import assert_nothing_left
+from tests.support.http_app import EngineInProcess, served
+
+PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
+CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida, Tom"}]
+REGEX, CHOICES = r"[a-z]{3,8} [0-9]{2}", ["yes", "no, never"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ida", "Tom"]}, "is_old": {"type": "boolean"}},
+    "required": ["name", "is_old"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}},
+]
+
+
+def is_person(text):
+    person = json.loads(text)
+    return person["name"] in ("Ida", "Tom") and type(person["is_old"]) is bool and len(person) == 2
+
+
+ASKED = {
+    "regex": ({"regex": REGEX}, re.compile(REGEX).fullmatch),
+    "choice": ({"choice": CHOICES}, CHOICES.__contains__),
+    "json": ({"json": SCHEMA}, is_person),
+    "json as text": ({"json": json.dumps(SCHEMA)}, is_person),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+}
+
+
+@pytest.fixture(scope="module")
+def demo(engines):
+    return engines("demo", skip_tokenizer_init=False)
+
+
+@pytest.fixture(scope="module")
+def client(demo):
+    return served(demo, "--served-model-name", "demo")
+
+
+@pytest.fixture(scope="module")
+def openai(client):
+    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+
+
+# Python
+
+
+@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize("params", [SamplingParams, DiffusionParams])
+def test_answers_match(demo, params, kind):
+    fields, matches = ASKED[kind]
+    asked = params(structured_outputs=StructuredOutputsParams(**fields), max_tokens=48, temperature=1.0, n=3, seed=1)
+    (output,) = demo.chat(CHAT, asked, use_tqdm=False)
+    assert all(matches(completion.text) for completion in output.outputs), [c.text for c in output.outputs]
+    assert asked.structured_outputs.json == fields.get("json")
+    assert_nothing_left(demo)
+
+
+def test_asynchronous_engines_build_before_they_check(demo):
+    async def answer(regex):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), max_tokens=16)
+        return [output async for output in EngineInProcess(demo).generate(prompt, params, "asked")][-1]
+
+    prompt = {"type": "token", "prompt_token_ids": demo.get_tokenizer().encode(PROMPT)}
+    assert asyncio.run(answer("async|await")).outputs[0].text in ("async", "await")
+    with pytest.raises(InvalidRequestError, match="too short"):
+        asyncio.run(answer("async{30}"))
+
+
+def test_what_is_prepared_for_one_engine_is_not_taken_by_another(demo):
+    config, tokenizer = demo.llm_engine.vllm_config, demo.get_tokenizer()
+    size = config.model_config.hf_config.vocab_size
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=size + 1))
+    other = SimpleNamespace(additional_config={}, model_config=model_config)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="two (engines)?"))
+
+    async def sizes():
+        await requests.prepare(params.structured_outputs, tokenizer, config)
+        found = [requests.constrained(params, tokenizer, of_engine) for of_engine in (config, other)]
+        return [len(unpacked(constrained.extra_args["constraint"]).class_of) for constrained in found]
+
+    assert asyncio.run(sizes()) == [size, size + 1]
+
+
+def test_parameters_are_shown_as_they_were_made():
+    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex=REGEX), gen_length=8)
+    assert f"regex={REGEX!r}" in repr(params)
+    assert params.to_sampling_params().structured_outputs == params.structured_outputs
+
+
+def test_a_template_can_be_constrained_as_well(demo):
+    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex=r" Ida=[0-9][13579], Tom=48"))
+    (output,) = demo.fill_in([PROMPT], [[" Ida=", 2, ", Tom=48"]], params)
+    assert re.fullmatch("[0-9][13579]", output.outputs[0].text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"structured_outputs": StructuredOutputsParams(regex="[a-z]{60}")}, "gen_length=8 .max_tokens. is too short"),
+        ({"structured_outputs": StructuredOutputsParams(grammar="root ::= 'a'")}, "grammar"),
+    ],
+    ids=["too short", "grammar"],
+)
+def test_what_cannot_be_served_is_refused(demo, settings, message):
+    params = DiffusionParams(gen_length=8, **settings)
+    with pytest.raises(InvalidRequestError, match=message):
+        demo.generate(PROMPT, params, use_tqdm=False)
+    assert_nothing_left(demo)
+
+
+def test_metrics_count_requests_builds_and_hits(demo, monkeypatch):
+    requests.take_counts()
+    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="count(ed|ing)"), gen_length=16)
+    for _ in range(3):
+        demo.generate(PROMPT, params, use_tqdm=False)
+    counts = requests.take_counts()
+    assert counts.pop("automaton_build_seconds") > 0
+    assert counts == {"constrained_requests": 3, "automaton_builds": 1, "automaton_cache_hits": 2}
+    assert set(requests.take_counts().values()) == {0}
+
+
+# HTTP
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+BODIES = {
+    **{name: ({"structured_outputs": fields}, matches) for name, (fields, matches) in ASKED.items()},
+    "format: schema": ({"response_format": FORMAT}, is_person),
+    "format: object": ({"response_format": {"type": "json_object"}}, ASKED["json_object"][1]),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("body", BODIES)
+def test_completions_and_chats_match(client, body, stream):
+    fields, matches = BODIES[body]
+    fields |= {"model": "demo", "max_tokens": 48, "n": 2, "temperature": 1.0, "seed": 3, "stream": stream}
+    for path, asked in (("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": CHAT})):
+        answer = client.post(f"/v1/{path}", json=fields | asked)
+        assert answer.status_code == 200, answer.text
+        texts = ["", ""]
+        for chunk in [answer.json()] if not stream else chunks_of(answer.text):
+            for choice in chunk["choices"]:
+                part = choice.get("message", choice.get("delta", {"content": choice.get("text")}))
+                texts[choice["index"]] += part.get("content") or ""
+        assert all(map(matches, texts)), texts
+
+
+def chunks_of(events):
+    return [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+
+
+def test_responses_match(openai):
+    schema = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
+    answer = openai.responses.create(model="demo", input=CHAT[0]["content"], text=schema, max_output_tokens=48)
+    assert is_person(answer.output_text)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}], ids=str)
+def test_a_tool_is_called(openai, choice, stream):
+    asked = {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 64}
+    calls: dict[int, list[str]] = {}
+    if stream:
+        for chunk in openai.chat.completions.create(**asked, stream=True):
+            for part in chunk.choices[0].delta.tool_calls or ():
+                name, arguments = calls.get(part.index, ("", ""))
+                calls[part.index] = [name + (part.function.name or ""), arguments + (part.function.arguments or "")]
+    else:
+        message = openai.chat.completions.create(**asked).choices[0].message
+        assert not message.content
+        calls = dict(enumerate([call.function.name, call.function.arguments] for call in message.tool_calls))
+    assert calls
+    for name, arguments in calls.values():
+        assert is_person(arguments) if name == "look_up" else name == "wait" and type(json.loads(arguments)) is dict, (
+            calls
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured_outputs": {"grammar": "root ::= 'a'"}}, "grammar"),
+        ({"structured_outputs": {"structural_tag": '{"structures": [], "triggers": []}'}}, "structural_tag"),
+        ({"structured_outputs": {"regex": "(a"}}, "regex"),
+        ({"structured_outputs": {"regex": r"(?=a)b"}}, "regex"),
+        ({"structured_outputs": {"json": "{"}}, "json"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "json"),
+        ({"structured_outputs": {"choice": []}}, "choice"),
+        ({"structured_outputs": {"regex": 5}}, "regex"),
+        ({"structured_outputs": {}}, "one kind of structured outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "one kind"),
+        ({"structured_outputs": "a"}, "structured_outputs is a str, not an object"),
+        ({"structured_outputs": {"regex": "[a-z]{60}"}, "max_tokens": 8}, "gen_length=8 .max_tokens. is too short"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "grammar"}}, "response_format|grammar"),
+        ({"vllm_xargs": {"constraint": "x"}}, "unknown request option 'constraint'"),
+        ({"tools": TOOLS}, "tool_choice=.auto. needs a server with --enable-auto-tool-choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 2}, "too short"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_bad_requests_are_answered_with_400(openai, demo, fields, message, stream):
+    with pytest.raises(BadRequestError, match=message):
+        openai.chat.completions.create(
+            model="demo", messages=CHAT, stream=stream, extra_body={"max_tokens": 48} | fields
+        )
+    assert_nothing_left(demo)
+
+
+def test_other_tools_than_those_called_are_answered_as_ever(openai):
+    answer = openai.chat.completions.create(model="demo", messages=CHAT, tools=TOOLS, tool_choice="none")
+    assert answer.choices[0].message.content == " Ida=07, Tom=48"
+
+
+def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
+    building, answered, automaton_of = threading.Event(), threading.Event(), requests.automaton_of
+
+    def build_when_another_is_answered(*args):
+        building.set()
+        assert answered.wait(60), "the server serves nobody meanwhile"
+        return automaton_of(*args)
+
+    async def ask():
+        url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
+        async with httpx.AsyncClient(**url, timeout=120) as http:
+
+            def post(**fields):
+                body = {"model": "demo", "prompt": PROMPT, "max_tokens": 16} | fields
+                return asyncio.create_task(http.post("/v1/completions", json=body))
+
+            constrained = post(structured_outputs={"regex": "built(once)?"})
+            while not building.is_set():
+                await asyncio.sleep(0.01)
+            plain = await post()
+            answered.set()
+            return plain, await constrained
+
+    monkeypatch.setattr(requests, "automaton_of", build_when_another_is_answered)
+    plain, constrained = (answer.json()["choices"][0]["text"] for answer in asyncio.run(ask()))
+    assert plain == " Ida=07, Tom=48"
+    assert re.fullmatch("built(once)?", constrained)
