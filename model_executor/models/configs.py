@@ -6,6 +6,7 @@ also where ``auto_map`` names some.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,24 @@ from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA_MOE, find_family
 from dllm_engine.model_executor.models import config_keys
 from dllm_engine.model_executor.models.config_keys import CheckpointKeys, DreamKeys, LLaDAKeys, LLaDAMoEKeys
 from dllm_engine.options import OPTIONS_KEY
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of a mixture of experts."""
+
+    num_experts: int
+    top_k: int
+    """Experts that compute a row."""
+    intermediate_size: int
+    """Of each expert."""
+    shared_intermediate_size: int
+    """Of the expert that computes every row; 0: there is none."""
+    has_bias: bool
+    """Whether a bias is added to the router's probabilities."""
+    dense_layers: frozenset[int]
+    """Layers that have a plain MLP instead."""
+
 
 _WITHOUT_EFFECT = {
     *("auto_map", "name_or_path", "transformers_version", "use_cache", "pad_token_id", "bos_token_id"),
@@ -73,7 +92,8 @@ class LLaDAMoEConfig(PretrainedConfig):
 
     model_type = LLADA_MOE.model_type
     schema: ClassVar[type[CheckpointKeys]] = LLaDAMoEKeys
-    attribute_map = {"intermediate_size": "dense_intermediate_size"}  # noqa: RUF012
+    include_qkv_bias: ClassVar[bool] = False
+    attribute_map = {"intermediate_size": "dense_intermediate_size"}  # noqa: RUF012 - the annotation of the base class
 
     def __init__(self, **values: Any) -> None:
         source = _source(values)
@@ -94,6 +114,17 @@ class LLaDAMoEConfig(PretrainedConfig):
             )
         self.rope_type = _rope_type(stated.rope_scaling)
         super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
+
+    @property
+    def experts(self) -> ExpertShape:
+        return ExpertShape(
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            intermediate_size=self.expert_intermediate_size,
+            shared_intermediate_size=self.shared_expert_intermediate_size or 0,
+            has_bias=bool(self.moe_router_enable_expert_bias),
+            dense_layers=frozenset(i for i, has_experts in enumerate(self.moe_layer_freq) if not has_experts),
+        )
 
 
 class DreamConfig(PretrainedConfig):

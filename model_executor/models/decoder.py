@@ -25,7 +25,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotary_table, rotate_
-from dllm_engine.model_executor.models.mlp import ExpertMLP, ExpertShape, GatedMLP, expert_shard, expert_shards
+from dllm_engine.model_executor.models.configs import ExpertShape
+from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard, expert_shards
 from dllm_engine.model_executor.models.norm import Norm
 
 Shard = str | int | tuple[str, int] | None
@@ -47,16 +48,16 @@ class DecoderShape:
     rms_norm_eps: float
     qkv_bias: bool
     tied_embeddings: bool
-    qk_norm: bool = False
+    qk_norm: bool
     """Whether each head of the queries and keys goes through a norm before RoPE."""
-    experts: ExpertShape | None = None
+    experts: ExpertShape | None
 
     @classmethod
-    def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float, **more: Any) -> "DecoderShape":
+    def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float, qk_norm: bool = False) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=config.intermediate_size or 0,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -65,7 +66,8 @@ class DecoderShape:
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=qkv_bias,
             tied_embeddings=config.tie_word_embeddings,
-            **more,
+            qk_norm=qk_norm,
+            experts=getattr(config, "experts", None),
         )
 
     def experts_of(self, layer: int) -> ExpertShape | None:
@@ -256,8 +258,7 @@ class DiffusionDecoder(nn.Module, ABC):
             return f"{cls.modules_outside_layers.get(module, module)}.{kind}", None
         layer, inner = match.groups()
         if (of_expert := expert_shard(inner, kind)) is not None:
-            parameter, shard = of_expert
-            return f"layers.{layer}.{parameter}", shard
+            return f"layers.{layer}.{of_expert[0]}", of_expert[1]
         part, shard = cls.modules_in_layer.get(inner, (inner, None))
         return f"layers.{layer}.{part}.{kind}", shard
 

@@ -5,7 +5,6 @@ from typing import ClassVar
 from dllm_engine.model_executor.models.configs import LLaDAMoEConfig, check_values, config_file
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
 from dllm_engine.model_executor.models.dream import DreamModel
-from dllm_engine.model_executor.models.mlp import ExpertShape
 
 # Keys of config.json that would change the computation, with the values this model implements.
 _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
@@ -38,18 +37,4 @@ class LLaDAMoEModelLM(DiffusionDecoder):
     def decoder_shape(config: object) -> DecoderShape:
         assert isinstance(config, LLaDAMoEConfig)
         check_values(config, _REQUIRED_VALUES, config_file(config), "LLaDA-MoE")
-        experts = ExpertShape(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
-            intermediate_size=config.expert_intermediate_size,
-            shared_intermediate_size=config.shared_expert_intermediate_size or 0,
-            has_bias=bool(config.moe_router_enable_expert_bias),
-            dense_layers=frozenset(i for i, has_experts in enumerate(config.moe_layer_freq) if not has_experts),
-        )
-        return DecoderShape.of(
-            config,
-            qkv_bias=False,
-            rope_theta=config.rope_theta,
-            qk_norm=bool(config.qk_layernorm),
-            experts=experts,
-        )
+        return DecoderShape.of(config, qkv_bias=False, rope_theta=config.rope_theta, qk_norm=bool(config.qk_layernorm))

@@ -1,7 +1,6 @@
 """The feed-forward branch of a layer: a gated MLP, or a mixture of such experts in vLLM's ``FusedMoE``."""
 
 import re
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,23 +9,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, Replic
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from dllm_engine.kernels.vllm_operators import silu_and_mul
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """Sizes of a mixture of experts."""
-
-    num_experts: int
-    top_k: int
-    """Experts that compute a row."""
-    intermediate_size: int
-    """Of each expert."""
-    shared_intermediate_size: int
-    """Of the expert that computes every row; 0: there is none."""
-    has_bias: bool
-    """Whether a bias is added to the router's probabilities."""
-    dense_layers: frozenset[int]
-    """Layers that have a plain MLP instead."""
+from dllm_engine.model_executor.models.configs import ExpertShape
 
 
 class GatedMLP(nn.Module):
