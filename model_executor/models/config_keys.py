@@ -150,6 +150,7 @@ class LLaDAMoEKeys(CheckpointKeys):
     rms_norm_eps: Epsilon = 1e-5
     rope_theta: RopeBase = 50_000.0
     rope_scaling: dict[str, Any] | None = None
+    rope_type: str = "default"
     tie_word_embeddings: bool = False
     qk_layernorm: bool | None = None
     num_experts: ExpertCount = 64

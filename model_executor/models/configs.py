@@ -112,7 +112,8 @@ class LLaDAMoEConfig(PretrainedConfig):
             rest["eos_token_id"] = (
                 config_keys.LLADA_MOE_RELEASED_END_ID if stated.eos_token_id is None else stated.eos_token_id
             )
-        self.rope_type = _rope_type(stated.rope_scaling)
+        if stated.rope_scaling is not None:
+            self.rope_type = _rope_type(stated.rope_scaling)
         super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
 
     @property

@@ -15,7 +15,7 @@ from tests.support.engines import runner_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE
-LINEAR = ("qkv_proj", "out_proj", "gate_up_proj", "down_proj")
+LINEAR = ("qkv_proj", "out_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 def plan_of(method: str, step: int, **cache_options):
@@ -70,7 +70,7 @@ def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, famil
 
     for i, layer in enumerate(model.layers):
         for name in LINEAR:
-            count(f"{i}.{name}", getattr(layer, name))
+            count(f"{i}.{name}", layer.get_submodule(name))
     apply = model.lm_head.quant_method.apply
 
     def counting_head(head, x, *rest):

@@ -10,7 +10,11 @@ from tests.support.sharded import assert_alike, two_ranks
 
 pytestmark = pytest.mark.slow
 
-MODELS = {"llada-tiny-a": "vanilla_llada", "dream-tiny-a": "vanilla_dream"}
+MODELS = {
+    "llada-tiny-a": "vanilla_llada",
+    "dream-tiny-a": "vanilla_dream",
+    "llada-moe-tiny-a": "vanilla_llada_moe",
+}
 # One request per policy and way of sampling; their noise must not depend on the number of ranks.
 SAMPLED = [
     {"gen_length": 24, "temperature": 1.0, "seed": 7, "unmasking": policy, "ignore_eos": True, **filters}

@@ -11,7 +11,7 @@ from tests.support.engines import start_engine
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "tensor_parallel_size"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size", "tensor_par"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size", "tensor_parallel_size"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel", "have no experts"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel", "has no experts"),
         ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling", "leave it unset"),
         ({"enable_dbo": True}, "enable_dbo", "leave it unset"),
         ({"ubatch_size": 2}, "ubatch_size", "leave it unset"),

@@ -26,6 +26,7 @@ from tests.support.engines import runner_of, scheduler_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LLADA, DREAM = "GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"
+LLADA_MOE = "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"
 METHODS = [name for name, method in CACHE_METHODS.items() if method.launches is not None]
 
 
@@ -54,7 +55,7 @@ def test_bytes_and_flops_of_the_floor_are_those_that_bench_measures(engines, req
         count(2 * k.numel() * model.shape.num_kv_heads // model.shape.num_heads, 4 * q.numel() * k.shape[-2])
 
     for layer in model.layers:
-        for linear in (layer.qkv_proj, layer.out_proj, layer.gate_up_proj, layer.down_proj):
+        for linear in (layer.qkv_proj, layer.out_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
             monkeypatch.setattr(linear, "forward", lambda *a, forward=linear.forward: counting(forward, *a))
     head = model.lm_head.quant_method
     monkeypatch.setattr(head, "apply", lambda of, x, apply=head.apply: counting(lambda x: apply(of, x), x))
@@ -107,7 +108,7 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
     assert seen >= set(CACHE_METHODS[method].launches)
 
 
-@pytest.mark.parametrize("model", [LLADA, DREAM])
+@pytest.mark.parametrize("model", [LLADA, LLADA_MOE, DREAM])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
     result = predicted(model, gpu)

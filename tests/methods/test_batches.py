@@ -58,13 +58,13 @@ LENGTHS = [
 ]
 """Prompt, response, block and steps; without steps by a threshold."""
 JOINS = [0, 1, 2, 4, 5, 12, 13]
-MODELS = ["llada-tiny-a", "dream-tiny-a"]
+MODELS = ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"]
 EACH_WITH_A_MODEL = [
     (variant, model)
     for number, variant in enumerate(VARIANTS)
-    for model in (MODELS if variant in CACHE_METHODS else MODELS[number % 2 :][:1])
+    for model in (MODELS[:2] if variant in CACHE_METHODS else MODELS[number % 3 :][:1])
 ]
-"""A method's defaults with both models, its options with one each."""
+"""A method's defaults with two models, its options with one each."""
 
 
 def prompt(length: int, seed: int) -> list[int]:
