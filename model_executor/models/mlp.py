@@ -68,16 +68,22 @@ class ExpertMLP(nn.Module):
                 f"{prefix}.shared_expert",
                 reduce_results=False,
             )
-        self.experts = FusedMoEFactory(
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            hidden_size=hidden_size,
-            intermediate_size=shape.intermediate_size,
-            quant_config=quant_config,
-            custom_routing_function=self._route,
-            shared_experts=self.shared_expert,
-            prefix=f"{prefix}.experts",
-        )
+        try:
+            self.experts = FusedMoEFactory(
+                num_experts=shape.num_experts,
+                top_k=shape.top_k,
+                hidden_size=hidden_size,
+                intermediate_size=shape.intermediate_size,
+                quant_config=quant_config,
+                custom_routing_function=self._route,
+                shared_experts=self.shared_expert,
+                prefix=f"{prefix}.experts",
+            )
+        except NotImplementedError as error:
+            raise ValueError(
+                f"vLLM has no kernel for experts of hidden_size={hidden_size} and width {shape.intermediate_size} on "
+                f"this device ({error}); on a CPU hidden_size must be a multiple of 32"
+            ) from error
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` to the same shape, within ``DiffusionDecoder.forward_context``."""

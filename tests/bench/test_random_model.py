@@ -13,7 +13,12 @@ def test_a_named_shape_is_that_of_the_released_checkpoint():
 
 @pytest.mark.parametrize(
     ("name", "hidden", "heads", "kv_heads", "layers", "mlp"),
-    [("llada-8b/4", 1024, 8, 8, 8, 3072), ("dream-7b/7", 512, 4, 1, 4, 2706), ("dream-7b/2", 1792, 14, 2, 14, 9472)],
+    [
+        ("llada-8b/4", 1024, 8, 8, 8, 3072),
+        ("dream-7b/7", 512, 4, 1, 4, 2706),
+        ("llada-moe-7b/4", 512, 4, 4, 4, None),
+        ("dream-7b/2", 1792, 14, 2, 14, 9472),
+    ],
 )
 def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_heads, layers, mlp):
     with config_folder(named_shape(name)) as folder:

@@ -20,7 +20,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.sizing import Deployment, SizingError
 from dllm_engine.speed import prediction
 from dllm_engine.speed.gpus import COMPILED_TILES, GPUS, programs_at_once
-from dllm_engine.speed.kernels import Decoder
+from dllm_engine.speed.kernels import Decoder, Kernel
 from dllm_engine.speed.prediction import predict
 from tests.support.engines import runner_of, scheduler_of
 
@@ -117,6 +117,21 @@ def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
         assert 0 < step.seconds.floor < step.seconds.recorded <= step.seconds.launched
     for speed in result.speeds:
         assert speed.tokens_per_second.floor > speed.tokens_per_second.recorded >= speed.tokens_per_second.launched
+
+
+def test_a_row_reads_and_computes_its_experts_and_many_rows_read_all():
+    decoder = Decoder(load_config(LLADA_MOE), 2)
+    ((_, experts),) = decoder.layers_by_kind
+    expert, beside = 3 * 2048 * 1024, 4 * 2048**2 + 64 * 2048
+
+    def layer(rows: int) -> list[Kernel]:
+        return decoder.layer(PassShape(((rows, rows),), 0), GPUS["H200"], 0, 0, experts)
+
+    for rows, read in ((1, 8), (10_000, 64)):
+        keys_and_values = 2 * rows * 2048
+        assert sum(k.required for k in layer(rows)) == pytest.approx(2 * (beside + keys_and_values + read * expert))
+        computed = rows * (beside + 8 * expert) + 2 * rows**2 * 2048
+        assert sum(k.flops for k in layer(rows)) == pytest.approx(2 * computed)
 
 
 @pytest.mark.parametrize("better", [{"bandwidth": 9e12}, {"flops": 2e15}, {"shared_memory": 300, "registers": 1 << 17}])

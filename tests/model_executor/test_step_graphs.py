@@ -1,5 +1,6 @@
 """Recorded steps: the tokens are those of steps that are not; on a GPU with CUDA graphs, elsewhere with a stand-in."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -49,9 +50,9 @@ def recordable() -> list[str]:
     return [name for name, method in CACHE_METHODS.items() if method.recordable]
 
 
-@pytest.mark.parametrize("method", recordable())
-def test_recorded_steps_give_the_same_tokens(engines, recording, tiny_llada, tiny_dream, method):
-    for checkpoint in (tiny_llada, tiny_dream):
+@pytest.mark.parametrize(("method", "family"), zip(recordable(), itertools.cycle(["llada", "llada_moe"])))
+def test_recorded_steps_give_the_same_tokens(engines, recording, request, tiny_dream, method, family):
+    for checkpoint in (request.getfixturevalue(f"tiny_{family}"), tiny_dream):
         expected = answers(engines(checkpoint, page_size=4, cache_method=method))
         llm, recorder = recording(checkpoint, cache_method=method)
         assert answers(llm) == expected

@@ -122,6 +122,12 @@ def test_misshapen_expert_is_named(tmp_path):
     refuse(tiny_checkpoints.write_llada_moe(tmp_path, edit=edit), EXPERT, "expert_intermediate_size=48")
 
 
+def test_experts_of_a_width_without_a_kernel_are_named(tmp_path):
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    folder = tiny_checkpoints.write_llada_moe(tmp_path, hidden_size=48, **heads)
+    refuse(folder, "experts of hidden_size=48", "must be a multiple of 32")
+
+
 def test_missing_bias_is_named(tmp_path):
     name = "model.layers.1.self_attn.v_proj.bias"
     refuse(tiny_checkpoints.write_dream(tmp_path, edit=lambda t: t.pop(name)), "layers.1.qkv_proj.bias[v]")
