@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.engines import start_engine
+from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
+from tests.support.engines import runner_of, start_engine
 
 
 @pytest.mark.parametrize(
@@ -27,20 +28,18 @@ def test_a_layout_that_is_not_supported_is_refused(tiny_llada, settings, named, 
     assert instead in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "instead"),
-    [
-        ({"enable_expert_parallel": True, "tensor_parallel_size": 2}, "on GPUs; use tensor_parallel_size"),
-        ({"data_parallel_size": 2}, "start one server for each"),
-        ({"enable_expert_parallel": True, "enable_eplb": True, "tensor_parallel_size": 2}, "on GPUs"),
-    ],
-    ids=str,
-)
-def test_a_layout_that_experts_do_not_have_is_refused(tiny_llada_moe, settings, instead):
-    with pytest.raises(ValueError) as error:
-        start_engine(tiny_llada_moe, **settings)
-    assert f"{next(iter(settings))} is not supported for diffusion models" in str(error.value)
-    assert instead in str(error.value)
+def test_experts_are_not_shared_by_ranks_of_a_cpu(tiny_llada_moe):
+    with pytest.raises(ValueError, match=r"enable_expert_parallel is not supported .* models with experts, on GPUs"):
+        start_engine(tiny_llada_moe, enable_expert_parallel=True, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
+def test_what_vllm_itself_refuses_elsewhere_is_refused_with_experts(engines, tiny_llada_moe, monkeypatch, name, value):
+    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs."""
+    config = runner_of(engines(tiny_llada_moe)).vllm_config
+    monkeypatch.setattr(config.parallel_config, name, value)
+    with pytest.raises(ValueError, match=f"{name} is not supported for diffusion models"):
+        DiffusionEngineConfig.verify_and_update_config(config)
 
 
 @pytest.mark.parametrize("size", [3, 8])

@@ -50,7 +50,7 @@ def recordable() -> list[str]:
     return [name for name, method in CACHE_METHODS.items() if method.recordable]
 
 
-@pytest.mark.parametrize(("method", "family"), zip(recordable(), itertools.cycle(["llada", "llada_moe"])))
+@pytest.mark.parametrize(("method", "family"), list(zip(recordable(), itertools.cycle(["llada", "llada_moe"]))))
 def test_recorded_steps_give_the_same_tokens(engines, recording, request, tiny_dream, method, family):
     for checkpoint in (request.getfixturevalue(f"tiny_{family}"), tiny_dream):
         expected = answers(engines(checkpoint, page_size=4, cache_method=method))
