@@ -31,7 +31,7 @@ class ExpertShape:
     """Of the expert that computes every row; 0: there is none."""
     has_bias: bool
     """Whether a bias is added to the router's probabilities."""
-    dense_layers: frozenset[int]
+    dense_layers: tuple[int, ...]
     """Layers that have a plain MLP instead."""
 
 
@@ -124,7 +124,7 @@ class LLaDAMoEConfig(PretrainedConfig):
             intermediate_size=self.expert_intermediate_size,
             shared_intermediate_size=self.shared_expert_intermediate_size or 0,
             has_bias=bool(self.moe_router_enable_expert_bias),
-            dense_layers=frozenset(i for i, has_experts in enumerate(self.moe_layer_freq) if not has_experts),
+            dense_layers=tuple(i for i, has_experts in enumerate(self.moe_layer_freq) if not has_experts),
         )
 
 
