@@ -15,6 +15,11 @@ with rows and vocabulary, and are shown on their own as well), unmasking, report
 
     python benchmarks/step_time.py --overhead --hidden-size 256 --layers 4 --heads 4 --vocab-size 8192 --canvas 96 \
         --gen-length 32 --methods sparse --batch 1 32 --steps-per-dispatch 1 8
+
+With ``--constraint-states`` it measures steps of requests with and without structured output in turns: a random
+automaton of so many states, over 300 classes of tokens.
+
+    python benchmarks/step_time.py --constraint-states 200 --vocab-size 126464 --gen-length 32 --batch 1
 """
 
 import argparse
@@ -22,18 +27,22 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 from program import Rows, add_model_arguments, argument_parser, finish_requests, parse, report, start_engine
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.passes import Dispatch, InnerTime, InnerTimes, observed_step, runner_of
+from dllm_engine.scheduler.constraints.automaton import Automaton
 
 BLOCK_LENGTH = 32
 
 
-def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]:
+def add_requests(llm: LLM, batch: int, options: argparse.Namespace, **extra_args: Any) -> list[str]:
     request_ids = [f"{batch}-{i}" for i in range(batch)]
-    params = DiffusionParams(gen_length=options.gen_length, block_length=BLOCK_LENGTH, ignore_eos=True)
+    params = DiffusionParams(
+        gen_length=options.gen_length, block_length=BLOCK_LENGTH, ignore_eos=True, extra_args=extra_args
+    )
     for i, request_id in enumerate(request_ids):
         prompt = {"prompt_token_ids": [1 + i] * (options.canvas - options.gen_length)}
         llm.llm_engine.add_request(request_id, prompt, params)
@@ -103,6 +112,42 @@ def overheads(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     ]
 
 
+def random_automaton(num_states: int, vocab_size: int) -> Automaton:
+    """Of which a third of the classes leads on from each state, and every text is accepted."""
+    draw, num_classes = np.random.default_rng(0), 300
+    following = draw.integers(0, num_states, (num_states, num_classes), dtype=np.int32)
+    following[draw.random(following.shape) > 1 / 3] = -1
+    class_of = draw.integers(0, num_classes, vocab_size, dtype=np.int32)
+    class_of[-1] = -1  # the mask
+    return Automaton(class_of, following, np.ones(num_states, dtype=bool))
+
+
+def constrained_steps(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
+    """Medians of steps with and without a constraint, in milliseconds, and their ratio, per kind of step."""
+    constraint = random_automaton(options.constraint_states, options.vocab_size).packed
+    seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for _ in range(options.rounds):
+        for constrained in (False, True):
+            add_requests(llm, batch, options, **({"constraint": constraint} if constrained else {}))
+            while llm.llm_engine.has_unfinished_requests():
+                dispatch = observed_step(llm)
+                if dispatch.kind is not None:
+                    seconds[dispatch.kind, constrained].append(dispatch.seconds)
+    rows = []
+    for kind in sorted({kind for kind, _ in seconds}):
+        plain, held = (statistics.median(seconds[kind, constrained]) for constrained in (False, True))
+        rows.append(
+            {
+                "kind": kind,
+                "steps": len(seconds[kind, True]),
+                "step_ms": 1e3 * plain,
+                "constrained_ms": 1e3 * held,
+                "ratio": held / plain,
+            }
+        )
+    return rows
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     add_model_arguments(parser, hidden_size=1024, layers=8, heads=16, vocab_size=32_768)
@@ -114,7 +159,8 @@ def main() -> None:
     parser.add_argument("--steps-per-dispatch", type=int, nargs="+", default=[1])
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
     parser.add_argument("--overhead", action="store_true", help="time beside the model instead of time over the floor")
-    parser.add_argument("--rounds", type=int, default=3, help="responses that --overhead is measured over")
+    parser.add_argument("--constraint-states", type=int, help="steps with structured output over steps without")
+    parser.add_argument("--rounds", type=int, default=3, help="responses that a mode without floors is measured over")
     options = parse(parser)
     options.gen_length = options.gen_length or options.canvas // 2
     graphs = {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
@@ -130,6 +176,8 @@ def main() -> None:
         for batch in options.batch:
             cell: dict[str, Any] = {"method": method, "steps_per_dispatch": steps, "batch": batch}
             measure = overheads if options.overhead else steps_over_floors
+            if options.constraint_states:
+                measure = constrained_steps
             figures += [cell | row for row in measure(llm, batch, options)]
     report(options, figures=figures)
 

@@ -7,6 +7,7 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_place
+from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions, request_options
 from dllm_engine.scheduler.resolve import end_token_ids, resolve_decoding
@@ -69,7 +70,9 @@ def check_request(
             f"prompted"
         )
     spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
-    _check_given(spec.template, end_token_ids(params, hf_config), hf_config)
+    ends = end_token_ids(params, hf_config)
+    _check_given(spec.template, ends, hf_config)
+    _check_constraint(spec, ends)
     if spec.canvas_length > max_model_len:
         raise InvalidRequestError(
             f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
@@ -91,6 +94,24 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
         else:
             continue
         raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
+
+
+def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
+    if spec.constraint is None:
+        return
+    constraint = constraint_of(spec.constraint, ends)
+    if constraint.completable(spec.response_template)[0][0]:
+        return
+    if spec.template:
+        reason = "no text that structured_outputs accepts has the given tokens at their places and fills its holes"
+    elif not ends:
+        reason = f"no text that structured_outputs accepts has exactly {spec.gen_length} tokens, and none may end it"
+    else:
+        reason = (
+            f"gen_length={spec.gen_length} (max_tokens) is too short for structured_outputs: the shortest text that it "
+            f"accepts has {constraint.fewest_tokens()} tokens"
+        )
+    raise InvalidRequestError(reason)
 
 
 def _check_integers(params: SamplingParams, vocab_size: int) -> None:

@@ -271,7 +271,7 @@ def walk(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> 
     """
     retained = rows = num_steps = 0
     for step_plan, progress in steps_of(spec, options.method):
-        num_steps, rows = num_steps + 1, rows + step_plan.max_rows
+        num_steps, rows = num_steps + 1, rows + step_plan.max_rows * options.method.runs(spec, step_plan)
         if step_plan.retained > retained:
             pages = options.method.pages(spec, progress.running, geometry)[PageKind.KV]
             retained = max(retained, min(step_plan.retained, sum(pages) * geometry.page_size // geometry.num_layers))

@@ -8,6 +8,7 @@ from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
+from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, constraint_of
 from dllm_engine.scheduler.messages import NewRequest
 
 ROOM = 1 << 20
@@ -35,10 +36,13 @@ class CanvasStore:
         if self._end + spec.canvas_length > self.tokens.numel():
             self._make_room(spec.canvas_length)
         self._place(canvas)
-        response = [-1 if token is None else token for token in spec.template] or [-1] * spec.gen_length
+        response = [-1 if token is None else token for token in spec.response_template]
         canvas.known = np.array([*request.prompt_token_ids, *response])
         canvas.tokens.copy_(on_device(np.where(canvas.known < 0, self.mask_token_id, canvas.known), device))
         canvas.masked.copy_(on_device(canvas.known < 0, device))
+        if spec.constraint is not None:
+            constraint = constraint_of(spec.constraint, spec.end_tokens)
+            canvas.constrained = ConstrainedResponse(constraint, spec.prompt_length, spec.response_template)
         if spec.num_logprobs is not None:
             canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs)
         if spec.streams_steps:

@@ -25,6 +25,7 @@ from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, constrained_rows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -75,9 +76,10 @@ class Denoiser:
 
     def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
         """Those that go through the head together."""
-        members: dict[SamplingSettings, list[int]] = defaultdict(list)
+        members: dict[tuple[SamplingSettings, bool], list[int]] = defaultdict(list)
         for index in candidates.members:
-            members[candidates.batch.canvases[index].settings].append(index)
+            canvas = candidates.batch.canvases[index]
+            members[canvas.settings, canvas.constrained is not None].append(index)
         return [candidates.of_requests(indices) for indices in members.values()]
 
     def _step(
@@ -135,6 +137,7 @@ class Denoiser:
             with_margin="margin" in measures,
             num_logprobs=max(num_logprobs, default=None),
             barred=group.barred,
+            constrained=_constrained_rows(group, plans),
         )
         if "noise" in measures and counters is not None:
             statistics.noise = uniform(
@@ -188,9 +191,11 @@ class Denoiser:
             canvas, plan = draft.canvas, candidates.plan
             spec = canvas.spec
             assert spec.guidance is not None
-            # Where something given follows, no end token; the model's draft is none.
+            # Where something given follows, no end token; the model's draft is none. Nor what leaves a constraint.
             own = [
-                drafted if token in spec.end_tokens and position < spec.last_given else token
+                drafted
+                if spec.constraint is not None or (token in spec.end_tokens and position < spec.last_given)
+                else token
                 for token, drafted, position in zip(
                     verdict.tokens, verdict.drafted, draft.positions.tolist(), strict=True
                 )
@@ -211,6 +216,22 @@ class Denoiser:
             requests = torch.full_like(positions, candidates.index)
             filled.append(Filled(requests, positions, tokens, torch.full_like(positions, CHOSEN)))
         return filled
+
+
+def _constrained_rows(group: BatchCandidates, plans: list[StepPlan]) -> list[ConstrainedRows]:
+    """The rows of each request, in a group of constrained ones; none in another group."""
+    canvases = group.batch.canvases
+    if canvases[group.members[0]].constrained is None:
+        return []
+    positions = group.positions.cpu().numpy()  # waits: which rows predict, the device alone may know
+    bounds = np.searchsorted(group.columns[0], range(len(canvases) + 1)).tolist()
+    found = []
+    for index in group.members:
+        canvas, rows = canvases[index], slice(bounds[index], bounds[index + 1])
+        assert canvas.constrained is not None
+        stop = plans[index].window.stop
+        found.append(constrained_rows(canvas.constrained, canvas.known, stop, rows, positions[rows], group.rows.device))
+    return found
 
 
 def _record(candidates: Candidates, statistics: TokenStatistics) -> None:

@@ -7,22 +7,26 @@ top-p and top-k, which need the whole distribution, gather the logits of the row
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.noise import filtered_logits, gumbel_max
+from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
+from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, best_of_class, class_maxima
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 _Rows = TypeVar("_Rows", TokenStatistics, TokenLogprobs)
+_Made = TypeVar("_Made")
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
+FILTERED_OUT = 1e6
+"""By so much lower is the score of a token that top-p and top-k leave out: a constrained response may need it."""
 TILE_ROWS, LEAST_ROWS = 128, 512
 """A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads."""
 
@@ -83,6 +87,17 @@ def head_chunks(num_rows: int, vocab_size: int, device: torch.device) -> list[sl
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
+class Chunks(Generic[_Made]):
+    """What is made of chunks of rows, each time they are gone through; of a single chunk, once."""
+
+    def __init__(self, make: Callable[[slice], _Made], chunks: list[slice]) -> None:
+        self._make, self._chunks = make, chunks
+        self._kept = [make(rows) for rows in chunks] if len(chunks) == 1 else None
+
+    def __iter__(self) -> Iterator[tuple[slice, _Made]]:
+        return zip(self._chunks, self._kept or map(self._make, self._chunks), strict=True)
+
+
 class TokenPredictor:
     """Predicts tokens for rows of hidden states; the same on every rank."""
 
@@ -108,22 +123,78 @@ class TokenPredictor:
         with_margin: bool,
         num_logprobs: int | None = None,
         barred: Sequence[BarredTokens] = (),
+        constrained: Sequence[ConstrainedRows] = (),
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
         argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities of the predicted token and of
         so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``barred`` tokens
-        count as if they had no probability.
+        count as if they had no probability. ``constrained``: none of the rows, or all, request by request.
         """
-        chunks = []
-        for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
+
+        def scored(rows: slice) -> tuple[VocabularyShard, VocabularyShard | None]:
             shard = self.compute_logits(hidden[rows])
             for of_request in barred:
                 _bar(shard, of_request, rows)
-            of_rows = None if counters is None else counters.rows(rows)
-            chunks.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs))
-        return chunks[0] if len(chunks) == 1 else _concatenated(chunks)
+            return shard, self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
+
+        chunks = Chunks(scored, head_chunks(hidden.shape[0], self.vocab_size, hidden.device))
+        classes = self._classes(chunks, constrained) if constrained else None
+        parts = []
+        for rows, (shard, scores) in chunks:
+            given = None
+            if classes is not None and scores is not None:
+                given = self._tokens_of(classes[rows], scores, constrained, rows)
+            of_rows = counters and counters.rows(rows)
+            parts.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs, given))
+        return parts[0] if len(parts) == 1 else _concatenated(parts)
+
+    def _scores(self, shard: VocabularyShard, settings: SamplingSettings, counters: Counters | None) -> VocabularyShard:
+        """What tokens win by, ``[num_rows, num_tokens]``: their logits, or these with noise; and the first token."""
+        logits, first_token, _ = self._as_filters_need(shard, settings)
+        if settings.temperature == 0:
+            return VocabularyShard(logits.float(), first_token)
+        scores = plain = logits.float() / settings.temperature
+        if settings.filters:
+            filters = settings.temperature, settings.top_p, settings.top_k
+            scores = filtered_logits(logits, *filters, self._mask_column(logits, first_token))
+            scores = torch.where(scores > torch.finfo(scores.dtype).min, scores, plain - FILTERED_OUT)
+        assert counters is not None
+        tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+        seeds, forwards, positions = counters.seeds[:, None], counters.forwards[:, None], counters.positions[:, None]
+        return VocabularyShard(gumbel(seeds, forwards, positions, tokens).add_(scores), first_token)
+
+    def _classes(self, chunks: Chunks, constrained: Sequence[ConstrainedRows]) -> torch.Tensor:
+        """The class of token that each constrained row writes, int64 ``[num_rows]``. Waits for the device."""
+        best: list[list[torch.Tensor]] = [[] for _ in constrained]
+        for chunk, (_, scored) in chunks:
+            scores, first_token = scored
+            tokens = slice(first_token, first_token + scores.shape[1])
+            for of_request, held in zip(best, constrained, strict=True):
+                of_request.append(class_maxima(scores[held.within(chunk)], held.class_of[tokens], held.num_classes))
+        found = []
+        for of_request, held in zip(best, constrained, strict=True):
+            # Where filters are used, every rank has the whole vocabulary, and the same maxima.
+            maxima = self._gather(torch.cat(of_request)).amax(dim=0)
+            found.append(on_device(held.choose(maxima.double().cpu().numpy()), maxima.device))
+        return torch.cat(found)
+
+    def _tokens_of(
+        self, classes: torch.Tensor, scored: VocabularyShard, constrained: Sequence[ConstrainedRows], chunk: slice
+    ) -> torch.Tensor:
+        """The best token of each row's class; ``[num_rows]`` each."""
+        scores, first_token = scored
+        tokens = slice(first_token, first_token + scores.shape[1])
+        mask_column = self._mask_column(scores, first_token)
+        parts = [
+            best_of_class(scores[rows], held.class_of[tokens], classes[rows], mask_column)
+            for held in constrained
+            for rows in [held.within(chunk)]
+        ]
+        score, column = (torch.cat(part) for part in zip(*parts, strict=True))
+        winner = self._gather(score).argmax(dim=0, keepdim=True)
+        return self._gather(column + first_token).gather(0, winner)[0]
 
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probability of a given token per row, ``[num_rows]`` float32, under the plain softmax of its logits.
@@ -152,14 +223,11 @@ class TokenPredictor:
         with_entropy: bool,
         with_margin: bool,
         num_logprobs: int | None,
+        given: torch.Tensor | None,
     ) -> TokenStatistics:
-        logits, first_token = shard
-        sharded = self.tp_group.world_size > 1
-        if sharded and settings.filters:
-            logits, first_token, sharded = torch.cat(gather_shards(logits, self.tp_group), dim=-1), 0, False
-        column = self.mask_token_id - first_token
-        # A position filled with the mask would never count as filled, so the mask is never predicted.
-        mask_column = column if 0 <= column < logits.shape[-1] else -1
+        """``given``: the token of each row, ``[num_rows]``; None: predict it."""
+        logits, first_token, sharded = self._as_filters_need(shard, settings)
+        mask_column = self._mask_column(logits, first_token)
 
         drawn_from, temperature = logits, settings.temperature
         if settings.filters or settings.tempered:
@@ -170,7 +238,13 @@ class TokenPredictor:
             measured, mask_column, with_entropy, with_margin
         )
         best = token_logit
-        if settings.temperature > 0:
+        if given is not None:
+            token = given - first_token
+            held = (token >= 0) & (token < logits.shape[-1])
+            token = token.clamp(0, logits.shape[-1] - 1)
+            # The rank that holds the token is the winner.
+            best, token_logit = held.float(), measured.gather(-1, token[:, None])[:, 0].float()
+        elif settings.temperature > 0:
             assert counters is not None
             drawn = counters.seeds, counters.forwards, counters.positions
             best, token = gumbel_max(drawn_from, *drawn, first_token, temperature, mask_column)
@@ -193,13 +267,14 @@ class TokenPredictor:
                 negative_entropy = (weights * entropies - torch.special.entr(weights)).sum(dim=0)
             if with_margin:
                 top2 = self._gather(top2).transpose(0, 1).flatten(1).topk(2, dim=-1).values
+        probability = (token_logit - log_total).exp()
         margin = None
         if with_margin:
             p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1)
-            margin = p1 - p2
+            margin = p1 - p2 if given is None else torch.where(probability < p1, probability - p1, p1 - p2)
         return TokenStatistics(
             token=token,
-            probability=(token_logit - log_total).exp(),
+            probability=probability,
             negative_entropy=negative_entropy if with_entropy else None,
             margin=margin,
             noise=None,
@@ -237,6 +312,17 @@ class TokenPredictor:
             top=top.float() - log_total[:, None],
         )
 
+    def _as_filters_need(self, shard: VocabularyShard, settings: SamplingSettings) -> tuple[torch.Tensor, int, bool]:
+        """Logits, the token of their first column, and whether they are those of a part of the vocabulary."""
+        if self.tp_group.world_size > 1 and settings.filters:
+            return torch.cat(gather_shards(shard[0], self.tp_group), dim=-1), 0, False
+        return *shard, self.tp_group.world_size > 1
+
+    def _mask_column(self, logits: torch.Tensor, first_token: int) -> int:
+        """Column of the mask, which is never predicted: a position filled with it would never count as filled."""
+        column = self.mask_token_id - first_token
+        return column if 0 <= column < logits.shape[-1] else -1
+
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_from_ranks(values, self.tp_group)
 
@@ -247,28 +333,6 @@ def _bar(shard: VocabularyShard, barred: BarredTokens, chunk: slice) -> None:
     columns = [token - first_token for token in barred.tokens if 0 <= token - first_token < logits.shape[-1]]
     places = on_device(columns, logits.device)
     logits[:, places] = logits[:, places].masked_fill(barred.rows[chunk, None], -torch.inf)
-
-
-def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
-    """``values`` of every rank, of any type but of one shape, in rank order: ``[num_ranks, *values.shape]``."""
-    values = values.contiguous()
-    received = [torch.empty_like(values) for _ in range(tp_group.world_size)]
-    torch.distributed.all_gather(received, values, group=tp_group.device_group)
-    return torch.stack(received)
-
-
-def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
-    """``values`` of every rank; the last dimension may differ, as shards of a vocabulary do. Waits for the device."""
-    group = tp_group.device_group
-    sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(tp_group.world_size)]
-    torch.distributed.all_gather(
-        sizes, torch.tensor([values.shape[-1]], dtype=torch.int64, device=values.device), group=group
-    )
-    widest = max(int(size) for size in sizes)
-    padded = torch.nn.functional.pad(values, (0, widest - values.shape[-1])).contiguous()
-    received = [torch.empty_like(padded) for _ in sizes]
-    torch.distributed.all_gather(received, padded, group=group)
-    return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]
 
 
 def _concatenated(chunks: Sequence[_Rows]) -> _Rows:

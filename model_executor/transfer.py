@@ -1,10 +1,11 @@
-"""From the host to the device and back."""
+"""From the host to the device and back, and between tensor-parallel ranks."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import GroupCoordinator
 
 
 def on_device(
@@ -27,3 +28,27 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     arrays = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([part.shape[0] for part in parts])[:-1])
     types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     return [a.view(name).reshape(t.shape) for a, name, t in zip(arrays, types, tensors, strict=True)]
+
+
+def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+    """``values`` of every rank, of any type but of one shape, in rank order: ``[num_ranks, *values.shape]``."""
+    if tp_group.world_size == 1:
+        return values[None]
+    values = values.contiguous()
+    received = [torch.empty_like(values) for _ in range(tp_group.world_size)]
+    torch.distributed.all_gather(received, values, group=tp_group.device_group)
+    return torch.stack(received)
+
+
+def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
+    """``values`` of every rank; the last dimension may differ, as shards of a vocabulary do. Waits for the device."""
+    group = tp_group.device_group
+    sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(tp_group.world_size)]
+    torch.distributed.all_gather(
+        sizes, torch.tensor([values.shape[-1]], dtype=torch.int64, device=values.device), group=group
+    )
+    widest = max(int(size) for size in sizes)
+    padded = torch.nn.functional.pad(values, (0, widest - values.shape[-1])).contiguous()
+    received = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(received, padded, group=group)
+    return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]

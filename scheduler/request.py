@@ -105,6 +105,8 @@ class DecodingSpec:
     """The response before its first step: given tokens, and None for each mask. Empty: all masks."""
     return_given: bool = True
     """Whether given tokens are sent with those that were filled in."""
+    constraint: bytes | None = None
+    """What the response's text must match, as ``Automaton.packed``. None: anything."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
@@ -161,6 +163,11 @@ class DecodingSpec:
         last = self.num_blocks - 1
         one_by_one = [Blocks(0, 1), Blocks(last, last + 1)]
         return one_by_one if self.block_add_threshold is None else [*one_by_one, Blocks(0, last + 1)]
+
+    @property
+    def response_template(self) -> tuple[int | None, ...]:
+        """The response before its first step, with None for each mask."""
+        return self.template or (None,) * self.gen_length
 
     def is_given(self, position: int) -> bool:
         """Whether the canvas position of the response holds a token from the start."""

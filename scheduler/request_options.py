@@ -24,6 +24,8 @@ CHECKPOINT_OPTIONS = (
 """Request options that a checkpoint may have a default for: those that mean the same in every engine."""
 DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", "guided", *GUIDE_OPTIONS)
 """Request options that an engine may have a default for."""
+CONSTRAINT = "constraint"
+"""Where the automaton of ``structured_outputs`` travels in a request's ``extra_args``."""
 _MOST_TOKENS = (1 << 31) - 1
 """More than any model's context or vocabulary holds."""
 
@@ -99,7 +101,14 @@ class RequestOptions(BaseModel):
 
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
-    return parse_request_options(params.extra_args or {})
+    carried = {CONSTRAINT} if constraint_in(params) is not None else set()
+    return parse_request_options({name: x for name, x in (params.extra_args or {}).items() if name not in carried})
+
+
+def constraint_in(params: SamplingParams) -> bytes | None:
+    """What a request's text must match, as ``Automaton.packed``; None: anything. Clients cannot send bytes."""
+    given = (params.extra_args or {}).get(CONSTRAINT)
+    return given if isinstance(given, bytes) else None
 
 
 def parse_request_options(raw: dict[str, Any]) -> RequestOptions:

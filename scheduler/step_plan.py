@@ -113,7 +113,7 @@ class StepPlan:
     span: Span
     """Canvas positions that ``rows`` selects from."""
     max_rows: int
-    """Upper bound on the rows computed; what the token budget is charged."""
+    """Upper bound on the rows computed at once; what the token budget is charged."""
     window: Span
     """Of the running blocks."""
     quota: UnmaskQuota

@@ -46,7 +46,7 @@ def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Whether a step fills a number of positions that the host knows before, and nobody asks which of them."""
     whole_window = plan.quota.candidates == plan.window
     asks = spec.delay_eos or spec.early_stop or spec.needs_per_step_output or spec.certainty_sigma is not None
-    return whole_window and fills_fixed_count(plan, spec) and not asks
+    return whole_window and fills_fixed_count(plan, spec) and not asks and spec.constraint is None
 
 
 def _does_same_work(plan: StepPlan, other: StepPlan) -> bool:

@@ -154,6 +154,8 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self._settings = settings
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._file: BinaryIO = os.fdopen(descriptor, "rb+", buffering=0)
+        # An engine's process that is forked would keep the lock when this process is killed.
+        os.register_at_fork(after_in_child=self._file.close)
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         try:
             finished = self._resume(lines) if self._is_regular else Finished()

@@ -43,8 +43,9 @@ from dllm_engine.evaluation.harness import (
     comparable,
     tasks_of_papers,
 )
+from dllm_engine.evaluation.heat_map import draw_heat_map, write_cells
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks, score_tasks
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, NEEDLE, demo_tasks, read_tasks, score_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
 from dllm_engine.evaluation.score import rows, write_csv
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff, plot_beside
@@ -83,7 +84,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--tasks",
         default=DEMO_TASKS,
         metavar="NAME,…",
-        help=f"tasks of the demo model ({', '.join(TASKS)}; `{DEMO_TASKS}` for all in a row), or .jsonl files with "
+        help=f"tasks of the demo model ({', '.join(TASKS)}; `{DEMO_TASKS}` for all in a row; `{NEEDLE}` for a "
+        "heat map by length of the prompt and depth of what is asked for), or .jsonl files with "
         'lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
     )
     asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
@@ -97,7 +99,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--count",
         type=positive_int,
         metavar="N",
-        help=f"examples per task (default: {DEMO_COUNT} of the demo model's, of others all)",
+        help=f"examples per task, of `{NEEDLE}` per length and depth (default: {DEMO_COUNT} of the demo model's, of "
+        "others all)",
     )
     parser.add_argument(
         "--match",
@@ -320,4 +323,11 @@ def _finish(args: argparse.Namespace, comparison: Comparison, plot: Path | None)
     if plot is not None and points:
         draw_tradeoff(points, plot)
         written.append(plot)
+    # A file of one's own may have the same name, but no parts.
+    if needles := [score for score in scores if score.task == NEEDLE and score.result.details]:
+        written.append(args.output.with_suffix(".map.csv"))
+        write_cells(needles, written[-1])
+        if plot is not None:
+            written.append(args.output.with_suffix(".map.png"))
+            draw_heat_map(needles, written[-1])
     print(f"\nwrote {', '.join(map(str, written))}")

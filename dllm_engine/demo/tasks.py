@@ -49,6 +49,10 @@ MAX_PAIRS: dict[str, int] = {"names": 36, "keys": 24, "facts": 24, "reverse": 12
 """Longest prompts seen in training: pairs for the recall tasks, words for the list tasks."""
 MAX_ASKED = 4
 """Most items asked in one recall prompt; four of any task fit in a response of 32 tokens."""
+NEEDLE_LENGTHS: tuple[int, ...] = (64, 128, 192, 256, 320, 384)
+"""Tokens of the prompts that a needle is hidden in; the model was trained on prompts of about 250 at most."""
+NEEDLE_DEPTHS: tuple[int, ...] = (0, 25, 50, 75, 100)
+"""Percent of the filler that stands before the needle."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,20 @@ def make_examples(
     if task in LIST_TASKS:
         return [_list_example(task, rng, rng.randint(low, high), filler) for _ in range(count)]
     return [_recall_example(task, rng, rng.randint(low, high), asked, filler) for _ in range(count)]
+
+
+def needle_examples(length: int, depth: int, count: int, seed: int) -> list[Example]:
+    """Draw ``count`` examples of a needle in a haystack: prompts of about ``length`` tokens that ask for one pair, as
+    the task ``names`` does. The pair stands behind ``depth`` percent of filler sentences."""
+    rng = random.Random(f"needle {length} {depth} {seed}")
+    made = []
+    for _ in range(count):
+        name, code = rng.choice(NAMES), f"{rng.randrange(100):02d}"
+        statement, question = f"{name}={code}", f"Give: {name}"
+        sentences = filler_sentences(rng, length - _length(f"{statement}. {question}"))
+        sentences.insert(round(len(sentences) * depth / 100), f"{statement}.")
+        made.append(Example("names", " ".join([*sentences, question]), statement, (statement,)))
+    return made
 
 
 def exact_match(response: str, example: Example) -> bool:

@@ -1,5 +1,6 @@
 """Tasks of prompts and answers, from a user's JSONL file or the demo model's: and when a response counts as right."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from dllm_engine.batch.files import BatchRequest
-from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.demo.tasks import NEEDLE_DEPTHS, NEEDLE_LENGTHS, TASKS, make_examples, needle_examples
 from dllm_engine.evaluation.answering import Answer, Request
+from dllm_engine.evaluation.heat_map import Cell
 from dllm_engine.evaluation.score import Result, mean_and_error
 from dllm_engine.text import one_line
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 DEMO_TASKS = "demo"
 """All tasks of the demo model together."""
+NEEDLE = "needle"
+"""The demo model's needle in a haystack, by length of the prompt and depth of the needle."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,18 @@ class OwnTask:
     answer: str
     """Without white space around it."""
     part: str = ""
-    """Of the whole: which of the demo model's tasks it belongs to."""
+    """Of the whole: which of the demo model's tasks, or which cell of a heat map, it belongs to."""
 
 
 def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
-    """So many examples of a task of the demo model, or with ``DEMO_TASKS`` of each of them."""
+    """So many examples of a task of the demo model, with ``DEMO_TASKS`` of each of them, with ``NEEDLE`` for each
+    length and depth."""
+    if name == NEEDLE:
+        return [
+            OwnTask(BatchRequest(prompt=example.prompt), example.answer, Cell(length, depth).name)
+            for length, depth in itertools.product(NEEDLE_LENGTHS, NEEDLE_DEPTHS)
+            for example in needle_examples(length, depth, count, seed)
+        ]
     return [
         OwnTask(BatchRequest(prompt=example.prompt), example.answer, part)
         for part in (TASKS if name == DEMO_TASKS else [name])

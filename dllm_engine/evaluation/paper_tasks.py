@@ -49,6 +49,8 @@ class PaperTask:
     """More arguments of ``DiffusionParams``."""
     guided: dict[str, Any] | None = None
     """Arguments of ``DiffusionParams`` for requests with a guide, in place of the others."""
+    method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Cache options of all models, by cache method."""
     checkpoint_options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """Cache options that the benchmark has, by checkpoint and cache method."""
 
@@ -68,7 +70,7 @@ class PaperTask:
 
     def cache_options(self, model: str) -> dict[str, dict[str, Any]]:
         """Cache options that the benchmark has for a model, by cache method."""
-        return self.checkpoint_options.get(PurePath(model).name, {})
+        return self.method_options | self.checkpoint_options.get(PurePath(model).name, {})
 
 
 PAPER_TASKS: tuple[PaperTask, ...] = tuple(

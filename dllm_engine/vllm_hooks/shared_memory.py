@@ -13,12 +13,15 @@ FOLDER = Path("/dev/shm")
 
 
 def unnaming_in_engine(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """For vLLM's executor, once its workers are ready."""
+    """For vLLM's executor, once its workers are ready. From then on the engine ends with its front end, too."""
 
     def unname(self: Any) -> None:
         post_init(self)
         if _is_ours(self.vllm_config):
+            from dllm_engine.model_executor.workers.base import end_with_parent
+
             _unname_queue(self.rpc_broadcast_mq)
+            end_with_parent()
 
     return unname
 

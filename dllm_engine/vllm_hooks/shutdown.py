@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+import psutil
 from vllm.entrypoints.launchers.launcher import terminate_if_errored
 from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.logger import init_logger
@@ -102,6 +103,9 @@ def with_graceful_shutdown(serve_http: Callable[..., Awaitable[Any]]) -> Callabl
                 raise
             # Another server took the port while this one loaded.
             raise SystemExit(f"dllm: error: {address_error(error, kwargs['host'] or '', kwargs['port'])}") from error
+        except psutil.Error:
+            # vLLM asks for the command of a process that has the port. That may be a worker that ends at this moment.
+            closing = app.state.server.shutdown()
         return closing if shutdown.was_asked_for or not engine.errored else _fail_after(closing)
 
     return serve

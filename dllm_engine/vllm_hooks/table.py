@@ -67,7 +67,7 @@ EVERY_PROCESS = (
     Patch(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
         "shared_memory:unnaming_in_engine",
-        "leave no shared memory behind when the engine is killed",
+        "leave no shared memory behind when the engine is killed, and no engine when its front end is",
     ),
     Patch(
         "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",

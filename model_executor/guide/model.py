@@ -29,8 +29,8 @@ from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.model_executor.token_prediction import gather_from_ranks, head_chunks
-from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.token_prediction import head_chunks
+from dllm_engine.model_executor.transfer import gather_from_ranks, on_device
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 from dllm_engine.scheduler.page_layout import PageKind

@@ -38,7 +38,7 @@ def filling_size(
         return None
     if any(group.enough(plans)) or any(plan.quota.observed is not None for plan in plans):
         return None
-    if group.barred:
+    if group.barred or canvases[0].constrained is not None:
         return None
     (choice,) = choices
     num_candidates, width = padded(group.positions.numel()), padded(group.width)

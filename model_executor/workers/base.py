@@ -44,17 +44,18 @@ _POLL_SECONDS = 0.1
 
 
 def end_with_parent() -> None:
-    """End this process soon after the one that started it, where it is one of vLLM's workers.
+    """End this process soon after the one that started it, where it is an engine of vLLM's or one of its workers.
 
     vLLM tells a worker that its engine is gone, and the worker ends after the step in hand. A step that waits for
-    another rank, or a model that is being loaded, does not end soon or at all.
+    another rank, or a model that is being loaded, does not end soon or at all. Nobody tells an engine that its front
+    end was killed.
     """
-    if not multiprocessing.current_process().name.startswith("VllmWorker"):
+    if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
         return
-    engine = os.getppid()
+    parent = os.getppid()  # not multiprocessing's, which is another one behind a fork server
 
     def watch() -> None:
-        while os.getppid() == engine:
+        while os.getppid() == parent:
             time.sleep(_POLL_SECONDS)
         # The kernel's own end of a process: it waits for no thread, not even one that does not let Python run.
         signal.alarm(GRACE_SECONDS)

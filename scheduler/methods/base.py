@@ -52,6 +52,8 @@ class CacheMethod:
     like requests. None: its layers choose rows by what they compute, and nobody has counted them."""
     pass_bytes: Callable[[int, int], int] = lambda rows, longest: 0
     """What a pass over so many rows, of canvases of at most such a length, holds for the method beside what all do."""
+    runs: Callable[[DecodingSpec, StepPlan], int] = lambda spec, plan: 1
+    """How often a step's rows run through the layers, one run after the other; the row budget holds one run."""
     uniform_sampler: Literal["never", "with_delay_eos", "always"] = "never"
     """When requests decode by ES-dLLM's sampler: equally many tokens per step in every model family, by the plain
     probability where a request is greedy."""

@@ -120,6 +120,11 @@ def measures_layers(spec: DecodingSpec) -> bool:
     return evicts and options.profile == "online" and importance_name(options) is not None
 
 
+def runs(spec: DecodingSpec, plan: StepPlan) -> int:
+    """Twice where the first pass measures layers before it evicts."""
+    return 2 if plan.forward == 0 and measures_layers(spec) else 1
+
+
 def prompt_budgets(spec: DecodingSpec, num_layers: int, measured: Sequence[float] | None) -> list[int]:
     """Prompt tokens per KV head that each layer retains, on average over its heads. ``measured``: importance of the
     layers, where the first pass has measured it."""
@@ -164,4 +169,6 @@ def largest(options: MaskKVOptions) -> CacheOptions:
 
 
 TUNED = {"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)}
-MASKKV = CacheMethod(plan, hold_budget_and_features, MaskKVOptions, check=check, largest=largest, tuned=TUNED)
+MASKKV = CacheMethod(
+    plan, hold_budget_and_features, MaskKVOptions, runs=runs, check=check, largest=largest, tuned=TUNED
+)

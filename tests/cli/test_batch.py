@@ -1,7 +1,9 @@
 """Input and output files of a batch run: an interrupted run goes on, nothing is lost or doubled."""
 
 import json
+import multiprocessing
 import resource
+import signal
 
 import pytest
 
@@ -142,6 +144,18 @@ def test_two_runs_cannot_write_one_file(output):
     with ResultFile(output, LINES, SETTINGS), pytest.raises(ValueError, match="another run is writing"):
         ResultFile(output, LINES, SETTINGS)
     write(output, LINES)
+    assert indices(output) == [0, 1, 3]
+
+
+def test_an_engine_that_outlives_its_run_does_not_keep_the_output(output):
+    with ResultFile(output, LINES, SETTINGS):
+        engine = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        engine.start()
+    try:
+        write(output, LINES)
+    finally:
+        engine.kill()
+        engine.join()
     assert indices(output) == [0, 1, 3]
 
 

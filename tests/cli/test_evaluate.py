@@ -8,7 +8,7 @@ import pytest
 from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_names
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.evaluation import comparison
+from dllm_engine.evaluation import comparison, own_tasks
 from dllm_engine.evaluation.score import COLUMNS
 from dllm_engine.scheduler.methods import CACHE_METHODS
 
@@ -59,6 +59,22 @@ def test_methods_and_rules_become_rows_files_and_a_plot(started, tmp_path, capsy
     assert report["scores"][0]["decoding"]["gen_length"] == 32
     assert report["machine"]["threads"] >= 1
     assert report["unfinished"] == {}
+
+
+def test_a_needle_has_a_heat_map_by_length_and_depth(started, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(own_tasks, "NEEDLE_LENGTHS", (32, 64))
+    monkeypatch.setattr(own_tasks, "NEEDLE_DEPTHS", (0, 100))
+    output = tmp_path / "needle.json"
+    arguments = ["--tasks", "needle", "--count", "2", "--gen-length", "8", "--methods", "none,dual"]
+    assert main(["eval", *arguments, "--output", str(output)]) == 0
+    assert [(row["TASK"], row["EXAMPLES"]) for row in rows_of(capsys)] == [("needle", "8")] * 2
+    with output.with_suffix(".map.csv").open() as stream:
+        cells = list(csv.DictReader(stream))
+    expected = [(m, length, depth) for m in ("none", "dual") for length in ("32", "64") for depth in ("0", "100")]
+    assert [(cell["method"], cell["length"], cell["depth"]) for cell in cells] == expected
+    scores = json.loads(output.read_text())["scores"]
+    assert [float(cell["score"]) for cell in cells] == [v for s in scores for v in s["result"]["details"].values()]
+    assert output.with_suffix(".map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pages_and_memory_are_those_of_the_method(engines, monkeypatch, capsys):

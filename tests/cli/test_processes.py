@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.support.preloaded import preloaded_programs
+from tests.support.preloaded import Program, preloaded_programs
 
 pytestmark = pytest.mark.slow
 
@@ -42,21 +43,22 @@ def test_a_killed_run_is_resumed_to_one_record_per_line(run, environment, tmp_pa
     (tmp_path / "in.jsonl").write_text("\n".join([*prompts, "not JSON"]) + "\n")
     output = tmp_path / "out.jsonl"
     # A request at a time, through all of its blocks: enough time to be killed in between.
-    command = [preloaded_programs() / "dllm", "generate", "--input", "in.jsonl", "--output", "out.jsonl"]
+    command = [Path(sys.executable).with_name("dllm"), "generate", "--input", "in.jsonl", "--output", "out.jsonl"]
     command += ["--ignore-eos", "--engine-arg", "max_num_seqs=1"]
 
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    with (tmp_path / "stderr").open("wb") as log:
+        process = Program(command, cwd=tmp_path, env=environment, stderr=log)
     try:
         wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5, process)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.wait(TIMEOUT)  # until it has ended, and with it its lock on the output
     kept = output.read_bytes().splitlines(keepends=True)
     assert 5 <= len(kept) < 61
     with output.open("ab") as file:  # the kill may have come amid a line as well
         file.write(kept[0][:-10])
 
-    result = run(*command)
+    result = run(preloaded_programs() / "dllm", *command[1:])
     assert result.returncode == 1, result.stderr
     assert "errors: 1" in result.stderr
     lines = output.read_bytes().splitlines(keepends=True)

@@ -1,15 +1,19 @@
 """Two tensor-parallel ranks give the tokens of one, in real worker processes under vLLM's executors."""
 
+import random
 from typing import Any
 
 import pytest
 
 from tests.support.engines import generate
+from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases, request_fields
 from tests.support.sharded import assert_alike, two_ranks
 
 pytestmark = pytest.mark.slow
 
+CONSTRAINT = random_automaton(random.Random(0), 512, {*range(505, 512)})
+"""Of the tokens below the special ones."""
 MODELS = {
     "llada-tiny-a": "vanilla_llada",
     "dream-tiny-a": "vanilla_dream",
@@ -19,7 +23,12 @@ MODELS = {
 SAMPLED = [
     {"gen_length": 24, "temperature": 1.0, "seed": 7, "unmasking": policy, "ignore_eos": True, **filters}
     for policy in ("low_confidence", "random", "maskgit_plus", "entropy", "topk_margin", "origin")
-    for filters in ({}, {"top_p": 0.9, "top_k": 20})
+    for filters in (
+        {},
+        {"top_p": 0.9, "top_k": 20},
+        {"top_p": 0.9, "extra_args": {"constraint": CONSTRAINT.packed}},
+        {"extra_args": {"constraint": CONSTRAINT.packed}, "logprobs": 2},
+    )
 ]
 
 
@@ -59,6 +68,7 @@ RULES: list[dict[str, Any]] = [
     {"margin": 0.4},
     {"entropy_threshold": 1.5, "block_add_threshold": 0.2},
     {"slow_fast": {"span_steps": 1, "span_threshold": 0.5, "fast_threshold": 0.3}},
+    {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
 ]
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
 REFRESHED = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4, "refresh": "response"}}

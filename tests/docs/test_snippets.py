@@ -39,6 +39,7 @@ NOT_RUN = {
     'pip install ".[cuda]"': "needs a GPU and the network",
     "dllm eval --lm-eval examples/lm_eval/names.yaml": TAKES_MINUTES,
     "dllm eval --count 20 --methods none,": TAKES_MINUTES,
+    "dllm eval --tasks needle": TAKES_MINUTES,
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
     '"""Keeps the tokens nearest before the window."""': BY_RESEARCH_TEST,
     '"""The pass of `local`."""': BY_RESEARCH_TEST,

@@ -1,7 +1,10 @@
 """A user's own tasks: files, and when a response is right."""
 
 import pytest
+from tokenizers import Tokenizer
 
+from dllm_engine.demo import DEMO_MODEL_DIR
+from dllm_engine.demo.tasks import NEEDLE_LENGTHS, needle_examples
 from dllm_engine.evaluation.own_tasks import MATCHES, last_number, read_tasks
 
 
@@ -51,6 +54,18 @@ def test_a_line_that_is_no_task_is_named(tmp_path, content, message):
 )
 def test_matches(match, response, answer, is_right):
     assert MATCHES[match](response, answer) is is_right
+
+
+@pytest.mark.parametrize("length", NEEDLE_LENGTHS)
+@pytest.mark.parametrize(("depth", "share"), [(0, 0.0), (50, 0.5), (100, 1.0)])
+def test_a_needle_stands_at_its_depth_of_a_prompt_of_its_length(length, depth, share):
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
+    for example in needle_examples(length, depth, 3, seed=0):
+        *sentences, question = example.prompt.split(". ")
+        place = sentences.index(example.answer)
+        assert place == round(share * (len(sentences) - 1))
+        assert question == f"Give: {example.answer.partition('=')[0]}"
+        assert length <= len(tokenizer.encode(example.prompt)) < length + 8
 
 
 def test_the_last_number_of_a_text():

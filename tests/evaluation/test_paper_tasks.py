@@ -86,6 +86,17 @@ def test_refresh_intervals_are_those_of_the_checkpoint():
     assert row.cache_options("/models/Dream-v0-Instruct-7B")["dllm_cache"]["prompt_refresh_interval"] == 25
 
 
+@pytest.mark.parametrize(("family", "model"), [(LLADA, "LLaDA-8B-Instruct"), (DREAM, "Dream-v0-Instruct-7B")])
+def test_freecache_keeps_blocks_of_256_with_and_without_a_guide(family, model):
+    row = paper_task("gsm8k", family, "freecache")
+    options = row.cache_options(model)
+    assert options == {"freecache": {"cache_block_length": 256}}
+    engine = EngineOptions.parse({"cache_method": "freecache", "cache_options": options["freecache"]})
+    for decoding in (row.decoding, {k: row.guided[k] for k in ("gen_length", "block_length")}):
+        spec = resolve_decoding(DiffusionParams(**decoding), 100, family, engine)
+        assert engine.method.refusal(spec) is None
+
+
 def test_unknown_names_are_answered_with_the_known_ones():
     with pytest.raises(ValueError, match=r"benchmark 'gsm9k' is unknown; the papers have mmlu, .*gsm8k"):
         paper_task("gsm9k", LLADA)

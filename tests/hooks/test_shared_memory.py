@@ -1,17 +1,15 @@
 """Shared memory loses its name once all have attached, so that no killed process leaves any; workers end with their
 engine."""
 
-import os
-import subprocess
-import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from dllm_engine.vllm_hooks.shared_memory import FOLDER, unnaming_in_engine
+from tests.support.preloaded import Program
 
 
 @pytest.fixture
@@ -65,25 +63,25 @@ def work(started):
         time.sleep(1)
 
 if __name__ == "__main__":
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    multiprocessing.get_context("fork").Process(target=work, args=(theirs,), name="VllmWorker-0").start()
-    print(ours.recv(), flush=True)
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    for name in ("EngineCore_DP0", "VllmWorker-0"):
+        fork.Process(target=work, args=(theirs,), name=name).start()
+    print(ours.recv(), ours.recv(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow  # a process is killed
-def test_a_worker_that_is_stuck_ends_with_its_engine(tmp_path):
-    program = tmp_path / "engine.py"
+def test_engines_and_workers_that_are_stuck_end_with_the_process_that_started_them(tmp_path):
+    program = tmp_path / "parent.py"
     program.write_text(WORKER)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     log = tmp_path / "log"
     with log.open("wb") as output:
-        subprocess.run([sys.executable, program], stdout=output, env=environment, timeout=120, check=False)
-    pid = int(log.read_text().splitlines()[-1])
-    try:
-        worker = psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return
-    _, alive = psutil.wait_procs([worker], timeout=20)
-    assert not alive
+        Program([program], stdout=output).wait(120)
+    pids = [int(pid) for pid in log.read_text().splitlines()[-1].split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

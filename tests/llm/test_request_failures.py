@@ -10,10 +10,18 @@ from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import model_runner, step_report
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.scheduler.messages import failure_of
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
+from tests.support.engines import (
+    EACH_METHOD_WITH_A_FAMILY,
+    assert_nothing_left,
+    generate,
+    runner_of,
+    scheduler_of,
+    set_steps_per_dispatch,
+)
+from tests.support.random_requests import any_text
+from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
 BROKEN, EARLIER = 121, 118
 """Tokens whose embeddings are not finite; no answer below contains them."""
@@ -35,6 +43,7 @@ WAYS = [
     {"logprobs": 2},
     {"delay_eos": True},
     {"steps": 5},
+    {"threshold": 0.5, "extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK, BROKEN, EARLIER}).packed}},
 ]
 """Ways of unmasking, of which a cache method may refuse some."""
 NOT_FINITE = "the model produced logits that are NaN or infinite in forward pass {}"
@@ -103,7 +112,7 @@ def answers_alone(llm):
     return [tokens(generate(llm, [prompt], params())[0]) for prompt in NEIGHBOURS]
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
 def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, method, family):
     llm = engine(method, family)
     ways = accepted(llm, WAYS)
@@ -127,7 +136,7 @@ def test_layers_measured_by_what_is_not_finite_have_equal_budgets(engine):
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
 def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, family, looks_ahead, monkeypatch):
     """The first token that the request commits becomes the broken one. With ``looks_ahead`` the steps after it are on
     the device already."""

@@ -91,6 +91,15 @@ def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_lla
     )
 
 
+def test_a_pass_that_runs_twice_counts_twice(tiny_llada):
+    """A first pass that measures layers is the whole canvas once more."""
+    once, twice = (
+        plan(deployment(tiny_llada, options=EngineOptions.parse({"cache_method": "maskkv", "cache_options": options})))
+        for options in ({"kv_budget": 20, "layer_budget": "uniform"}, {"kv_budget": 20})
+    )
+    assert (twice.demand.rows_per_step - once.demand.rows_per_step) * RESPONSE == pytest.approx(PROMPT + RESPONSE)
+
+
 @pytest.mark.parametrize(
     ("write", "config", "num_tables"),
     [

@@ -20,6 +20,8 @@ from tests.support.engines import assert_nothing_left, generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+SPANS = {"span_steps": 1, "span_window": 1, "slow_threshold": 0.6, "fast_threshold": 0.2}
+"""SlowFast sampling that fills several tokens in some passes."""
 MASK = tiny_checkpoints.MASK
 
 
@@ -43,15 +45,18 @@ def plain(llm, **settings):
     return generate(llm, [PROMPT], parameters(**settings))[0].outputs[0]
 
 
+@pytest.mark.parametrize("rule", [{}, {"slow_fast": SPANS}], ids=["one", "slow_fast"])
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("cache_method", ["none", "sparse"])
-def test_every_step_shows_the_running_block(engines, request, family, cache_method):
+def test_every_step_shows_the_running_block(engines, request, family, cache_method, rule):
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
-    expected = plain(llm)
-    completions = [output.outputs[0] for output in stream(llm)]
+    expected = plain(llm, **rule)
+    completions = [output.outputs[0] for output in stream(llm, **rule)]
     blocks = [completion.provisional for completion in completions]
-    assert [b.forward_pass for b in blocks] == list(range(1, 25))
-    assert [(b.block, b.step) for b in blocks] == [(n // 8, n % 8 + 1) for n in range(24)]
+    num_passes = expected.diffusion.forward_passes
+    assert (num_passes == 24) == (not rule)
+    assert [b.forward_pass for b in blocks] == list(range(1, num_passes + 1))
+    assert rule or [(b.block, b.step) for b in blocks] == [(n // 8, n % 8 + 1) for n in range(24)]
     assert {(b.start, len(b.token_ids), b.num_blocks) for b in blocks} == {(0, 8, 3), (8, 8, 3), (16, 8, 3)}
     filled = {p - len(PROMPT): n for n, step in enumerate(expected.diffusion.unmasked_per_step) for p in step}
     for n, block in enumerate(blocks):

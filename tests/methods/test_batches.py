@@ -1,6 +1,7 @@
 """Every cache method: requests in all phases share a batch, nothing stale is read, and no page is lost."""
 
 import random
+from itertools import cycle
 
 import pytest
 import torch
@@ -59,12 +60,7 @@ LENGTHS = [
 """Prompt, response, block and steps; without steps by a threshold."""
 JOINS = [0, 1, 2, 4, 5, 12, 13]
 MODELS = ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"]
-EACH_WITH_A_MODEL = [
-    (variant, model)
-    for number, variant in enumerate(VARIANTS)
-    for model in (MODELS[:2] if variant in CACHE_METHODS else MODELS[number % 3 :][:1])
-]
-"""A method's defaults with two models, its options with one each."""
+EACH_WITH_A_MODEL = list(zip(VARIANTS, cycle(MODELS)))
 
 
 def prompt(length: int, seed: int) -> list[int]:

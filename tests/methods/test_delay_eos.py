@@ -5,9 +5,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.answers import Answer, answers
-from tests.support.engines import runner_of
+from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, runner_of
 
 PROMPT = [(11 * i * i + 5 * i) % 480 for i in range(41)]
 ASKED = {"gen_length": 24, "block_length": 8}
@@ -22,10 +21,10 @@ def ends_early(answer: Answer, end: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
-@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
-def test_an_end_token_waits_for_what_comes_before_it(engines, reference_checkpoints, monkeypatch, model, cache_method):
-    llm = engines.shared(reference_checkpoints / model, page_size=8, max_model_len=128, cache_method=cache_method)
+@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
+def test_an_end_token_waits_for_what_comes_before_it(engines, reference_checkpoints, monkeypatch, method, family):
+    model = reference_checkpoints / f"{family.lower()}-tiny-a"
+    llm = engines.shared(model, page_size=8, max_model_len=128, cache_method=method)
     (free,) = answers(llm, [(PROMPT, ASKED)])
     # What the model is quick to predict stands in for its end token.
     end = next(token for token in free.tokens if ends_early(free, token))

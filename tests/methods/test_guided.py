@@ -18,11 +18,14 @@ from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.model_executor import token_prediction
+from dllm_engine.scheduler.constraints.constraint import Constraint
+from tests.oracles.constrained import PlainConstraint
 from tests.oracles.guided import Texts, plain_guided
 from tests.oracles.models import PlainModel
 from tests.support.answers import answer_of
 from tests.support.byte_level_tokenizers import NOTE, TALE, copy_renumbered, spelled, train_tokenizer
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
+from tests.support.random_requests import random_automaton
 from tests.support.stepped_engines import abort_all
 
 VOCABULARY = 512
@@ -399,3 +402,16 @@ def test_the_demo_guide_answers_in_few_passes(engines):
     (other,) = llm.chat(asked, unguided, use_tqdm=False)
     assert other.outputs[0].text == output.outputs[0].text
     assert output.outputs[0].diffusion.forward_passes < other.outputs[0].diffusion.forward_passes
+
+
+def test_a_guide_keeps_to_a_constraint(engine):
+    """Its own tokens do not: in their place the draft is taken."""
+    draw = random.Random(4)
+    automaton = random_automaton(draw, VOCABULARY, {*range(500, VOCABULARY)})
+    while not Constraint(automaton, frozenset()).completable([None] * 24)[0][0]:
+        automaton = random_automaton(draw, VOCABULARY, {*range(500, VOCABULARY)})
+    plain = PlainConstraint(automaton.packed, ())
+    for options in ({}, {"guide_correction": True}, {"guide_threshold": 0.05, "speculation_length": 3}):
+        outputs = ask(engine(), [(10, 24, 8), (7, 24, 24)], extra_args={"constraint": automaton.packed}, **options)
+        for output in outputs:
+            assert plain.accepts(output.outputs[0].token_ids)

@@ -9,7 +9,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
-from tests.support.random_requests import Request, assert_answers_as, in_spans, random_requests
+from tests.support.random_requests import Request, assert_answers_as, in_constraints, in_spans, random_requests
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -169,6 +169,7 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
         model.end_tokens = ENDS
         monkeypatch.setattr(runner_of(llm).denoiser, "end_tokens", torch.tensor(ENDS))
         requests = requests_of(method, number, options, is_dream=model.is_dream)
+        requests = in_constraints(requests, number, model.head.shape[0], model.mask)
 
         def plain(prompt, asked, options=options):
             return decode(model, prompt, method, options, **asked)

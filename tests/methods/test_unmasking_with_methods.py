@@ -1,4 +1,5 @@
-"""Parallel unmasking in the engine, and every cache method with every unmasking policy and rule."""
+"""Parallel unmasking in the engine, every unmasking policy with every rule, and every cache
+method with each of them."""
 
 import re
 
@@ -113,7 +114,7 @@ def test_with_a_rule_steps_do_not_count(engine):
         answer(llm, threshold=1.0, steps=1, unmasking="entropy")
 
 
-# Every cache method with every policy and rule
+# Every policy with every rule, and each of them with every cache method
 
 
 def test_what_is_combined_below_is_all_there_is():
@@ -123,9 +124,8 @@ def test_what_is_combined_below_is_all_there_is():
 
 @pytest.mark.parametrize("rule", [None, *PARALLEL_OPTIONS])
 @pytest.mark.parametrize("unmasking", UNMASKING_POLICIES)
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
-def test_a_combination_answers_in_full_or_is_refused_with_the_reason(engine, cache_method, unmasking, rule):
-    llm = engine(cache_method)
+def test_a_policy_and_a_rule_answer_in_full_or_are_refused_with_the_reason(engine, unmasking, rule):
+    llm = engine("dual")
     settings = {"gen_length": 7, "block_length": 4, "unmasking": unmasking, "seed": 1}
     if rule is None:
         check_answer(*answer(llm, **settings))
@@ -147,8 +147,8 @@ def check_answer(tokens, figures):
 
 
 @pytest.mark.parametrize("cache_method", CACHE_METHODS)
-def test_a_combination_answers_in_full_with_shifted_logits(engine, cache_method):
-    llm = engine(cache_method, "Dream")
+def test_a_policy_or_a_rule_answers_in_full_with_every_cache_method(engine, cache_method, family):
+    llm = engine(cache_method, family)
     for rule, value in SOME.items():
         check_answer(*answer(llm, gen_length=7, block_length=4, **{rule: value}))
     for unmasking in UNMASKING_POLICIES:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.support.engines import assert_nothing_left, generate, runner_of, start_engine
+from tests.support.random_requests import any_text
+from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
 BATCHES = [[17], [9, 30, 12], [21, 5, 8, 40, 11], [33]]
 """Prompt lengths of requests that run together; pages go from one batch to the next."""
@@ -120,7 +122,8 @@ def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_lla
 
 def test_what_asks_for_more_than_tokens_is_launched(recording, tiny_llada):
     llm, _ = recording(tiny_llada, cache_method="dual")
-    for asked in ({"temperature": 0.5}, {"logprobs": 1}, {"delay_eos": True}, {"unmasking": "random"}):
+    constrained = {"extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK}).packed}}
+    for asked in ({"temperature": 0.5}, {"logprobs": 1}, {"delay_eos": True}, {"unmasking": "random"}, constrained):
         answers(llm, **asked)
     assert forward_sizes(llm)
     assert not filling_sizes(llm)

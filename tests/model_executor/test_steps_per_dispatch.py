@@ -2,8 +2,14 @@
 
 import pytest
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
+from tests.support.engines import (
+    EACH_METHOD_WITH_A_FAMILY,
+    assert_nothing_left,
+    generate,
+    runner_of,
+    scheduler_of,
+    set_steps_per_dispatch,
+)
 from tests.support.stepped_engines import run_in_steps
 
 PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
@@ -48,8 +54,7 @@ def count_dispatches(llm, monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("family", ["LLaDA", "Dream"])
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
 def test_answers_and_records_are_those_of_single_steps(engine, monkeypatch, method, family):
     llm = engine(method, family)
     params = [asked(), asked(steps=9), asked(threshold=0.3), asked(temperature=0.7, seed=3, gen_length=16)]

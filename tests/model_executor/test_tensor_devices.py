@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.engines import generate, runner_of, set_steps_per_dispatch
+from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, generate, runner_of, set_steps_per_dispatch
 
 FACTORIES = {torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
 OPTIONS = {
@@ -66,8 +65,7 @@ def asked(**settings):
 PROMPTS = [[7 * i % 100 for i in range(1, 14)], [3, 4, 5, 6, 7, 8, 9, 10, 11], [50, 51, 52, 53]]
 
 
-@pytest.mark.parametrize("family", ["LLaDA", "Dream"])
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
 def test_of_every_cache_method(engines, tiny_llada, tiny_dream, strict, monkeypatch, method, family):
     model = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
     llm = engines.shared(model, cache_method=method, cache_options=OPTIONS.get(method, {}), page_size=8)

@@ -22,6 +22,9 @@ Readings where the papers leave room:
   zeros of Dream's window. A position that later passes of the window cannot predict is filled in the first. What a
   pass keeps for others it computes whole. A method that chooses the rows itself chooses the leftmost masked position's
   as well.
+* A constraint: the predictions of a pass are the tokens of the most probable text, by the sum of logits with their
+  noise, that is accepted with what is decided. What top-p and top-k leave out comes after all else. A confidence is
+  that of this token, and a margin what it is ahead of the best other by.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -34,6 +37,7 @@ from typing import NamedTuple
 
 import torch
 
+from tests.oracles.constrained import PlainConstraint, held_tokens
 from tests.oracles.models import PlainModel
 
 RULES = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold", "slow_fast")
@@ -124,6 +128,7 @@ class Decoding:
     top_k: int = 0
     delay_eos: bool = False
     response_template: list[int | None] | None = None
+    constraint: bytes | None = None
     order: list[list[int]] = field(default_factory=list)
     """Canvas positions unmasked per forward pass."""
     computed: list[list[int]] = field(default_factory=list)
@@ -146,7 +151,7 @@ class Decoding:
     """Whether some masked positions of the window have no row."""
 
     def __post_init__(self) -> None:
-        template = self.response_template or [None] * self.gen_length
+        template = self.template = self.response_template or [None] * self.gen_length
         given = [i for i, token in enumerate(template, len(self.prompt)) if token is not None]
         self.last_given = max(given, default=0)
         self.canvas = self.prompt + [self.model.mask if token is None else token for token in template]
@@ -159,6 +164,9 @@ class Decoding:
         if self.slow_fast is not None:
             self.unmasking = "low_confidence"
             self.slow_fast = (SLOW_FAST_OF_DREAM if self.model.is_dream else SLOW_FAST) | self.slow_fast
+        self.plain_constraint = self.constraint and PlainConstraint(self.constraint, self.stop_token_ids)
+        self.held: tuple[int, dict[int, int]] = (-1, {})
+        """A forward pass, and the tokens of its predictions that the constraint asks for."""
         self.cut = self.length
         """Where the canvas ends for the running pass."""
         self.may_fill: tuple[int, int] | None = None
@@ -302,11 +310,8 @@ class Decoding:
         several = self.block_add_threshold is not None or self.slow_fast is not None
         begins = self.model.is_dream and self.step == 0
         steps = self.steps_of[self.running[0]]
-        in_blocks = len(self.blocks) > 1 and not self.tokens_per_step
-        alone = begins and not several and (self.window_alone or in_blocks)
         masked = candidates = self.candidates()
-        alone = alone and first in masked
-        several_passes = steps > 1 or (self.parallel and not self.tokens_per_step)
+        alone, several_passes = self.begins_alone(), self.takes_several_passes()
         if alone and several_passes and not self.fills_computed:
             self.commit([self.score(logits, first)])
             return
@@ -332,6 +337,54 @@ class Decoding:
         else:
             count = llada_count(self.masks_of[self.running[0]], steps, self.step)
         self.commit_most_confident(scored, count)
+
+    def begins_alone(self) -> bool:
+        """Whether the pass fills the window's first position alone, unless the block has but one pass."""
+        several = self.block_add_threshold is not None or self.slow_fast is not None
+        in_blocks = len(self.blocks) > 1 and not self.tokens_per_step
+        begins = self.model.is_dream and self.step == 0 and self.window[0] in self.candidates()
+        return begins and not several and (self.window_alone or in_blocks)
+
+    def takes_several_passes(self) -> bool:
+        return self.steps_of[self.running[0]] > 1 or (self.parallel and not self.tokens_per_step)
+
+    def held_to_constraint(self, logits: torch.Tensor, candidates: list[int] | None = None) -> dict[int, int]:
+        """The tokens that the running pass predicts, by canvas position, where the response has a constraint.
+
+        ``candidates``: masked positions that it may fill; None: as far as it is known here.
+        """
+        if not self.plain_constraint or self.held[0] == len(self.order):
+            return self.held[1]
+        start = len(self.prompt)
+        if candidates is None:
+            candidates = self.candidates()
+            if self.fills_computed:
+                candidates = self.masked(candidates[0], self.window[1])
+            elif self.begins_alone() and self.takes_several_passes():
+                candidates = [self.window[0]]
+
+        def row_of(place: int) -> torch.Tensor | None:
+            position = start + place
+            row = self.row(logits, position)
+            if position not in candidates or row.isnan().any():
+                return None
+            if self.model.is_dream and self.temperature > 0:
+                tempered = row / self.temperature
+                row = self._filtered(tempered)
+                row = torch.where(row > torch.finfo(row.dtype).min, row, tempered - 1e6)
+            return self.noisy(row, position)
+
+        response = [None if token == self.model.mask else token for token in self.canvas[start:]]
+        tokens = held_tokens(
+            self.plain_constraint,
+            response,
+            self.template,
+            self.window[1] - start,
+            row_of,
+            lambda a, b: self.decided(gap(a, b)),
+        )
+        self.held = len(self.order), {start + place: token for place, token in tokens.items()}
+        return self.held[1]
 
     def prior(self) -> dict[int, float]:
         """What the confidence of each position of the response is weighted with."""
@@ -400,15 +453,13 @@ class Decoding:
 
     def score(self, logits: torch.Tensor, position: int, prior: float = 1.0) -> Scored:
         """``prior`` weights the confidence."""
-        row = logits[max(position - 1, 0) if self.model.is_dream else position].clone()
+        row = untempered = self.row(logits, position)
         assert not row.isnan().any(), f"position {position} was not predicted"
-        if position < self.last_given:
-            row[self.stop_token_ids] = -math.inf
-        untempered = row
+        held = self.held_to_constraint(logits).get(position)
         if self.model.is_dream:  # LLaDA's confidence is of the plain softmax
             row = self._filtered(row / self.temperature if self.temperature > 0 else row)
         plain = untempered.softmax(-1)
-        token, token_gap = self._token(row, position)
+        token, token_gap = self._token(row, position) if held is None else (held, math.inf)
         if self.held_back(position, token):
             return Scored(-math.inf, position, token, token_gap)
         p = row.softmax(-1)
@@ -416,7 +467,7 @@ class Decoding:
         confidence = {
             "low_confidence": plain[token],
             "maskgit_plus": p[token],
-            "topk_margin": top[0] - top[1],
+            "topk_margin": top[0] - top[1] if held is None or p[token] == top[0] else p[token] - top[0],
             "entropy": (p * (p + 1e-10).log()).sum(),
             "low_entropy": (plain * (plain + 1e-10).log()).sum(),
         }[self.unmasking]
@@ -424,13 +475,24 @@ class Decoding:
 
     def _token(self, row: torch.Tensor, position: int) -> tuple[int, float]:
         """The predicted token, and by how much it won. Gumbel-max: argmax of exp(logits) / (-log u)^T."""
+        score = self.noisy(row, position)
+        best, second = score.topk(2).values.tolist()
+        return int(score.argmax()), gap(best, second)
+
+    def row(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """The logits that predict a position."""
+        row = logits[max(position - 1, 0) if self.model.is_dream else position].clone()
+        if position < self.last_given:
+            row[self.stop_token_ids] = -math.inf
+        return row
+
+    def noisy(self, row: torch.Tensor, position: int) -> torch.Tensor:
         score = row.double()
         if self.uniform is not None:
             temperature = 1.0 if self.model.is_dream else self.temperature  # Dream's rows are tempered already
             score = score - temperature * (-self.uniform(len(self.order), position).log()).log()
             score[self.model.mask] = -math.inf
-        best, second = score.topk(2).values.tolist()
-        return int(score.argmax()), gap(best, second)
+        return score
 
     def held_back(self, position: int, token: int) -> bool:
         ends = self.model.end_tokens if self.delay_eos else ()

@@ -187,12 +187,14 @@ class PlainESDLLM:
     def unmask(self, rows: list[int], logits: torch.Tensor) -> None:
         run = self.run
         first, end = run.window
+        held_tokens = run.held_to_constraint(logits, run.candidates())
         for row in set(rows) & set(self.block):
             position = row + self.shift
             p = logits[row].softmax(-1)
-            held = not self.shift and run.held_back(position, int(p.argmax()))
+            token = held_tokens.get(position, int(p.argmax()))
+            held = not self.shift and run.held_back(position, token)
             masked = run.canvas[position] == self.model.mask
-            self.confidence[row] = float(p.max()) if masked and not held else 0.0
+            self.confidence[row] = float(p[token]) if masked and not held else 0.0
         prior = run.prior()
         candidates = [p for p in run.candidates() if p - self.shift in rows]
         run.watch(logits, candidates)

@@ -4,6 +4,7 @@ import asyncio
 import errno
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -45,10 +46,12 @@ class Engine:
 def serve(engine, *, until):
     """Run vLLM's part, ``until(engine)``, to its end; returns the application, or raises what the whole raises."""
     closed = []
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, server=SimpleNamespace(should_exit=False)))
 
     async def close():
         closed.append(True)
+
+    server = SimpleNamespace(should_exit=False, shutdown=close)
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, server=server))
 
     async def serve_http(app, sock, **kwargs):
         assert sock is None
@@ -78,6 +81,14 @@ def test_a_server_that_is_asked_to_stop_tells_its_clients_and_succeeds():
     assert app.state.refusal == STOPPING
     assert engine.stopped_after == 7
     assert [type(error) for error in engine.told] == [ServerStopping]
+
+
+def test_a_worker_that_ends_while_vllm_asks_who_has_the_port_cuts_off_no_client():
+    async def stop_and_ask(engine):
+        await stop(engine)
+        raise psutil.ZombieProcess(1)
+
+    serve(Engine(), until=stop_and_ask)
 
 
 def test_an_api_server_beside_others_lets_its_requests_finish_before_it_stops():

@@ -192,15 +192,15 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
 
 
 @pytest.mark.parametrize(
-    ("program", "model", "preloaded", "number", "name", "status", "said"),
+    ("program", "model", "number", "name", "status", "said"),
     [
-        ("vllm", demo_model_path(), False, signal.SIGTERM, "EngineCore", 0, "dllm: stopped"),
-        ("dllm", "demo", True, signal.SIGINT, "Worker", 130, "dllm: interrupted"),
+        ("vllm", demo_model_path(), signal.SIGTERM, "EngineCore", 0, "dllm: stopped"),
+        ("dllm", "demo", signal.SIGINT, "Worker", 130, "dllm: interrupted"),
     ],
     ids=["SIGTERM", "Ctrl-C"],
 )
-def test_a_signal_ends_a_server_that_loads(start, program, model, preloaded, number, name, status, said):
-    watched = start(program=program, model=model, preloaded=preloaded)
+def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, status, said):
+    watched = start(program=program, model=model)
     server = watched.server
     deadline = time.monotonic() + START_TIMEOUT_S
     while watched.process_called(name) is None:

@@ -46,7 +46,13 @@ def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
     """Of requests that run together and leave nothing behind."""
     from dllm_engine import DiffusionParams
 
-    params = [DiffusionParams(**({"ignore_eos": True} | asked)) for _, asked in requests]
+    params = [
+        DiffusionParams(
+            **({"ignore_eos": True} | {name: value for name, value in asked.items() if name != "constraint"}),
+            extra_args={"constraint": asked["constraint"]} if "constraint" in asked else None,
+        )
+        for _, asked in requests
+    ]
     outputs = generate(llm, [prompt for prompt, _ in requests], params)
     assert_nothing_left(llm)
     return [

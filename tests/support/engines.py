@@ -2,8 +2,11 @@
 
 import gc
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 if TYPE_CHECKING:
     import pytest
@@ -12,6 +15,9 @@ if TYPE_CHECKING:
     from dllm_engine import LLM
     from dllm_engine.model_executor.model_runner import DiffusionModelRunner
     from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
+
+EACH_METHOD_WITH_A_FAMILY = list(zip(CACHE_METHODS, cycle(("LLaDA", "Dream"))))
+"""Both families with each method are in ``tests/methods/test_random_requests.py``."""
 
 
 class EngineFactory:

@@ -4,6 +4,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Constraint
 from tests.oracles.decoding import Decoding
 from tests.support.answers import Request, answers
 
@@ -86,6 +90,35 @@ def in_spans(requests: list[Request], number: int) -> list[Request]:
             asked["response_template"] = asked["response_template"] + [None] * 12
         asked |= {"slow_fast": SPANS[(i + number) % len(SPANS)], "unmasking": "low_confidence"}
     return requests
+
+
+def in_constraints(requests: list[Request], number: int, vocab_size: int, mask: int) -> list[Request]:
+    """Some of them with random constraints that they can satisfy."""
+    draw = random.Random(number)
+    for _, asked in requests[1::3]:
+        template = asked.get("response_template") or [None] * asked["gen_length"]
+        while True:
+            automaton = random_automaton(draw, vocab_size, {mask})
+            constraint = Constraint(automaton, frozenset(asked.get("stop_token_ids", ())))
+            if constraint.completable(template)[0][0]:
+                asked["constraint"] = automaton.packed
+                break
+    return requests
+
+
+def random_automaton(draw: random.Random, vocab_size: int, never: set[int]) -> Automaton:
+    """``never``: tokens of no class."""
+    num_states, num_classes = draw.randrange(1, 6), draw.randrange(1, 7)
+    class_of = [-1 if token in never else draw.randrange(-1, num_classes) for token in range(vocab_size)]
+    following = [[draw.randrange(-1, num_states) for _ in range(num_classes)] for _ in range(num_states)]
+    accepting = [draw.random() < 0.5 for _ in range(num_states)]
+    return Automaton(np.array(class_of, np.int32), np.array(following, np.int32), np.array(accepting))
+
+
+def any_text(vocab_size: int, never: set[int]) -> Automaton:
+    """Accepts every sequence of tokens but those with tokens of ``never``."""
+    class_of = [-1 if token in never else 0 for token in range(vocab_size)]
+    return Automaton(np.array(class_of, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
 
 
 def assert_answers_as(

@@ -1,5 +1,7 @@
 """Decoding on random checkpoints: the engine against a plain implementation, in settings the reference cases lack."""
 
+import random
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from tests.oracles.decoding import Decoding, Uniform
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.answers import answers
+from tests.support.random_requests import random_automaton
 
 PROMPTS = [
     [(7 * i * i + 3 * i * k + 11 * k) % 140 for i in range(length)]
@@ -59,6 +62,9 @@ SAMPLED_SETTINGS = {
 }  # fmt: skip
 
 
+CONSTRAINT = random_automaton(random.Random(0), tiny_checkpoints.VOCAB_SIZE, {tiny_checkpoints.MASK})
+
+
 def assert_decodes_like_the_plain_model(llm, folder, settings, seed: int | None = None) -> None:
     """Two prompts of different lengths in one batch: tokens, order and number of forward passes."""
     plain, uniform = PlainModel(folder), None if seed is None else uniform_of(seed)
@@ -85,10 +91,11 @@ def uniform_of(seed: int) -> Uniform:
     return draw
 
 
+@pytest.mark.parametrize("constraint", [{}, {"constraint": CONSTRAINT.packed}], ids=["free", "constrained"])
 @pytest.mark.parametrize("name", SAMPLED_SETTINGS)
-def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, name):
+def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, name, constraint):
     folder = unsure_dream if "filters" in name else tiny_dream if "dream" in name else tiny_llada
-    assert_decodes_like_the_plain_model(engines(folder), folder, SAMPLED_SETTINGS[name], seed=17)
+    assert_decodes_like_the_plain_model(engines(folder), folder, SAMPLED_SETTINGS[name] | constraint, seed=17)
 
 
 @pytest.mark.parametrize("name", LLADA_SETTINGS)

@@ -1,0 +1,85 @@
+"""Tokens that spell a text which a constraint accepts, chosen by classes of tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, Constraint
+
+
+@dataclass(frozen=True)
+class ConstrainedRows:
+    """Rows that predict positions of one constrained response."""
+
+    rows: slice
+    class_of: torch.Tensor
+    """int64 ``[vocab_size]``: the class of each token; ``num_classes`` for a token that must not be written."""
+    num_classes: int
+    choose: Callable[[np.ndarray], np.ndarray]
+    """From the score of each row's best token of each class, ``[num_rows, num_classes]``, to the class that each row
+    writes, int64 ``[num_rows]``; −1 for a row that the constraint leaves open."""
+
+    def within(self, chunk: slice) -> slice:
+        """Those among the rows of ``chunk``, counted from its first."""
+        return slice(max(self.rows.start - chunk.start, 0), max(self.rows.stop - chunk.start, 0))
+
+
+def constrained_rows(
+    response: ConstrainedResponse,
+    known: np.ndarray,
+    stop: int,
+    rows: slice,
+    positions: np.ndarray,
+    device: torch.device,
+) -> ConstrainedRows:
+    """``rows`` that predict ``positions`` of a response; ``known`` and ``stop`` as for ``ConstrainedResponse``."""
+    constraint = response.constraint
+    return ConstrainedRows(
+        rows,
+        _class_of(constraint, device),
+        constraint.num_classes,
+        lambda scores: response.classes(known, stop, positions, scores),
+    )
+
+
+@lru_cache(maxsize=32)
+def _class_of(constraint: Constraint, device: torch.device) -> torch.Tensor:
+    class_of = constraint.class_of.astype(np.int64)
+    return on_device(np.where(class_of < 0, constraint.num_classes, class_of), device)
+
+
+def class_maxima(scores: torch.Tensor, class_of: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """The best score of each class, ``[num_rows, num_classes]``; −∞ for a class without a token.
+
+    ``scores``: ``[num_rows, num_tokens]``; ``class_of``: of the same tokens.
+    """
+    found = scores.new_full((scores.shape[0], num_classes + 1), -torch.inf)
+    return found.scatter_reduce_(1, class_of.expand_as(scores), scores, "amax")[:, :-1]
+
+
+def best_of_class(
+    scores: torch.Tensor, class_of: torch.Tensor, classes: torch.Tensor, forbidden_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of each row's class; of all but ``forbidden_token`` where the class is −1.
+
+    Args:
+        scores: ``[num_rows, num_tokens]``.
+        class_of: of the same tokens.
+        classes: int64 ``[num_rows]``.
+        forbidden_token: a column; −1 for none.
+
+    Returns:
+        score: ``[num_rows]``; −∞ where no token is of the class.
+        column: int64 ``[num_rows]``.
+    """
+    allowed = (class_of == classes[:, None]) | (classes < 0)[:, None]
+    if forbidden_token >= 0:
+        allowed[:, forbidden_token] = False
+    # A token that has no probability is better than one that must not be written.
+    lowest = torch.finfo(scores.dtype).min
+    score, column = scores.clamp(min=lowest).masked_fill(~allowed, -torch.inf).max(dim=-1)
+    return score, column

@@ -1,0 +1,1 @@
+"""What a request's text must match, as an automaton over tokens."""
