@@ -135,7 +135,7 @@ def hole_examples(task: str, count: int, seed: int) -> list[tuple[Example, str, 
     """Draw ``count`` examples of a task with several items, each with its response in three parts: what stands before
     an item, the item, and what stands behind it. The task ``chat`` has no items."""
     rng = random.Random(f"hole {task} {seed}")
-    made = []
+    made: list[tuple[Example, str, str, str]] = []
     while len(made) < count:
         (example,) = make_examples(task, 1, rng.randrange(TRAINING_SEED_START))
         item, answer = rng.choice(example.items), f" {example.answer}"
