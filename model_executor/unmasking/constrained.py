@@ -46,7 +46,7 @@ def constrained_rows(
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def _class_of(constraint: Constraint, device: torch.device) -> torch.Tensor:
     class_of = constraint.class_of.astype(np.int64)
     return on_device(np.where(class_of < 0, constraint.num_classes, class_of), device)

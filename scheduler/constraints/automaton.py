@@ -44,7 +44,7 @@ def unpacked(packed: bytes) -> Automaton:
     return _unpacked(packed)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def _unpacked(packed: bytes) -> Automaton:
     buffer = io.BytesIO(zlib.decompress(packed[16:]))
     automaton = Automaton(*(np.load(buffer, allow_pickle=False) for _ in range(3)))

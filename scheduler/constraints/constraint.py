@@ -32,6 +32,10 @@ class Constraint:
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
         self.next_state[:, ~used] = -1
         self.num_states, self.num_classes = self.next_state.shape
+        self._before_masks = [self.accepting]
+        """From which states so many tokens lead to an accepted text; grows as it is asked for."""
+        self._settled = False
+        """Whether any more tokens lead there from the states of the last entry."""
 
     def completable(self, template: Sequence[int | None]) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
@@ -39,17 +43,19 @@ class Constraint:
 
         ``template``: the response, with None for each mask.
         """
-        accepted = self.accepting
-        found = [accepted]
-        settled = False
-        for token in reversed(template):
-            if token is not None:
-                accepted, settled = self._before(accepted, token), False
-            elif not settled:
-                before = self._before(accepted, None)
-                accepted, settled = before, np.array_equal(before, accepted)
-            found.append(accepted)
+        num_given = next((i for i in range(len(template), 0, -1) if template[i - 1] is not None), 0)
+        found = [self._completed_by(count) for count in range(len(template) - num_given + 1)]
+        for token in reversed(template[:num_given]):
+            found.append(self._before(found[-1], token))
         return found[::-1]
+
+    def _completed_by(self, count: int) -> np.ndarray:
+        """The states from which ``count`` tokens lead to an accepted text, bool ``[num_states]``."""
+        while count >= len(self._before_masks) and not self._settled:
+            last = self._before_masks[-1]
+            self._before_masks.append(self._before(last, None))
+            self._settled = np.array_equal(self._before_masks[-1], last)
+        return self._before_masks[min(count, len(self._before_masks) - 1)]
 
     def fewest_tokens(self) -> int | None:
         """Of an accepted text, without an end token; None where there is no such text."""
@@ -124,7 +130,7 @@ class Constraint:
         return path
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def constraint_of(packed: bytes, end_tokens: frozenset[int]) -> Constraint:
     """The constraint of ``Automaton.packed``. Requests of one automaton share it."""
     return Constraint(unpacked(packed), end_tokens)
