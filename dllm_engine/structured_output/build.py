@@ -68,8 +68,8 @@ def build(task: Task, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
         return token_automaton(machine, token_bytes, starts, task.max_states)
     except TooManyStatesError:
         raise ValueError(
-            f"its automaton has more states than max_automaton_states={task.max_states}; shorter maximum lengths make it "
-            "smaller, and so do [0-9] and [A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"
+            f"its automaton has more states than max_automaton_states={task.max_states}; shorter maximum lengths make "
+            "it smaller, and so do [0-9] and [A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"
         ) from None
     except (MemoryError, RecursionError) as error:
         raise ValueError(f"its automaton takes too much to build ({type(error).__name__})") from None
