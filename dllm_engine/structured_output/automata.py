@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 from vllm.tokenizers import TokenizerLike
 
-import dllm_engine
 from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BUILT, Task
@@ -119,7 +118,7 @@ def _size(automaton: Automaton) -> int:
 def _build_apart(grammar: Grammar, vocabulary: Vocabulary, limits: Limits) -> Automaton:
     seconds = math.ceil(limits.build_seconds)
     task = Task(grammar.kind, grammar.text, grammar.spaces, limits.max_states, seconds)
-    root = str(Path(dllm_engine.__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     try:
         ended = subprocess.run(
