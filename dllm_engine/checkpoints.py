@@ -13,7 +13,7 @@ from dllm_engine.demo import model_path
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
-    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
+    from dllm_engine.model_executor.models.configs import Config
 
 _LLADA_8B: dict[str, Any] = {
     "model_type": "llada",
@@ -41,17 +41,35 @@ _DREAM_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_LLADA_MOE_7B: dict[str, Any] = {
+    "model_type": "llada",
+    "architectures": ["LLaDAMoEModelLM"],
+    "hidden_size": 2048,
+    "expert_intermediate_size": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qk_layernorm": True,
+    "vocab_size": 157_184,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
     "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,
     "GSAI-ML/LLaDA-1.5": _LLADA_8B,
+    "inclusionAI/LLaDA-MoE-7B-A1B-Base": _LLADA_MOE_7B,
+    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": _LLADA_MOE_7B,
     "Dream-org/Dream-v0-Base-7B": _DREAM_7B,
     "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
 
 
-def load_config(model: str) -> "LLaDAConfig | DreamConfig":
+def load_config(model: str) -> "Config":
     """A model's config: of its folder, known by its name, or of Hugging Face, which is asked for config.json alone.
 
     Raises ``ValueError`` naming the model or the key of its config that is not supported.

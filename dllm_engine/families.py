@@ -1,7 +1,7 @@
 """What the engine must know of a model family beside its weights: how its authors decode with it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 ScheduleKind = Literal["uniform", "timestep"]
@@ -9,13 +9,14 @@ ScheduleKind = Literal["uniform", "timestep"]
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Decoding conventions shared by all checkpoints of one ``model_type``."""
+    """Decoding conventions shared by all checkpoints of one architecture."""
 
     name: str
     model_type: str
-    """``model_type`` in the checkpoint's config.json."""
+    """``model_type`` in the checkpoint's config.json, which families may share."""
     architecture: str
-    """The entry of ``architectures`` in config.json, under which vLLM finds the model class."""
+    """The entry of ``architectures`` in config.json, which tells families apart, and under which vLLM finds the model
+    class."""
     schedule: ScheduleKind
     """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
     shifts_logits: bool
@@ -44,6 +45,12 @@ LLADA = ModelFamily(
     default_block_length=32,
     checkpoints=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"),
 )
+LLADA_MOE = replace(
+    LLADA,
+    name="LLaDA-MoE",
+    architecture="LLaDAMoEModelLM",
+    checkpoints=("inclusionAI/LLaDA-MoE-7B-A1B-Base", "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"),
+)
 DREAM = ModelFamily(
     name="Dream",
     model_type="Dream",
@@ -61,18 +68,27 @@ DREAM = ModelFamily(
     strict_entropy_threshold=True,
     slow_fast={"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2},
 )
-FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (LLADA, DREAM)}
+FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (LLADA, LLADA_MOE, DREAM)}
+
+
+def find_family(model_type: object, architectures: object) -> ModelFamily | None:
+    """The family that a config states: of those of its ``model_type`` the one that ``architectures`` lists, else the
+    first; None where there is none of the type."""
+    of_type = [family for family in FAMILIES.values() if family.model_type == model_type]
+    listed = architectures if isinstance(architectures, list) else []
+    return next((family for family in of_type if family.architecture in listed), of_type[0] if of_type else None)
 
 
 def family_of(hf_config: object) -> ModelFamily:
     """The family of a checkpoint's config; raises ``ValueError`` naming the supported ones."""
     model_type = getattr(hf_config, "model_type", None)
-    try:
-        return FAMILIES[str(model_type)]
-    except KeyError:
+    family = find_family(model_type, getattr(hf_config, "architectures", None))
+    if family is None:
+        supported = ", ".join(sorted({family.model_type for family in FAMILIES.values()}))
         raise ValueError(
-            f"model_type={model_type!r} is not a supported diffusion language model; supported: {', '.join(FAMILIES)}"
-        ) from None
+            f"model_type={model_type!r} is not a supported diffusion language model; supported: {supported}"
+        )
+    return family
 
 
 def model_end_tokens(hf_config: object) -> list[int]:

@@ -24,10 +24,8 @@ def _register_models() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from dllm_engine.families import FAMILIES
     from dllm_engine.model_executor.models import configs
-    from dllm_engine.model_executor.models.dream import DreamModel
-    from dllm_engine.model_executor.models.llada import LLaDAModelLM
+    from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES
     from dllm_engine.model_executor.models.tokenizers import register_tokenizers
     from dllm_engine.model_executor.page_memory import register_pool_spec
     from dllm_engine.quiet import keep_our_warnings
@@ -35,10 +33,10 @@ def _register_models() -> None:
 
     AutoConfig.register("llada", configs.LLaDAConfig, exist_ok=True)
     AutoConfig.register("Dream", configs.DreamConfig, exist_ok=True)
-    for family, model in zip(FAMILIES.values(), (LLaDAModelLM, DreamModel), strict=True):
+    for architecture, model in MODEL_CLASSES.items():
         # The class, not its import path: vLLM inspects a path in a subprocess, for 16 s.
-        ModelRegistry.register_model(family.architecture, model)
-        MODELS_CONFIG_MAP[family.architecture] = DiffusionEngineConfig
+        ModelRegistry.register_model(architecture, model)
+        MODELS_CONFIG_MAP[architecture] = DiffusionEngineConfig
     register_tokenizers()
     register_pool_spec()
     keep_our_warnings()

@@ -25,7 +25,8 @@ from dllm_engine.text import one_line
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 512
 """Logits that are made at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
-FILTER_BYTES = 4
+FLOAT32_BYTES = 4
+FILTER_BYTES = FLOAT32_BYTES
 """What top-p and top-k hold for each logit: its float32, or what takes its place."""
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
@@ -287,31 +288,58 @@ def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan
         progress.advance(spec, min(plan.quota.count, progress.num_masked))
 
 
-def layer_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's matrix products on one rank, in order: q, k and v; the attention's output; gate
-    and up; down."""
+def attention_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:
+    """Inputs and outputs of a layer's matrix products on one rank: q, k and v; the attention's output."""
     tp, hidden = tensor_parallel_size, config.hidden_size
     head_dim = hidden // config.num_attention_heads
     heads, kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
-    width = config.intermediate_size // tp
-    return [
-        (hidden, (heads + 2 * kv_heads) * head_dim),
-        (heads * head_dim, hidden),
-        (hidden, 2 * width),
-        (width, hidden),
-    ]
+    return [(hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden)]
+
+
+def mlp_matrices(hidden: int, width: int, tensor_parallel_size: int) -> list[tuple[int, int]]:
+    """Those of an MLP: gate and up; down."""
+    return [(hidden, 2 * width // tensor_parallel_size), (width // tensor_parallel_size, hidden)]
+
+
+def layers_by_kind(config: Any) -> list[tuple[int, Any]]:
+    """How many layers have an MLP (None) or experts (their ``ExpertShape``)."""
+    experts, num_layers = getattr(config, "experts", None), config.num_hidden_layers
+    num_dense = num_layers if experts is None else len(experts.dense_layers)
+    return [(number, kind) for number, kind in ((num_dense, None), (num_layers - num_dense, experts)) if number]
 
 
 def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> int:
     """Bytes of the weights on one tensor-parallel rank."""
     tp, hidden = tensor_parallel_size, config.hidden_size
-    matrices = layer_matrices(config, tp)
-    layer = 2 * hidden + sum(inputs * outputs for inputs, outputs in matrices)
+    attention = attention_matrices(config, tp)
+    numbers = config.num_hidden_layers * (2 * hidden + sum(inputs * outputs for inputs, outputs in attention))
     if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
-        layer += matrices[0][1]
+        numbers += config.num_hidden_layers * attention[0][1]
+    if getattr(config, "qk_layernorm", False):
+        numbers += config.num_hidden_layers * 2 * hidden // config.num_attention_heads
+    biases = 0
+    for number, experts in layers_by_kind(config):
+        widths = [config.intermediate_size]
+        if experts is not None:
+            widths = [experts.intermediate_size] * experts.num_experts + [experts.shared_intermediate_size]
+            numbers += number * hidden * experts.num_experts
+            biases += number * experts.num_experts * experts.has_bias
+        numbers += number * sum(i * o for width in widths for i, o in mlp_matrices(hidden, width, tp))
     table = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp * hidden
     tables = 1 if config.tie_word_embeddings else 2
-    return dtype_bytes * (config.num_hidden_layers * layer + tables * table + hidden)
+    return dtype_bytes * (numbers + tables * table + hidden) + FLOAT32_BYTES * biases
+
+
+def _mlp_numbers(config: Any, tensor_parallel_size: int) -> int:
+    """The most numbers that a layer's feed-forward branch holds for a row."""
+    tp, hidden, most = tensor_parallel_size, config.hidden_size, 0
+    for _, experts in layers_by_kind(config):
+        if experts is None:
+            most = max(most, 3 * config.intermediate_size // tp + hidden)
+        else:  # as vLLM's Triton kernels hold it: each of a row's experts has an output of its own
+            width, shared = experts.intermediate_size // tp, experts.shared_intermediate_size // tp
+            most = max(most, experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden)
+    return most
 
 
 def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
@@ -325,7 +353,7 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     kv = max(1, config.num_key_value_heads // tp) * (hidden // config.num_attention_heads)
     stream = 2 * hidden * dtype_bytes  # hidden states and their norm
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * 4 * q
-    mlp = (3 * config.intermediate_size // tp + hidden) * dtype_bytes
+    mlp = _mlp_numbers(config, tp) * dtype_bytes
     phases = 2 * 4 * (hidden // config.num_attention_heads)
     head_rows = min(max(HEAD_CHUNK_NUMBERS // config.vocab_size, HEAD_CHUNK_ROWS), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FILTER_BYTES)

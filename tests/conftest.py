@@ -107,6 +107,13 @@ def tiny_llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_llada_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LLaDA-MoE checkpoint: six experts, a dense layer, vocabulary 150, canvas up to 256."""
+    folder = tmp_path_factory.mktemp("llada-moe")
+    return tiny_checkpoints.write_llada_moe(folder, **tiny_checkpoints.ALL_KINDS_OF_EXPERTS)
+
+
+@pytest.fixture(scope="session")
 def tiny_dream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Dream checkpoint: grouped queries, vocabulary 150, canvas up to 256."""
     return tiny_checkpoints.write_dream(tmp_path_factory.mktemp("dream"))

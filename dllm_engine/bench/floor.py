@@ -2,8 +2,9 @@
 
 That is the linear layers, one call of attention per layer and group of equal requests, and the head on the masked rows,
 at the pass's shapes: on the model's own weights, with the same threads, in the same process, from inputs that lie
-ready. Keys and values are different tensors, and each layer reads its own, as it must in any implementation. Norms,
-RoPE, page tables, choosing what is retained, and everything around the model are not in it.
+ready. Experts run with their router, which says whose weights are read. Keys and values are different tensors, and each
+layer reads its own, as it must in any implementation. Norms, RoPE, page tables, choosing what is retained, and
+everything around the model are not in it.
 """
 
 import statistics
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 from dllm_engine.bench.machine import seconds_of
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder
+from dllm_engine.model_executor.models.mlp import GatedMLP
 from dllm_engine.scheduler.step_plan import RetainedCopy, StepPlan
 
 _KV_BYTES = 256 << 20
@@ -69,7 +71,7 @@ class Floor:
 
         self._x = numbers(shape.num_rows, size.hidden_size)
         self._attended = numbers(shape.num_rows, layer.num_heads * layer.head_dim)
-        self._gated = numbers(shape.num_rows, layer.down_proj.input_size_per_partition)
+        self._gated = numbers(shape.num_rows, size.intermediate_size * layer.num_heads // size.num_heads)
         self._masked = self._x[: shape.head_rows]
         # A CPU's attention has no grouped-query form: there every query head is given keys of its own.
         kv_heads = layer.num_kv_heads if weight.is_cuda else layer.num_heads
@@ -86,17 +88,24 @@ class Floor:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        with self.model.forward_context():
+            self._run_layers()
+        head = self.model.lm_head
+        if self._masked.numel():
+            head.quant_method.apply(head, self._masked)
+
+    def _run_layers(self) -> None:
         for layer, heads in zip(self.model.layers, self._heads, strict=True):
             assert isinstance(layer, DecoderLayer)
             layer.qkv_proj(self._x)
             for q, (k, v) in heads:
                 F.scaled_dot_product_attention(q, k, v, enable_gqa=self._grouped)
             layer.out_proj(self._attended)
-            layer.gate_up_proj(self._x)
-            layer.down_proj(self._gated)
-        head = self.model.lm_head
-        if self._masked.numel():
-            head.quant_method.apply(head, self._masked)
+            if isinstance(layer.mlp, GatedMLP):
+                layer.mlp.gate_up_proj(self._x)
+                layer.mlp.down_proj(self._gated)
+            else:
+                layer.mlp(self._x)
 
     def seconds(self) -> float:
         """Of one pass."""

@@ -13,26 +13,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dllm_engine.model_executor.models.checkpoint import shapes_in_layer
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
-from dllm_engine.model_executor.models.dream import DreamModel
-from dllm_engine.model_executor.models.llada import LLaDAModelLM
+from dllm_engine.families import family_of
+from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, shapes_in_layer
+from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
+from dllm_engine.model_executor.models.mlp import expert_shard
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress, Span
 from dllm_engine.scheduler.step_plan import UnmaskQuota, unmask_quota
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
-_CLASSES: dict[str, type[DiffusionDecoder]] = {"llada": LLaDAModelLM, "Dream": DreamModel}
 _ENTROPY_EPS = 1e-10
-Part = tuple[str, str | int | None]
+Part = tuple[str, Shard]
 """A parameter of ``DiffusionDecoder``, and which shard of it."""
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """``[num_kv_heads, num_tokens, head_dim]`` each."""
 
 
 class PlainDecoder:
-    """A LLaDA or Dream: weights, and layers as functions of them."""
+    """A diffusion model: weights, and layers as functions of them."""
 
     def __init__(self, config: Any, weights: dict[Part, torch.Tensor]) -> None:
         self.shape = decoder_shape(config)
@@ -48,7 +47,7 @@ class PlainDecoder:
         """The weights in the safetensors files of a folder."""
         from safetensors import safe_open
 
-        locate = _CLASSES[config.model_type].locate
+        locate = model_class(config).locate
         weights: dict[Part, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt", device=str(device)) as tensors:
@@ -99,6 +98,8 @@ class PlainDecoder:
             self._linear(y, f"layers.{number}.qkv_proj", shard).unflatten(-1, (-1, self.shape.head_dim)).transpose(0, 1)
             for shard in "qkv"
         )
+        if self.shape.qk_norm:
+            q, k = self._norm(q, f"layers.{number}.q_norm"), self._norm(k, f"layers.{number}.k_norm")
         q, k = _rotate(q, phases), _rotate(k, phases)
         keys, values = (k, v) if kept is None else (torch.cat((kept[0], k), dim=1), torch.cat((kept[1], v), dim=1))
         group = self.shape.num_heads // self.shape.num_kv_heads
@@ -107,8 +108,27 @@ class PlainDecoder:
         attended = F.scaled_dot_product_attention(q[None], keys[None], values[None])[0]
         x = x + self._linear(attended.transpose(0, 1).flatten(1), f"layers.{number}.out_proj")
         y = self._norm(x, f"layers.{number}.mlp_norm")
-        gate, up = (self._linear(y, f"layers.{number}.gate_up_proj", shard) for shard in (0, 1))
-        return x + self._linear(F.silu(gate) * up, f"layers.{number}.down_proj"), q, (k, v)
+        has_experts = self.shape.experts_of(number) is not None
+        return x + (self._experts(y, number) if has_experts else self._mlp(y, f"layers.{number}.mlp")), q, (k, v)
+
+    def _mlp(self, y: torch.Tensor, name: str) -> torch.Tensor:
+        gate, up = (self._linear(y, f"{name}.gate_up_proj", shard) for shard in (0, 1))
+        return self._linear(F.silu(gate) * up, f"{name}.down_proj")
+
+    def _experts(self, y: torch.Tensor, number: int) -> torch.Tensor:
+        """One expert after the other, each on the rows that chose it."""
+        name, experts = f"layers.{number}.mlp", self.shape.experts
+        assert experts is not None
+        shares = self._linear(y, f"{name}.gate").softmax(dim=-1, dtype=torch.float32)
+        shares = shares + self.weights.get((f"{name}.expert_bias", None), 0)
+        weights, chosen = shares.topk(experts.top_k, dim=-1)
+        out = self._mlp(y, f"{name}.shared_expert") if experts.shared_intermediate_size else torch.zeros_like(y)
+        for expert in chosen.unique().tolist():
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up, down = (self.weights[_expert_part(number, expert, part)] for part in ("gate", "up", "down"))
+            added = F.linear(F.silu(F.linear(y[rows], gate)) * F.linear(y[rows], up), down)
+            out.index_add_(0, rows, added * weights[rows, place, None].to(y.dtype))
+        return out
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """``[num_rows, vocab_size]``"""
@@ -122,9 +142,20 @@ class PlainDecoder:
         return F.linear(x, self.weights[f"{name}.weight", shard], self.weights.get((f"{name}.bias", shard)))
 
 
+def model_class(config: Any) -> type[DiffusionDecoder]:
+    """The engine's class for a config."""
+    return MODEL_CLASSES[family_of(config).architecture]
+
+
 def decoder_shape(config: Any) -> DecoderShape:
-    """Sizes of a LLaDA or Dream config."""
-    return _CLASSES[config.model_type].decoder_shape(config)
+    """Sizes of a diffusion model's config."""
+    return model_class(config).decoder_shape(config)
+
+
+def _expert_part(layer: int, expert: int, projection: str) -> Part:
+    place = expert_shard(f"mlp.experts.{expert}.{projection}_proj", "weight")
+    assert place is not None
+    return f"layers.{layer}.{place[0]}", place[1]
 
 
 def _sizes(shape: DecoderShape) -> dict[Part, list[int]]:
@@ -132,9 +163,9 @@ def _sizes(shape: DecoderShape) -> dict[Part, list[int]]:
     sizes: dict[Part, list[int]] = {("embedding.weight", None): table, ("final_norm.weight", None): table[1:]}
     if not shape.tied_embeddings:
         sizes["lm_head.weight", None] = table
-    for (name, shard), size in shapes_in_layer(shape).items():
-        if shape.qkv_bias or not name.endswith(".bias"):
-            sizes |= {(f"layers.{i}.{name}", shard): size for i in range(shape.num_layers)}
+    for i in range(shape.num_layers):
+        of_layer = shapes_in_layer(shape, shape.experts_of(i))
+        sizes |= {(f"layers.{i}.{name}", shard): size for (name, shard), size in of_layer.items()}
     return sizes
 
 

@@ -8,28 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
-from dllm_engine.families import FAMILIES
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
-    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
+    from dllm_engine.model_executor.models.configs import Config
 
 NAMED_SHAPES: dict[str, str] = {
     "llada-8b": "GSAI-ML/LLaDA-8B-Base",
+    "llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
     "dream-7b": "Dream-org/Dream-v0-Base-7B",
 }
-_SCALED = {
-    "llada": ("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),
-    "Dream": (
-        *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
-        *("intermediate_size", "vocab_size"),
-    ),
-}
-_HEADS = {"llada": "n_heads", "Dream": "num_attention_heads"}
+_SCALED = (
+    *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+    "expert_intermediate_size",
+)
 
 
 def is_named_shape(model: str) -> bool:
-    """Whether ``model`` means random weights: ``llada-8b``, ``dream-7b``, or one scaled down such as ``llada-8b/4``."""
+    """Whether ``model`` means random weights: a name in ``NAMED_SHAPES``, or one scaled down such as ``llada-8b/4``."""
     return model.partition("/")[0] in NAMED_SHAPES
 
 
@@ -37,6 +34,7 @@ def named_shape(name: str) -> dict[str, Any]:
     """The config of a named shape.
 
     ``llada-8b/4`` has a quarter of the width, the heads (of unchanged size), the layers, the MLP and the vocabulary.
+    Experts become smaller, not fewer.
 
     Raises:
         ValueError: the name is unknown, or the heads cannot be divided so.
@@ -45,20 +43,19 @@ def named_shape(name: str) -> dict[str, Any]:
     if base not in NAMED_SHAPES:
         raise ValueError(f"model shape {name!r} is unknown; choose one of {', '.join(NAMED_SHAPES)}, or one with /N")
     config = dict(RELEASED_CONFIGS[NAMED_SHAPES[base]])
-    kind = config["model_type"]
-    heads = config[_HEADS[kind]]
+    heads = config["n_heads" if "n_heads" in config else "num_attention_heads"]
     allowed = [n for n in range(1, heads + 1) if heads % n == 0]
     if slash and (not divisor.isdecimal() or int(divisor) not in allowed):
         raise ValueError(
             f"model shape {name!r}: the {heads} heads of {base} are divided by one of {', '.join(map(str, allowed))}"
         )
-    for key in _SCALED[kind]:
+    for key in config.keys() & _SCALED:
         config[key] = max(1, config[key] // int(divisor or 1))
     config["mask_token_id"], config["eos_token_id"] = config["vocab_size"] - 1, config["vocab_size"] - 2
     return config
 
 
-def config_of(model: str) -> "LLaDAConfig | DreamConfig":
+def config_of(model: str) -> "Config":
     """The config of a named shape, or of a checkpoint by its folder or Hugging Face name.
 
     Raises ``ValueError`` as ``named_shape`` and ``load_config`` do.
@@ -73,8 +70,7 @@ def config_of(model: str) -> "LLaDAConfig | DreamConfig":
 def config_folder(config: dict[str, Any]) -> Iterator[Path]:
     """A folder with the config alone, for ``load_format="dummy"``; gone when the engine has been made from it."""
     with tempfile.TemporaryDirectory(prefix="dllm-shape-") as name:
-        architecture = FAMILIES[config["model_type"]].architecture
-        (Path(name) / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        (Path(name) / "config.json").write_text(json.dumps(config))
         yield Path(name)
 
 

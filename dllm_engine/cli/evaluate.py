@@ -45,7 +45,7 @@ from dllm_engine.evaluation.harness import (
 )
 from dllm_engine.evaluation.heat_map import draw_heat_map, write_cells
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, NEEDLE, demo_tasks, read_tasks, score_tasks
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE, demo_tasks, read_tasks, score_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
 from dllm_engine.evaluation.score import rows, write_csv
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff, plot_beside
@@ -85,8 +85,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default=DEMO_TASKS,
         metavar="NAME,…",
         help=f"tasks of the demo model ({', '.join(TASKS)}; `{DEMO_TASKS}` for all in a row; `{NEEDLE}` for a "
-        "heat map by length of the prompt and depth of what is asked for), or .jsonl files with "
-        'lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
+        f"heat map by length of the prompt and depth of what is asked for; `{HOLES}` for filling in), or .jsonl files "
+        'with lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
     )
     asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
     asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")

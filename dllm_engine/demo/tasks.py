@@ -131,6 +131,20 @@ def needle_examples(length: int, depth: int, count: int, seed: int) -> list[Exam
     return made
 
 
+def hole_examples(task: str, count: int, seed: int) -> list[tuple[Example, str, str, str]]:
+    """Draw ``count`` examples of a task with several items, each with its response in three parts: what stands before
+    an item, the item, and what stands behind it. The task ``chat`` has no items."""
+    rng = random.Random(f"hole {task} {seed}")
+    made: list[tuple[Example, str, str, str]] = []
+    while len(made) < count:
+        (example,) = make_examples(task, 1, rng.randrange(TRAINING_SEED_START))
+        item, answer = rng.choice(example.items), f" {example.answer}"
+        if len(example.items) > 1 and answer.count(f" {item}") == 1:
+            before, after = answer.split(f" {item}")
+            made.append((example, before, f" {item}", after))
+    return made
+
+
 def exact_match(response: str, example: Example) -> bool:
     """Whether the stripped response is exactly the expected answer."""
     return response.strip() == example.answer

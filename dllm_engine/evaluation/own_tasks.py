@@ -11,19 +11,33 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from dllm_engine.batch.files import BatchRequest
-from dllm_engine.demo.tasks import NEEDLE_DEPTHS, NEEDLE_LENGTHS, TASKS, make_examples, needle_examples
+from dllm_engine.demo.tasks import (
+    LIST_TASKS,
+    NEEDLE_DEPTHS,
+    NEEDLE_LENGTHS,
+    RECALL_TASKS,
+    TASKS,
+    hole_examples,
+    make_examples,
+    needle_examples,
+)
 from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.heat_map import Cell
 from dllm_engine.evaluation.score import Result, mean_and_error
+from dllm_engine.infill.template import response_template
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
+    from dllm_engine.params import DiffusionParams
 
 DEMO_TASKS = "demo"
 """All tasks of the demo model together."""
 NEEDLE = "needle"
 """The demo model's needle in a haystack, by length of the prompt and depth of the needle."""
+
+HOLES = "holes"
+"""The demo model's tasks with several items, one of which is to be filled in."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +46,22 @@ class OwnTask:
 
     request: BatchRequest
     answer: str
-    """Without white space around it."""
+    """Without white space around it, unless it fills a hole."""
     part: str = ""
     """Of the whole: which of the demo model's tasks, or which cell of a heat map, it belongs to."""
+    given: tuple[str, str] | None = None
+    """Text of the response before and behind a hole of as many tokens as the answer has; None: it is the response."""
 
 
 def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
     """So many examples of a task of the demo model, with ``DEMO_TASKS`` of each of them, with ``NEEDLE`` for each
-    length and depth."""
+    length and depth, with ``HOLES`` of each that has items."""
+    if name == HOLES:
+        return [
+            OwnTask(BatchRequest(prompt=example.prompt), item, part, (before, after))
+            for part in (*RECALL_TASKS, *LIST_TASKS)
+            for example, before, item, after in hole_examples(part, count, seed)
+        ]
     if name == NEEDLE:
         return [
             OwnTask(BatchRequest(prompt=example.prompt), example.answer, Cell(length, depth).name)
@@ -60,7 +82,19 @@ def requests_of(tasks: Sequence[OwnTask], llm: "LLM", decoding: dict[str, Any]) 
     if not llm.has_chat_template and any(task.request.messages for task in tasks):
         raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
     params, tokenizer = DiffusionParams(**decoding), llm.get_tokenizer()
-    return [(task.request.prompt_tokens(tokenizer), params) for task in tasks]
+    return [(task.request.prompt_tokens(tokenizer), _with_hole(params, task, tokenizer)) for task in tasks]
+
+
+def _with_hole(params: "DiffusionParams", task: OwnTask, tokenizer: Any) -> "DiffusionParams":
+    """Those of the response of ``params`` with what the task gives. Behind that, the model is to end it."""
+    if task.given is None:
+        return params
+    size = len(tokenizer.encode(task.answer, add_special_tokens=False))
+    template = response_template([task.given[0], size, task.given[1]], tokenizer)
+    params = params.clone()
+    template += [None] * ((params.gen_length or 0) - len(template))
+    params.gen_length, params.response_template, params.return_given = template.count(None), template, False
+    return params
 
 
 def score_tasks(tasks: Sequence[OwnTask], match: str, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
@@ -69,7 +103,7 @@ def score_tasks(tasks: Sequence[OwnTask], match: str, llm: "LLM", decoding: dict
     texts = answer(llm, requests_of(tasks, llm, decoding))
     parts: dict[str, list[float]] = {}
     for task, text in zip(tasks, texts, strict=True):
-        parts.setdefault(task.part, []).append(float(MATCHES[match](text, task.answer)))
+        parts.setdefault(task.part, []).append(float(MATCHES[match](text, task.answer.strip())))
     found = {part: mean_and_error(scores) for part, scores in parts.items()}
     stderr = sum((len(parts[part]) * error) ** 2 for part, (_, error) in found.items()) ** 0.5 / len(tasks)
     details = {part: mean for part, (mean, _) in found.items() if len(found) > 1}

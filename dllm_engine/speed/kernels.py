@@ -14,7 +14,7 @@ import torch
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.kernels.triton.tiles import splits_by_rule, tiles_by_rule
 from dllm_engine.model_executor.token_prediction import head_chunks
-from dllm_engine.sizing import VOCABULARY_PADDING, layer_matrices
+from dllm_engine.sizing import VOCABULARY_PADDING, attention_matrices, layers_by_kind, mlp_matrices
 from dllm_engine.speed.gpus import GPU, TILE_HEAD_DIM, programs_at_once
 
 BANDWIDTH_SHARE = 1700 / 2039
@@ -35,6 +35,11 @@ SMALL_TILE_SHARE = 0.35
 reaches this share on an H100 (arXiv 2407.08608, abstract)."""
 DENSE_TILE = 128
 """Rows of a program of FlashAttention with heads of 128; one program runs on a multiprocessor at a time."""
+ROUTING_LAUNCHES = 7
+"""Kernels of a layer with experts that only decide and sort: softmax, top k, the type of the ids, three that group rows
+by expert, the sum over a row's experts. Counted in vLLM's code."""
+NORM_OF_HEADS_LAUNCHES = 6
+"""Of queries and of keys: a copy, the norm, and back."""
 _WARPGROUP_ROWS = 64
 _FLOAT32, _TOKEN = 4, 8  # bytes
 
@@ -93,21 +98,47 @@ class Decoder:
         size: int = self.config.hidden_size // self.config.num_attention_heads
         return size
 
-    def layer(self, shape: PassShape, gpu: GPU, of_method: int, written: int) -> list[Kernel]:
+    @property
+    def layers_by_kind(self) -> list[tuple[int, Any]]:
+        """How many layers have which ``experts`` of ``layer``."""
+        return layers_by_kind(self.config)
+
+    def layer(self, shape: PassShape, gpu: GPU, of_method: int, written: int, experts: Any = None) -> list[Kernel]:
         """Of one layer, in a pass of requests that are alike.
 
         ``of_method``: kernels that are launched for the cache method; each reads and writes keys or values of as many
-        tokens as are ``written`` to pages.
+        tokens as are ``written`` to pages. ``experts``: the ``ExpertShape`` of the layer, None for one with an MLP.
         """
         config, size, rows = self.config, self.number_bytes, shape.num_rows
         stream = rows * config.hidden_size * size
         rotated = rows * (config.num_attention_heads + config.num_key_value_heads) * self.head_dim * size
-        qkv, out, gate_up, down = (self._matrix(rows, *matrix) for matrix in layer_matrices(config, 1))
+        qkv, out = (self._matrix(rows, *matrix) for matrix in attention_matrices(config, 1))
         norm = Kernel(4 * stream)  # reads the stream and what is added to it, writes the sum and its norm
-        activation = Kernel(3 * rows * config.intermediate_size * size)
-        attention = [Kernel(2 * rotated), *self._attention(shape, gpu)]
+        of_heads = [Kernel(rotated)] * NORM_OF_HEADS_LAUNCHES if getattr(config, "qk_layernorm", False) else []
+        attention = [*of_heads, Kernel(2 * rotated), *self._attention(shape, gpu)]
         pages = [Kernel(2 * written * self._token_bytes)] * of_method
-        return [norm, qkv, *attention, *pages, out, norm, gate_up, activation, down]
+        mlp = self._mlp(rows, config.intermediate_size) if experts is None else self._experts(rows, experts)
+        return [norm, qkv, *attention, *pages, out, norm, *mlp]
+
+    def _mlp(self, rows: int, width: int) -> list[Kernel]:
+        gate_up, down = (self._matrix(rows, *matrix) for matrix in mlp_matrices(self.config.hidden_size, width, 1))
+        return [gate_up, Kernel(3 * rows * width * self.number_bytes), down]
+
+    def _experts(self, rows: int, experts: Any) -> list[Kernel]:
+        """The router takes each expert equally often, so that a few rows already read the weights of most."""
+        hidden, size = self.config.hidden_size, self.number_bytes
+        router = self._matrix(rows, hidden, experts.num_experts)
+        chosen = rows * experts.top_k
+        read = experts.num_experts * (1 - (1 - experts.top_k / experts.num_experts) ** rows)
+        grouped = []
+        for inputs, outputs in mlp_matrices(hidden, experts.intermediate_size, 1):
+            weights = read * inputs * outputs * size
+            grouped.append(Kernel(weights + chosen * (inputs + outputs) * size, weights, 2 * chosen * inputs * outputs))
+        gate_up, down = grouped
+        activation = Kernel(3 * chosen * experts.intermediate_size * size)
+        deciding = [Kernel(chosen * hidden * size / ROUTING_LAUNCHES)] * ROUTING_LAUNCHES
+        shared = self._mlp(rows, experts.shared_intermediate_size) if experts.shared_intermediate_size else []
+        return [router, *deciding, gate_up, activation, down, *shared]
 
     def ends(self, shape: PassShape) -> list[Kernel]:
         """Tokens of the rows, their embedding, and what makes tokens and confidences of the rows that predict any."""

@@ -139,30 +139,32 @@ class _Clock:
 
     def _pass(self, plan: StepPlan, head_rows: int, batch: int) -> tuple[int, Times]:
         """Launches and seconds of one forward pass and the dispatch around it."""
-        layer, ends = self._kernels(plan, head_rows, batch)
-        num_layers, launches = self.decoder.num_layers, self.decoder.num_layers * len(layer) + len(ends)
-        floor = num_layers * sum(kernel.floor(self.gpu) for kernel in layer) + sum(k.floor(self.gpu) for k in ends)
+        kernels = self._kernels(plan, head_rows, batch)
+        launches = sum(number * len(alike) for number, alike in kernels)
+        floor = sum(number * sum(kernel.floor(self.gpu) for kernel in alike) for number, alike in kernels)
         beside = DISPATCH + batch * DISPATCH_OF_REQUEST
-        of_ends = self._on_device(ends, STREAM_GAP)
-        of_layers = num_layers * self._on_device(layer, STREAM_GAP)
-        launched = recorded = beside + max(launches * HOST_LAUNCH, of_layers + of_ends)
+        launched = recorded = beside + max(launches * HOST_LAUNCH, self._on_device(kernels, STREAM_GAP))
         size = padded_size([plan.max_rows] * batch) if self.method.recordable else None
         if size is not None and plan.state is RefreshState.REUSE:
             num_requests, num_rows = size
-            layer, ends = self._kernels(replace(plan, max_rows=num_rows), head_rows, num_requests)
-            recorded = beside + num_layers * self._on_device(layer, GRAPH_GAP) + self._on_device(ends, GRAPH_GAP)
+            kernels = self._kernels(replace(plan, max_rows=num_rows), head_rows, num_requests)
+            recorded = beside + self._on_device(kernels, GRAPH_GAP)
         return launches, Times(floor, launched, recorded)
 
-    def _on_device(self, kernels: list[Kernel], gap: float) -> float:
-        return sum(kernel.seconds(self.gpu) + gap for kernel in kernels)
+    def _on_device(self, kernels: list[tuple[int, list[Kernel]]], gap: float) -> float:
+        return sum(number * sum(kernel.seconds(self.gpu) + gap for kernel in alike) for number, alike in kernels)
 
-    def _kernels(self, plan: StepPlan, head_rows: int, batch: int) -> tuple[list[Kernel], list[Kernel]]:
-        """Of a layer, and of what comes before and behind all of them."""
+    def _kernels(self, plan: StepPlan, head_rows: int, batch: int) -> list[tuple[int, list[Kernel]]]:
+        """Of each kind of layer, with their number, and of what comes before and behind all layers."""
         assert self.method.launches is not None
         shape, of_method = self._shape(plan, head_rows, batch), self.method.launches.get(plan.state, 0)
         # What is not there yet, or in place of what is.
         written = batch * (plan.retained - plan.read or plan.max_rows)
-        return self.decoder.layer(shape, self.gpu, of_method, written), self.decoder.ends(shape)
+        layers = [
+            (number, self.decoder.layer(shape, self.gpu, of_method, written, experts))
+            for number, experts in self.decoder.layers_by_kind
+        ]
+        return [*layers, (1, self.decoder.ends(shape))]
 
     def _shape(self, plan: StepPlan, head_rows: int, batch: int) -> PassShape:
         canvases = [self.spec.canvas_length] * batch

@@ -170,14 +170,24 @@ def _with_guide_shape(options: EngineOptions, model_config: "ModelConfig") -> En
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    from vllm.platforms import current_platform
+
     parallel, offload = vllm_config.parallel_config, vllm_config.offload_config
+    has_experts = vllm_config.model_config.is_moe
     leave_unset = "leave it unset"
     use_tensors = "use tensor_parallel_size to split a model over GPUs, data_parallel_size for more requests"
     refused = {
         "pipeline_parallel_size": (parallel.pipeline_parallel_size > 1, use_tensors),
         "decode_context_parallel_size": (parallel.decode_context_parallel_size > 1, use_tensors),
         "prefill_context_parallel_size": (parallel.prefill_context_parallel_size > 1, use_tensors),
-        "enable_expert_parallel": (parallel.enable_expert_parallel, "these models have no experts; " + use_tensors),
+        # vLLM's experts for CPUs do not ask which of them a rank holds, and read beyond them.
+        "enable_expert_parallel": (
+            parallel.enable_expert_parallel and (not has_experts or current_platform.is_cpu()),
+            "it is for models with experts, on GPUs; " + use_tensors,
+        ),
+        # With experts, its ranks would wait for each other in every step, also those without requests.
+        "data_parallel_size": (parallel.data_parallel_size > 1 and has_experts, "start one server for each"),
+        "enable_eplb": (parallel.enable_eplb, leave_unset),
         "enable_batch_sharded_sampling": (bool(parallel.enable_batch_sharded_sampling), leave_unset),
         "enable_dbo": (parallel.enable_dbo, leave_unset),
         "ubatch_size": (parallel.ubatch_size > 0, leave_unset),

@@ -41,7 +41,7 @@ def refuse_models(reason: IncompatibleVLLMError) -> None:
 
     from dllm_engine.families import FAMILIES
 
-    for model_type in FAMILIES:
+    for model_type in {family.model_type for family in FAMILIES.values()}:
 
         def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
             raise reason

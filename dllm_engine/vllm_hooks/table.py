@@ -214,6 +214,8 @@ PRIVATE = (
     # Workers and what they run
     Private("vllm.v1.outputs", "DraftTokenIds EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput", _RUNNER),
     Private("vllm.tasks", "SupportedTask", _RUNNER),
+    Private("vllm.model_executor.layers.fused_moe", "FusedMoEFactory", "for experts"),
+    Private("vllm.forward_context", "set_forward_context", "for experts"),
     Private("vllm.distributed.parallel_state", "GraphCaptureContext GroupCoordinator.graph_capture", _RUNNER),
     Private("vllm.distributed.parallel_state", "GroupCoordinator is_global_first_rank", _RUNNER),
     Private("vllm.utils.gc_utils", "freeze_gc_heap", _WORKER),

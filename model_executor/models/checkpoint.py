@@ -5,17 +5,24 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
-from dllm_engine.model_executor.models.configs import check_config, read_json_object
-from dllm_engine.model_executor.models.decoder import DecoderShape, Shard
+from dllm_engine.families import family_of
+from dllm_engine.model_executor.models.configs import ExpertShape, check_config, read_json_object
+from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
+from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
+from dllm_engine.model_executor.models.mlp import expert_shard
 
 INDEX = "model.safetensors.index.json"
-_MODEL_CLASSES = {"llada": LLaDAModelLM, "Dream": DreamModel}
+MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
+    model.__name__: model for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel)
+}
+"""By the architecture that a checkpoint names."""
 _SIZES = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
     "vocab_size",
 )
+_EXPERT_SIZES = ("num_experts", "expert_intermediate_size", "shared_expert_intermediate_size")
 
 
 def check_safetensors(model: str) -> dict[str, tuple[Path, list[int]]]:
@@ -68,17 +75,22 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
         ValueError: naming the file, and the key or tensor, that is missing, damaged or does not fit the others.
     """
     check_config(config)
-    model_class = _MODEL_CLASSES[config.model_type]
+    model_class = MODEL_CLASSES[family_of(config).architecture]
     shape = model_class.decoder_shape(config)
     if not with_weights:
         return
     keys = [config.attribute_map.get(name, name) for name in _SIZES]
+    keys += [name for name in _EXPERT_SIZES if hasattr(config, name)]
     stated = f"{Path(model) / 'config.json'} ({', '.join(f'{key}={getattr(config, key)}' for key in keys)})"
-    wanted = shapes_in_layer(shape) | {
-        ("embedding.weight", None): [shape.vocab_size, shape.hidden_size],
-        ("lm_head.weight", None): [shape.vocab_size, shape.hidden_size],
-        ("final_norm.weight", None): [shape.hidden_size],
-    }
+    wanted = (
+        shapes_in_layer(shape, None)
+        | shapes_in_layer(shape, shape.experts)
+        | {
+            ("embedding.weight", None): [shape.vocab_size, shape.hidden_size],
+            ("lm_head.weight", None): [shape.vocab_size, shape.hidden_size],
+            ("final_norm.weight", None): [shape.hidden_size],
+        }
+    )
     is_quantized = getattr(config, "quantization_config", None) is not None
     num_layers = 0
     tensors = check_safetensors(model)
@@ -96,18 +108,40 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
         raise ValueError(f"{model}: the weights hold {num_layers} layers, not the {shape.num_layers} of {stated}")
 
 
-def shapes_in_layer(shape: DecoderShape) -> dict[tuple[str, Shard], list[int]]:
-    """Shapes of a layer's tensors by parameter and shard, as a model's ``locate`` names them."""
+def shapes_in_layer(shape: DecoderShape, experts: ExpertShape | None) -> dict[tuple[str, Shard], list[int]]:
+    """Shapes of the tensors of a layer with ``experts`` or without, by parameter and shard, as a model's ``locate``
+    names them."""
     hidden, kv_size = shape.hidden_size, shape.num_kv_heads * shape.head_dim
     shapes: dict[tuple[str, Shard], list[int]] = {
         ("attn_norm.weight", None): [hidden],
         ("mlp_norm.weight", None): [hidden],
         ("out_proj.weight", None): [hidden, hidden],
-        ("gate_up_proj.weight", 0): [shape.intermediate_size, hidden],
-        ("gate_up_proj.weight", 1): [shape.intermediate_size, hidden],
-        ("down_proj.weight", None): [hidden, shape.intermediate_size],
     }
     for shard, rows in (("q", hidden), ("k", kv_size), ("v", kv_size)):
         shapes["qkv_proj.weight", shard] = [rows, hidden]
-        shapes["qkv_proj.bias", shard] = [rows]
+        if shape.qkv_bias:
+            shapes["qkv_proj.bias", shard] = [rows]
+    if shape.qk_norm:
+        shapes |= {("q_norm.weight", None): [shape.head_dim], ("k_norm.weight", None): [shape.head_dim]}
+    if experts is None:
+        return shapes | _shapes_of_mlp("mlp", hidden, shape.intermediate_size)
+    shapes["mlp.gate.weight", None] = [experts.num_experts, hidden]
+    if experts.has_bias:
+        shapes["mlp.expert_bias", None] = [experts.num_experts]
+    if experts.shared_intermediate_size:
+        shapes |= _shapes_of_mlp("mlp.shared_expert", hidden, experts.shared_intermediate_size)
+    width = experts.intermediate_size
+    for projection, size in (("gate", [width, hidden]), ("up", [width, hidden]), ("down", [hidden, width])):
+        for number in range(experts.num_experts):
+            place = expert_shard(f"mlp.experts.{number}.{projection}_proj", "weight")
+            assert place is not None
+            shapes[place] = size
     return shapes
+
+
+def _shapes_of_mlp(name: str, hidden: int, width: int) -> dict[tuple[str, Shard], list[int]]:
+    return {
+        (f"{name}.gate_up_proj.weight", 0): [width, hidden],
+        (f"{name}.gate_up_proj.weight", 1): [width, hidden],
+        (f"{name}.down_proj.weight", None): [hidden, width],
+    }

@@ -1,4 +1,4 @@
-"""Configurations of the supported checkpoints: what a ``config.json`` may state, and the classes that hold it.
+"""Configurations of the supported checkpoints: the classes that hold what a ``config.json`` states.
 
 The classes are registered with ``transformers.AutoConfig`` so that the checkpoints' own remote code is never needed,
 also where ``auto_map`` names some.
@@ -6,138 +6,41 @@ also where ``auto_map`` names some.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from transformers import PretrainedConfig
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA
-from dllm_engine.options import explain
-
-LLADA_RELEASED_VOCAB_SIZE = 126_464
-LLADA_RELEASED_END_OF_TURN_ID = 126_348
-DREAM_RELEASED_VOCAB_SIZE = 152_064
-DREAM_RELEASED_END_OF_TURN_ID = 151_645
-
-# No model comes near these bounds; they keep a damaged file from asking for all memory.
-LayerCount = Annotated[int, Field(ge=1, le=10_000)]
-HeadCount = Annotated[int, Field(ge=1, le=100_000)]
-Width = Annotated[int, Field(ge=1, le=10_000_000)]
-VocabularySize = Annotated[int, Field(ge=1, le=1 << 24)]
-Positions = Annotated[int, Field(ge=1, le=1 << 24)]
-Epsilon = Annotated[float, Field(gt=0, lt=1)]
-RopeBase = Annotated[float, Field(gt=0)]
-TokenId = Annotated[int, Field(ge=0)]
-WeightType = Annotated[
-    Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
-]
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA_MOE, find_family
+from dllm_engine.model_executor.models import config_keys
+from dllm_engine.model_executor.models.config_keys import CheckpointKeys, DreamKeys, LLaDAKeys, LLaDAMoEKeys
+from dllm_engine.options import OPTIONS_KEY
 
 
-class CheckpointKeys(BaseModel):
-    """Keys of ``config.json`` that both families share; keys that no schema names may hold anything."""
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of a mixture of experts."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    family: ClassVar[Any]
-    size_keys: ClassVar[tuple[str, str, str]]
-    """The family's names of the hidden size, the attention heads and the KV heads."""
-
-    architectures: list[str] | None = None
-    dtype: WeightType | None = None
-    torch_dtype: WeightType | None = None
-    quantization_config: dict[str, Any] | None = None
-    vocab_size: VocabularySize
-    rms_norm_eps: Epsilon
-    rope_theta: RopeBase
-    mask_token_id: TokenId | None = None
-    end_of_turn_token_id: Any = None
-    eos_token_id: Any = None
-
-    @field_validator("architectures")
-    @classmethod
-    def _of_this_family(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and cls.family.architecture not in value:
-            raise ValueError(
-                f"model_type={cls.family.model_type!r} goes with the architecture {cls.family.architecture!r}"
-            )
-        return value
-
-    @field_validator("end_of_turn_token_id", "eos_token_id")
-    @classmethod
-    def _token_ids(cls, value: Any) -> Any:
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token) is int for token in ids):
-            raise ValueError("must be a token id or a list of token ids")
-        return value
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        names = self.size_keys
-        hidden, heads, kv_heads = (getattr(self, name) for name in names)
-        if hidden % heads or hidden // heads % 2:
-            raise ValueError(
-                f"{names[1]}={heads} does not divide {names[0]}={hidden} into heads of an even size, which RoPE needs"
-            )
-        if kv_heads is not None and heads % kv_heads:
-            raise ValueError(f"{names[2]}={kv_heads} does not divide {names[1]}={heads}")
-        rows = max(self.vocab_size, getattr(self, "embedding_size", None) or 0)
-        if self.mask_token_id is not None and self.mask_token_id >= rows:
-            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary of {rows}")
-        return self
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], source: str) -> Self:
-        """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its value and what it may be."""
-        try:
-            return cls.model_validate(dict(values))
-        except ValidationError as error:
-            raise ValueError(f"{source}: {explain(error, '')}") from None
+    num_experts: int
+    top_k: int
+    """Experts that compute a row."""
+    intermediate_size: int
+    """Of each expert."""
+    shared_intermediate_size: int
+    """Of the expert that computes every row; 0: there is none."""
+    has_bias: bool
+    """Whether a bias is added to the router's probabilities."""
+    dense_layers: tuple[int, ...]
+    """Layers that have a plain MLP instead."""
 
 
-class LLaDAKeys(CheckpointKeys):
-    """LLaDA's keys, and what its checkpoints mean where they leave one out."""
-
-    family = LLADA
-    size_keys = ("d_model", "n_heads", "n_kv_heads")
-
-    d_model: Width = 4096
-    n_heads: HeadCount = 32
-    n_kv_heads: HeadCount | None = None
-    n_layers: LayerCount = 32
-    mlp_hidden_size: Width | None = None
-    mlp_ratio: HeadCount = 4
-    vocab_size: VocabularySize = LLADA_RELEASED_VOCAB_SIZE
-    embedding_size: VocabularySize | None = None
-    max_sequence_length: Positions = 4096
-    rope_theta: RopeBase = 500_000.0
-    rms_norm_eps: Epsilon = 1e-5
-    weight_tying: bool = False
-    include_bias: bool = False
-    include_qkv_bias: bool = False
-
-
-class DreamKeys(CheckpointKeys):
-    """Dream's keys, and what its checkpoints mean where they leave one out."""
-
-    family = DREAM
-    size_keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-
-    vocab_size: VocabularySize = DREAM_RELEASED_VOCAB_SIZE
-    hidden_size: Width = 3584
-    intermediate_size: Width = 18_944
-    num_hidden_layers: LayerCount = 28
-    num_attention_heads: HeadCount = 28
-    num_key_value_heads: HeadCount | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: Positions = 131_072
-    rms_norm_eps: Epsilon = 1e-6
-    rope_theta: RopeBase = 1_000_000.0
-    rope_scaling: dict[str, Any] | None = None
-    use_sliding_window: bool = False
-    tie_word_embeddings: bool = False
-
-
+_WITHOUT_EFFECT = {
+    *("auto_map", "name_or_path", "transformers_version", "use_cache", "pad_token_id", "bos_token_id"),
+    *("attention_dropout", "initializer_range", "output_router_logits", "router_aux_loss_coef"),
+    *("router_num_group", "router_topk_group", *PretrainedConfig().to_dict(), OPTIONS_KEY),
+}
+"""Keys of LLaDA-MoE's checkpoints that say nothing about what the model computes."""
 _BASE_KEYS = ("architectures", "dtype", "torch_dtype", "quantization_config", "eos_token_id", "rope_scaling")
 """Keys that ``PretrainedConfig`` itself keeps."""
 
@@ -171,9 +74,58 @@ class LLaDAConfig(PretrainedConfig):
             self.mlp_hidden_size = stated.mlp_ratio * stated.d_model
         # The embedding has `embedding_size` rows; the tokenizer may use fewer.
         self.vocab_size = max(stated.vocab_size, stated.embedding_size or 0)
-        if stated.end_of_turn_token_id is None and stated.vocab_size == LLADA_RELEASED_VOCAB_SIZE:
-            self.end_of_turn_token_id = LLADA_RELEASED_END_OF_TURN_ID
+        if stated.end_of_turn_token_id is None and stated.vocab_size == config_keys.LLADA_RELEASED_VOCAB_SIZE:
+            self.end_of_turn_token_id = config_keys.LLADA_RELEASED_END_OF_TURN_ID
         super().__init__(tie_word_embeddings=stated.weight_tying, **rest)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """transformers knows configs by their ``model_type``, which LLaDA-MoE shares."""
+        own = config_class_of(config_dict) if cls is LLaDAConfig else None
+        if own is None or own is cls:
+            return super().from_dict(config_dict, **kwargs)
+        return own.from_dict(config_dict, **kwargs)
+
+
+class LLaDAMoEConfig(PretrainedConfig):
+    """``config.json`` of inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct, which has no mask token id."""
+
+    model_type = LLADA_MOE.model_type
+    schema: ClassVar[type[CheckpointKeys]] = LLaDAMoEKeys
+    include_qkv_bias: ClassVar[bool] = False
+    attribute_map = {"intermediate_size": "dense_intermediate_size"}  # noqa: RUF012 - the annotation of the base class
+
+    def __init__(self, **values: Any) -> None:
+        source = _source(values)
+        stated = LLaDAMoEKeys.read(values, source)
+        known = {*LLaDAMoEKeys.model_fields, *_WITHOUT_EFFECT}
+        if unknown := sorted(name for name in values if name not in known and not name.startswith("_")):
+            raise ValueError(
+                f"{source}: {', '.join(unknown)}: not known of LLaDA-MoE; remove what does not change the computation"
+            )
+        rest = _keep(self, stated, values)
+        if stated.num_key_value_heads is None:
+            self.num_key_value_heads = stated.num_attention_heads
+        if stated.vocab_size == config_keys.LLADA_MOE_RELEASED_VOCAB_SIZE:
+            if stated.mask_token_id is None:
+                self.mask_token_id = config_keys.LLADA_MOE_RELEASED_MASK_ID
+            rest["eos_token_id"] = (
+                config_keys.LLADA_MOE_RELEASED_END_ID if stated.eos_token_id is None else stated.eos_token_id
+            )
+        if stated.rope_scaling is not None:
+            self.rope_type = _rope_type(stated.rope_scaling)
+        super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
+
+    @property
+    def experts(self) -> ExpertShape:
+        return ExpertShape(
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            intermediate_size=self.expert_intermediate_size,
+            shared_intermediate_size=self.shared_expert_intermediate_size or 0,
+            has_bias=bool(self.moe_router_enable_expert_bias),
+            dense_layers=tuple(i for i, has_experts in enumerate(self.moe_layer_freq) if not has_experts),
+        )
 
 
 class DreamConfig(PretrainedConfig):
@@ -187,17 +139,22 @@ class DreamConfig(PretrainedConfig):
         rest = _keep(self, stated, values)
         if stated.num_key_value_heads is None:
             self.num_key_value_heads = stated.num_attention_heads
-        # transformers keeps its own, normalised `rope_scaling`; what the file said is all that matters here.
-        scaling = stated.rope_scaling or {}
-        self.rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-        if stated.end_of_turn_token_id is None and stated.vocab_size == DREAM_RELEASED_VOCAB_SIZE:
-            self.end_of_turn_token_id = DREAM_RELEASED_END_OF_TURN_ID
+        self.rope_type = _rope_type(stated.rope_scaling)
+        if stated.end_of_turn_token_id is None and stated.vocab_size == config_keys.DREAM_RELEASED_VOCAB_SIZE:
+            self.end_of_turn_token_id = config_keys.DREAM_RELEASED_END_OF_TURN_ID
         super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
 
 
-CONFIG_CLASSES: dict[str, type[LLaDAConfig] | type[DreamConfig]] = {
-    config.model_type: config for config in (LLaDAConfig, DreamConfig)
+Config = LLaDAConfig | LLaDAMoEConfig | DreamConfig
+CONFIG_CLASSES: dict[str, type[Config]] = {
+    config.schema.family.architecture: config for config in (LLaDAConfig, LLaDAMoEConfig, DreamConfig)
 }
+
+
+def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
+    """The class for the content of a config.json; None for a model of another kind."""
+    family = find_family(values.get("model_type"), values.get("architectures"))
+    return None if family is None else CONFIG_CLASSES[family.architecture]
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -213,12 +170,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return values
 
 
-def parse_config(values: Mapping[str, Any], model: str) -> LLaDAConfig | DreamConfig:
+def parse_config(values: Mapping[str, Any], model: str) -> Config:
     """The config of ``model``'s checkpoint; raises ``ValueError`` naming the file, the key and what it may be."""
-    model_type = values.get("model_type")
-    config_class = CONFIG_CLASSES.get(model_type) if isinstance(model_type, str) else None
+    config_class = config_class_of(values)
     if config_class is None:
-        raise ValueError(unsupported_model(model, model_type, values.get("architectures")))
+        raise ValueError(unsupported_model(model, values.get("model_type"), values.get("architectures")))
     stated = {name: value for name, value in values.items() if name != "model_type"}
     return config_class(**stated | {"name_or_path": model})
 
@@ -228,7 +184,7 @@ def check_config(config: PretrainedConfig) -> None:
 
     Raises ``ValueError`` naming the file, the key and what it may be.
     """
-    if not isinstance(config, LLaDAConfig | DreamConfig):
+    if not isinstance(config, Config):
         raise ValueError(unsupported_model(str(config.name_or_path), config.model_type, config.architectures))
     source = config_file(config)
     # transformers keeps `torch_dtype` as `dtype`, and warns whoever asks for it.
@@ -275,11 +231,17 @@ def _source(values: Mapping[str, Any]) -> str:
     return str(Path(name) / "config.json") if isinstance(name, str) and name else "config.json"
 
 
+def _rope_type(rope_scaling: dict[str, Any] | None) -> str:
+    """transformers keeps its own, normalised ``rope_scaling``; what the file said is all that matters here."""
+    scaling = rope_scaling or {}
+    return str(scaling.get("rope_type", scaling.get("type", "default")))
+
+
 def _keep(config: PretrainedConfig, stated: CheckpointKeys, values: Mapping[str, Any]) -> dict[str, Any]:
     """Set the family's keys as attributes of ``config``; returns the other values, which its base class keeps."""
     own = {name: value for name, value in stated if name not in _BASE_KEYS}
     for name, value in own.items():
         setattr(config, name, value)
     rest = {name: value for name, value in values.items() if name not in own and name != "rope_scaling"}
-    # vLLM finds the model class by it; `model_type` has told which it is.
+    # vLLM finds the model class by it.
     return rest | {"architectures": values.get("architectures") or [stated.family.architecture]}

@@ -1,14 +1,14 @@
 """The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP, bidirectional.
 
-LLaDA's block is Llama's and Dream's is Qwen2's; they differ in biases, epsilon and tensor names only, which
-``DecoderShape`` and the two model files hold. A layer exposes its *parts*. It has no ``forward``: the loop over the
-layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the set of rows between and inside
-layers.
+LLaDA's block is Llama's, Dream's Qwen2's, and LLaDA-MoE has norms of each head and experts; they differ in what
+``DecoderShape`` and the model files say. A layer exposes its *parts*. It has no ``forward``: the loop over the layers
+belongs to a layer pass (``model_executor/passes/base.py``), which may change the set of rows between and inside layers.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -18,17 +18,19 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotary_table, rotate_
-from dllm_engine.kernels.vllm_operators import silu_and_mul
+from dllm_engine.model_executor.models.configs import ExpertShape
+from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard, expert_shards
 from dllm_engine.model_executor.models.norm import Norm
 
-Shard = str | int | None
-"""Part of a fused parameter, as vLLM's layers name it; None: the whole of a parameter."""
+Shard = str | int | tuple[str, int] | None
+"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert; None: the whole of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class DecoderShape:
 
     hidden_size: int
     intermediate_size: int
+    """Of layers without experts."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -45,13 +48,16 @@ class DecoderShape:
     rms_norm_eps: float
     qkv_bias: bool
     tied_embeddings: bool
+    qk_norm: bool
+    """Whether each head of the queries and keys goes through a norm before RoPE."""
+    experts: ExpertShape | None
 
     @classmethod
-    def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float) -> "DecoderShape":
+    def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float, qk_norm: bool = False) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=config.intermediate_size or 0,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -60,7 +66,13 @@ class DecoderShape:
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=qkv_bias,
             tied_embeddings=config.tie_word_embeddings,
+            qk_norm=qk_norm,
+            experts=getattr(config, "experts", None),
         )
+
+    def experts_of(self, layer: int) -> ExpertShape | None:
+        """None: the layer has a plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
     def head_dim(self) -> int:
@@ -88,11 +100,14 @@ class RotaryPhases:
 class DecoderLayer(nn.Module):
     """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
 
-    def __init__(self, shape: DecoderShape, quant_config: QuantizationConfig | None, prefix: str) -> None:
+    def __init__(self, shape: DecoderShape, number: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
+        prefix = f"layers.{number}"
         self.head_dim = shape.head_dim
         self.attn_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.q_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
         self.qkv_proj = QKVParallelLinear(
             shape.hidden_size,
             shape.head_dim,
@@ -109,20 +124,13 @@ class DecoderLayer(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.out_proj",
         )
-        self.gate_up_proj = MergedColumnParallelLinear(
-            shape.hidden_size,
-            [shape.intermediate_size] * 2,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
+        experts = shape.experts_of(number)
+        self.mlp = (
+            GatedMLP(shape.hidden_size, shape.intermediate_size, quant_config, f"{prefix}.mlp")
+            if experts is None
+            else ExpertMLP(shape.hidden_size, experts, quant_config, f"{prefix}.mlp")
         )
-        self.down_proj = RowParallelLinear(
-            shape.intermediate_size,
-            shape.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.down_proj",
-        )
+        """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows' norms."""
         # Heads of this tensor-parallel rank.
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
@@ -132,7 +140,7 @@ class DecoderLayer(nn.Module):
         and keys rotated to their positions."""
         heads = self._heads(self.qkv_proj(normed)[0])
         num_heads, num_rotated = self.num_heads, self.num_heads + self.num_kv_heads
-        phases.rotate_(heads[:, :num_rotated])
+        self._norm_and_rotate_(heads[:, :num_rotated], num_heads, phases)
         return heads[:, :num_heads], heads[:, num_heads:num_rotated], heads[:, num_rotated:]
 
     def v(self, normed: torch.Tensor) -> torch.Tensor:
@@ -145,23 +153,26 @@ class DecoderLayer(nn.Module):
         """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
         start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys = self._heads(self._projection_rows(normed, start, start + kv_size))
-        phases.rotate_(keys)
+        self._norm_and_rotate_(keys, 0, phases)
         return keys
 
     def qk(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
         num_heads = self.num_heads + self.num_kv_heads
         heads = self._heads(self._projection_rows(normed, 0, num_heads * self.head_dim))
-        phases.rotate_(heads)
+        self._norm_and_rotate_(heads, self.num_heads, phases)
         return heads[:, : self.num_heads], heads[:, self.num_heads :]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
         return self.out_proj(attended.flatten(1))[0]
 
-    def mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        """The feed-forward branch's output, ``[num_rows, hidden_size]``."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(normed)[0]))[0]
+    def _norm_and_rotate_(self, heads: torch.Tensor, num_queries: int, phases: RotaryPhases) -> None:
+        """Of rows' heads ``[num_rows, num_queries + keys, head_dim]``, in place."""
+        for norm, of_kind in ((self.q_norm, heads[:, :num_queries]), (self.k_norm, heads[:, num_queries:])):
+            if norm is not None and of_kind.numel():
+                of_kind.copy_(norm(of_kind.contiguous()))
+        phases.rotate_(heads)
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(projected.shape[0], projected.shape[1] // self.head_dim, self.head_dim)
@@ -205,6 +216,7 @@ class DiffusionDecoder(nn.Module, ABC):
             max_positions: the longest sequence that the model is given; None: ``max_model_len``.
         """
         super().__init__()
+        self.vllm_config = vllm_config
         self.max_positions = max_positions or vllm_config.model_config.max_model_len
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.shape = self.decoder_shape(hf_config or vllm_config.model_config.hf_config)
@@ -216,7 +228,7 @@ class DiffusionDecoder(nn.Module, ABC):
             )
         self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.shape, quant_config, prefix=f"layers.{i}") for i in range(self.shape.num_layers)
+            DecoderLayer(self.shape, number, quant_config) for number in range(self.shape.num_layers)
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
         self.lm_head = ParallelLMHead(
@@ -245,6 +257,8 @@ class DiffusionDecoder(nn.Module, ABC):
         if match is None:
             return f"{cls.modules_outside_layers.get(module, module)}.{kind}", None
         layer, inner = match.groups()
+        if (of_expert := expert_shard(inner, kind)) is not None:
+            return f"layers.{layer}.{of_expert[0]}", of_expert[1]
         part, shard = cls.modules_in_layer.get(inner, (inner, None))
         return f"layers.{layer}.{part}.{kind}", shard
 
@@ -269,7 +283,12 @@ class DiffusionDecoder(nn.Module, ABC):
 
         ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows, hidden_size]``.
         """
-        return layer_pass(self.layers, self.embed_input_ids(input_ids), self.rotary(positions))
+        with self.forward_context():
+            return layer_pass(self.layers, self.embed_input_ids(input_ids), self.rotary(positions))
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Where vLLM's experts find themselves; needed around whatever calls ``mlp`` of a layer."""
+        return nullcontext() if self.shape.experts is None else set_forward_context(None, self.vllm_config)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> VocabularyShard:
         """Final norm and head for rows ``[num_rows, hidden_size]``; no gathering across ranks, no padding."""
@@ -284,7 +303,7 @@ class DiffusionDecoder(nn.Module, ABC):
         Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
         """
         parameters = dict(self.named_parameters())
-        wanted = {(name, shard) for name in parameters for shard in _shards_of(name)}
+        wanted = {(name, shard) for name in parameters for shard in self._shards_of(name)}
         filled: set[tuple[str, Shard]] = set()
         for tensor_name, tensor in weights:
             name, shard = self.locate(tensor_name)
@@ -299,6 +318,8 @@ class DiffusionDecoder(nn.Module, ABC):
             try:
                 if shard is None:
                     loader(parameter, tensor)
+                elif isinstance(shard, tuple):
+                    loader(parameter, tensor, name, *shard)
                 else:
                     loader(parameter, tensor, shard)
             except (AssertionError, RuntimeError) as error:
@@ -310,7 +331,7 @@ class DiffusionDecoder(nn.Module, ABC):
         missing = sorted(
             f"{name}[{shard}]" if shard is not None else name
             for name, shard in wanted - filled
-            if name.endswith((".weight", ".bias"))
+            if name.endswith((".weight", "bias", "_weight"))
         )
         if missing:
             raise ValueError(
@@ -319,11 +340,10 @@ class DiffusionDecoder(nn.Module, ABC):
             )
         return {name for name, _ in filled}
 
+    def _shards_of(self, parameter_name: str) -> Sequence[Shard]:
+        """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
+        of_experts = expert_shards(parameter_name, self.shape.experts.num_experts) if self.shape.experts else ()
+        return of_experts or _FUSED_SHARDS.get(parameter_name.rsplit(".", 2)[-2], (None,))
+
 
 _FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
-
-
-def _shards_of(parameter_name: str) -> tuple[Shard, ...]:
-    """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
-    module = parameter_name.rsplit(".", 2)[-2]
-    return _FUSED_SHARDS.get(module, (None,))

@@ -25,9 +25,9 @@ class DreamModel(DiffusionDecoder):
         "self_attn.k_proj": ("qkv_proj", "k"),
         "self_attn.v_proj": ("qkv_proj", "v"),
         "self_attn.o_proj": ("out_proj", None),
-        "mlp.gate_proj": ("gate_up_proj", 0),
-        "mlp.up_proj": ("gate_up_proj", 1),
-        "mlp.down_proj": ("down_proj", None),
+        "mlp.gate_proj": ("mlp.gate_up_proj", 0),
+        "mlp.up_proj": ("mlp.gate_up_proj", 1),
+        "mlp.down_proj": ("mlp.down_proj", None),
     }
 
     @staticmethod

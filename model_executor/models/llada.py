@@ -36,9 +36,9 @@ class LLaDAModelLM(DiffusionDecoder):
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
         "attn_out": ("out_proj", None),
-        "ff_proj": ("gate_up_proj", 0),
-        "up_proj": ("gate_up_proj", 1),
-        "ff_out": ("down_proj", None),
+        "ff_proj": ("mlp.gate_up_proj", 0),
+        "up_proj": ("mlp.gate_up_proj", 1),
+        "ff_out": ("mlp.down_proj", None),
     }
 
     @staticmethod

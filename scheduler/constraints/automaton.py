@@ -47,4 +47,6 @@ def unpacked(packed: bytes) -> Automaton:
 @lru_cache(maxsize=32)
 def _unpacked(packed: bytes) -> Automaton:
     buffer = io.BytesIO(zlib.decompress(packed[16:]))
-    return Automaton(*(np.load(buffer, allow_pickle=False) for _ in range(3)))
+    automaton = Automaton(*(np.load(buffer, allow_pickle=False) for _ in range(3)))
+    vars(automaton)["packed"] = packed  # not to be made again
+    return automaton

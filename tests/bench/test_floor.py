@@ -15,7 +15,7 @@ from tests.support.engines import runner_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE
-LINEAR = ("qkv_proj", "out_proj", "gate_up_proj", "down_proj")
+ATTENTION, MLP, EXPERTS = ("qkv_proj", "out_proj"), ("mlp.gate_up_proj", "mlp.down_proj"), ("mlp",)
 
 
 def plan_of(method: str, step: int, **cache_options):
@@ -55,7 +55,7 @@ def test_a_batch_of_plans_is_a_shape():
     assert shape.num_rows == BLOCK + CANVAS
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
 def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, family, monkeypatch):
     model = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model
     rows_of: Counter[tuple[str, int]] = Counter()
@@ -69,9 +69,11 @@ def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, famil
 
         monkeypatch.setattr(linear, "forward", counting)
 
+    names = []
     for i, layer in enumerate(model.layers):
-        for name in LINEAR:
-            count(f"{i}.{name}", getattr(layer, name))
+        for name in (*ATTENTION, *(MLP if hasattr(layer.mlp, "down_proj") else EXPERTS)):
+            count(f"{i}.{name}", layer.get_submodule(name))
+            names.append((f"{i}.{name}", 72))
     apply = model.lm_head.quant_method.apply
 
     def counting_head(head, x, *rest):
@@ -81,4 +83,4 @@ def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, famil
     monkeypatch.setattr(model.lm_head.quant_method, "apply", counting_head)
     seconds = Floor(model, PassShape(((8, 56), (8, 56), (56, 56)), head_rows=5)).seconds()
     assert seconds > 0
-    assert rows_of == dict.fromkeys([(f"{i}.{name}", 72) for i in range(2) for name in LINEAR] + [("head", 5)], 1)
+    assert rows_of == dict.fromkeys([*names, ("head", 5)], 1)

@@ -1,8 +1,12 @@
 """Named shapes, whole and scaled down."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
-from dllm_engine.bench.random_model import config_folder, is_named_shape, named_shape
+from dllm_engine.bench.plain import decoder_shape
+from dllm_engine.bench.random_model import NAMED_SHAPES, config_folder, config_of, is_named_shape, named_shape
 from dllm_engine.checkpoints import load_config
 
 
@@ -13,7 +17,12 @@ def test_a_named_shape_is_that_of_the_released_checkpoint():
 
 @pytest.mark.parametrize(
     ("name", "hidden", "heads", "kv_heads", "layers", "mlp"),
-    [("llada-8b/4", 1024, 8, 8, 8, 3072), ("dream-7b/7", 512, 4, 1, 4, 2706), ("dream-7b/2", 1792, 14, 2, 14, 9472)],
+    [
+        ("llada-8b/4", 1024, 8, 8, 8, 3072),
+        ("dream-7b/7", 512, 4, 1, 4, 2706),
+        ("llada-moe-7b/4", 512, 4, 4, 4, None),
+        ("dream-7b/2", 1792, 14, 2, 14, 9472),
+    ],
 )
 def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_heads, layers, mlp):
     with config_folder(named_shape(name)) as folder:
@@ -30,6 +39,12 @@ def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_head
 def test_heads_must_divide(name):
     with pytest.raises(ValueError, match="divided by one of 1, 2, 4, 8, 16, 32"):
         named_shape(name)
+
+
+@pytest.mark.parametrize("name", NAMED_SHAPES)
+def test_a_result_can_hold_each_shape(name):
+    shape = asdict(decoder_shape(config_of(name)))
+    assert json.loads(json.dumps(shape))["num_layers"] == shape["num_layers"]
 
 
 def test_other_names_are_no_shapes():

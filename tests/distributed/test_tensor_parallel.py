@@ -14,7 +14,11 @@ pytestmark = pytest.mark.slow
 
 CONSTRAINT = random_automaton(random.Random(0), 512, {*range(505, 512)})
 """Of the tokens below the special ones."""
-MODELS = {"llada-tiny-a": "vanilla_llada", "dream-tiny-a": "vanilla_dream"}
+MODELS = {
+    "llada-tiny-a": "vanilla_llada",
+    "dream-tiny-a": "vanilla_dream",
+    "llada-moe-tiny-a": "vanilla_llada_moe",
+}
 # One request per policy and way of sampling; their noise must not depend on the number of ranks.
 SAMPLED = [
     {"gen_length": 24, "temperature": 1.0, "seed": 7, "unmasking": policy, "ignore_eos": True, **filters}
@@ -112,3 +116,13 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_ch
         answers = generate(sharded, prompts, params)
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
     assert_alike(answers, generate(alone, prompts, params), *figures)
+
+
+def test_two_ranks_split_shared_experts_and_dense_layers(engines, tiny_llada_moe):
+    from dllm_engine import DiffusionParams
+
+    prompts = [[3, 17, 99, 4, 61], [8] * 21, [5, 6, 7]]
+    params = [DiffusionParams(gen_length=24, block_length=8, ignore_eos=True, **rule) for rule in ({}, *RULES[1:3])]
+    with two_ranks(tiny_llada_moe, max_model_len=256, cache_method="dual") as sharded:
+        answers = generate(sharded, prompts, params)
+    assert_alike(answers, generate(engines(tiny_llada_moe, cache_method="dual"), prompts, params), "unmasked_per_step")

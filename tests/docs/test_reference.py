@@ -151,6 +151,8 @@ def checkpoint_table() -> list[str]:
     methods = [method for method in CACHE_METHODS if any(settings[method] for settings in found.values())]
     lines = [f"| checkpoint | {' | '.join(f'`{method}`' for method in methods)} |", "|---" * (len(methods) + 1) + "|"]
     for checkpoint, settings in found.items():
+        if not any(settings.values()):
+            continue
         cells = [", ".join(f"`{name}` {value}" for name, value in settings[method].items()) for method in methods]
         lines.append(f"| {checkpoint} | {' | '.join(cells)} |")
     return lines

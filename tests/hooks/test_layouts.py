@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.support.engines import start_engine
+from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
+from tests.support.engines import runner_of, start_engine
 
 
 @pytest.mark.parametrize(
@@ -11,7 +12,7 @@ from tests.support.engines import start_engine
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "tensor_parallel_size"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size", "tensor_par"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size", "tensor_parallel_size"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel", "have no experts"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel", "models with experts, on GPUs"),
         ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling", "leave it unset"),
         ({"enable_dbo": True}, "enable_dbo", "leave it unset"),
         ({"ubatch_size": 2}, "ubatch_size", "leave it unset"),
@@ -25,6 +26,20 @@ def test_a_layout_that_is_not_supported_is_refused(tiny_llada, settings, named, 
         start_engine(tiny_llada, **settings)
     assert f"{named} is not supported for diffusion models" in str(error.value)
     assert instead in str(error.value)
+
+
+def test_experts_are_not_shared_by_ranks_of_a_cpu(tiny_llada_moe):
+    with pytest.raises(ValueError, match=r"enable_expert_parallel is not supported .* models with experts, on GPUs"):
+        start_engine(tiny_llada_moe, enable_expert_parallel=True, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
+def test_what_vllm_itself_refuses_elsewhere_is_refused_with_experts(engines, tiny_llada_moe, monkeypatch, name, value):
+    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs."""
+    config = runner_of(engines(tiny_llada_moe)).vllm_config
+    monkeypatch.setattr(config.parallel_config, name, value)
+    with pytest.raises(ValueError, match=f"{name} is not supported for diffusion models"):
+        DiffusionEngineConfig.verify_and_update_config(config)
 
 
 @pytest.mark.parametrize("size", [3, 8])

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from dllm_engine.admission import open_gen_length
 from dllm_engine.cli.engine import add_decoding_arguments, decoding_options
 from dllm_engine.demo import demo_model_path
-from dllm_engine.families import FAMILIES
+from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.request import Guidance
@@ -20,8 +20,6 @@ from dllm_engine.scheduler.unmasking import SlowFast
 from scripts.train_demo.model import SHAPE, DemoModel, save
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate, start_engine
-
-LLADA, DREAM = FAMILIES["llada"], FAMILIES["Dream"]
 
 
 def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):

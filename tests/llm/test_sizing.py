@@ -105,6 +105,8 @@ def test_a_pass_that_runs_twice_counts_twice(tiny_llada):
     [
         (tiny_checkpoints.write_llada, {}, 2),
         (tiny_checkpoints.write_llada, {"include_qkv_bias": True, "weight_tying": True, "n_kv_heads": 2}, 1),
+        (tiny_checkpoints.write_llada_moe, {}, 2),
+        (tiny_checkpoints.write_llada_moe, tiny_checkpoints.ALL_KINDS_OF_EXPERTS, 2),
         (tiny_checkpoints.write_dream, {}, 2),
     ],
 )
@@ -153,7 +155,11 @@ def test_a_rollout_holds_what_is_said():
 
 @pytest.mark.parametrize(
     ("model", "billions", "kib_per_token"),
-    [("GSAI-ML/LLaDA-8B-Instruct", 8.02, 512), ("Dream-org/Dream-v0-Instruct-7B", 7.62, 56)],
+    [
+        ("GSAI-ML/LLaDA-8B-Instruct", 8.02, 512),
+        ("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", 7.36, 128),
+        ("Dream-org/Dream-v0-Instruct-7B", 7.62, 56),
+    ],
 )
 def test_released_models_have_their_published_sizes(model, billions, kib_per_token):
     sizing = plan(deployment(model, "dual", dtype="auto", gpu_memory=80 * GIB))
@@ -174,7 +180,7 @@ def test_every_listed_checkpoint_is_known_or_asked_of_hugging_face(model, monkey
 
     config = RELEASED_CONFIGS["Dream-org/Dream-v0-Instruct-7B"]
     monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name, **_: ({**config, "of": name}, {}))
-    assert load_config(model).num_hidden_layers in (28, 32)
+    assert load_config(model).num_hidden_layers in (16, 28, 32)
 
 
 def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):

@@ -20,12 +20,13 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.sizing import Deployment, SizingError
 from dllm_engine.speed import prediction
 from dllm_engine.speed.gpus import COMPILED_TILES, GPUS, programs_at_once
-from dllm_engine.speed.kernels import Decoder
+from dllm_engine.speed.kernels import Decoder, Kernel
 from dllm_engine.speed.prediction import predict
 from tests.support.engines import runner_of, scheduler_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LLADA, DREAM = "GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"
+LLADA_MOE = "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"
 METHODS = [name for name, method in CACHE_METHODS.items() if method.launches is not None]
 
 
@@ -54,7 +55,7 @@ def test_bytes_and_flops_of_the_floor_are_those_that_bench_measures(engines, req
         count(2 * k.numel() * model.shape.num_kv_heads // model.shape.num_heads, 4 * q.numel() * k.shape[-2])
 
     for layer in model.layers:
-        for linear in (layer.qkv_proj, layer.out_proj, layer.gate_up_proj, layer.down_proj):
+        for linear in (layer.qkv_proj, layer.out_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
             monkeypatch.setattr(linear, "forward", lambda *a, forward=linear.forward: counting(forward, *a))
     head = model.lm_head.quant_method
     monkeypatch.setattr(head, "apply", lambda of, x, apply=head.apply: counting(lambda x: apply(of, x), x))
@@ -108,7 +109,7 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
     assert seen >= set(CACHE_METHODS[method].launches)
 
 
-@pytest.mark.parametrize("model", [LLADA, DREAM])
+@pytest.mark.parametrize("model", [LLADA, LLADA_MOE, DREAM])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
     result = predicted(model, gpu)
@@ -117,6 +118,21 @@ def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
         assert 0 < step.seconds.floor < step.seconds.recorded <= step.seconds.launched
     for speed in result.speeds:
         assert speed.tokens_per_second.floor > speed.tokens_per_second.recorded >= speed.tokens_per_second.launched
+
+
+def test_a_row_reads_and_computes_its_experts_and_many_rows_read_all():
+    decoder = Decoder(load_config(LLADA_MOE), 2)
+    ((_, experts),) = decoder.layers_by_kind
+    expert, beside = 3 * 2048 * 1024, 4 * 2048**2 + 64 * 2048
+
+    def layer(rows: int) -> list[Kernel]:
+        return decoder.layer(PassShape(((rows, rows),), 0), GPUS["H200"], 0, 0, experts)
+
+    for rows, read in ((1, 8), (10_000, 64)):
+        keys_and_values = 2 * rows * 2048
+        assert sum(k.required for k in layer(rows)) == pytest.approx(2 * (beside + keys_and_values + read * expert))
+        computed = rows * (beside + 8 * expert) + 2 * rows**2 * 2048
+        assert sum(k.flops for k in layer(rows)) == pytest.approx(2 * computed)
 
 
 @pytest.mark.parametrize("better", [{"bandwidth": 9e12}, {"flops": 2e15}, {"shared_memory": 300, "registers": 1 << 17}])

@@ -58,7 +58,7 @@ LENGTHS = [
 ]
 """Prompt, response, block and steps; without steps by a threshold."""
 JOINS = [0, 1, 2, 4, 5, 12, 13]
-MODELS = ["llada-tiny-a", "dream-tiny-a"]
+MODELS = ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"]
 EACH_WITH_A_MODEL = list(zip(VARIANTS, cycle(MODELS)))
 
 

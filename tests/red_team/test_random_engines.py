@@ -191,16 +191,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
 
 
-def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_dream, tiny_guide, number):
+def draw_model(draw: random.Random, request) -> tuple[Any, bool]:
+    """Its folder, and whether it is a Dream."""
+    is_dream = draw.random() < 0.5
+    return request.getfixturevalue(
+        "tiny_dream" if is_dream else draw.choice(["tiny_llada", "tiny_llada_moe"])
+    ), is_dream
+
+
+def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
     from dllm_engine import DiffusionParams
 
     draw = random.Random(number)
     method = list(CHOICES)[number % len(CHOICES)]
-    is_dream = draw.random() < 0.5
+    model, is_dream = draw_model(draw, request)
     settings = draw_engine(draw, method, tiny_guide)
     trims_suffix = CACHE_METHODS[method].trims_suffix
     requests = draw_requests(draw, is_dream, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
-    llm = engines(tiny_dream if is_dream else tiny_llada, **settings)
+    llm = engines(model, **settings)
 
     answers = answer_with_aborts(llm, requests, draw)
 
@@ -214,12 +222,11 @@ def test_answers_beside_others_are_those_given_alone(engines, tiny_llada, tiny_d
     assert_nothing_left(llm)
 
 
-def test_two_ranks_answer_as_one_beside_aborted_requests(engines, tiny_llada, tiny_dream, sharded_number):
+def test_two_ranks_answer_as_one_beside_aborted_requests(engines, request, sharded_number):
     from dllm_engine import DiffusionParams
 
     draw = random.Random(1000 + sharded_number)
-    is_dream = draw.random() < 0.5
-    model = tiny_dream if is_dream else tiny_llada
+    model, is_dream = draw_model(draw, request)
     settings = draw_engine(draw, draw.choice(["sparse", "es_dllm", "maskkv"]))
     requests = draw_requests(draw, is_dream)
     prompts, params = [prompt for prompt, _ in requests], [DiffusionParams(**asked) for _, asked in requests]

@@ -59,6 +59,45 @@ DREAM_CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
+LLADA_MOE_CONFIG: dict[str, Any] = {
+    "architectures": ["LLaDAMoEModelLM"],
+    "model_type": "llada",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "expert_intermediate_size": 48,
+    "dense_intermediate_size": 112,
+    "shared_expert_intermediate_size": None,
+    "moe_layer_freq": [1, 1],
+    "moe_router_enable_expert_bias": False,
+    "moe_router_score_function": "softmax",
+    "norm_topk_prob": None,
+    "qk_layernorm": True,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000,
+    "partial_rotary_factor": 1,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "clip_qkv": None,
+    "tie_word_embeddings": False,
+    "vocab_size": VOCAB_SIZE,
+    "mask_token_id": MASK,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+ALL_KINDS_OF_EXPERTS: dict[str, Any] = {
+    "moe_layer_freq": [0, 1],
+    "shared_expert_intermediate_size": 32,
+    "moe_router_enable_expert_bias": True,
+    "num_key_value_heads": 2,
+}
+"""A dense layer and one with all that layers with experts may have."""
+
 
 def write_llada(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
     """A LLaDA checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place."""
@@ -92,25 +131,64 @@ def write_dream(
 ) -> Path:
     """A Dream checkpoint; arguments as for ``write_llada``. A smaller ``head_scale`` makes it less sure of itself."""
     c = DREAM_CONFIG | config
-    d, mlp = c["hidden_size"], c["intermediate_size"]
-    kv = d // c["num_attention_heads"] * c["num_key_value_heads"]
     draw = _Draw(seed, head_scale)
-    t: Tensors = {
-        "model.embed_tokens.weight": draw.embedding(c["vocab_size"], d),
-        "model.norm.weight": draw.norm(d),
-    }
-    if not c["tie_word_embeddings"]:
-        t["lm_head.weight"] = draw.head(c["vocab_size"], d)
+    t = _outside_layers(c, draw)
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
-        t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
-        for name, rows in (("q_proj", d), ("k_proj", kv), ("v_proj", kv)):
-            t[f"{p}self_attn.{name}.weight"] = draw.linear(rows, d)
-            t[f"{p}self_attn.{name}.bias"] = draw.bias(rows)
-        t[p + "self_attn.o_proj.weight"] = draw.linear(d, d)
-        t[p + "mlp.gate_proj.weight"], t[p + "mlp.up_proj.weight"] = draw.linear(mlp, d), draw.linear(mlp, d)
-        t[p + "mlp.down_proj.weight"] = draw.linear(d, mlp)
+        _add_attention(t, p, c, draw, with_biases=True)
+        _add_mlp(t, p + "mlp.", c["hidden_size"], c["intermediate_size"], draw)
     return _write(folder, c, t, edit)
+
+
+def write_llada_moe(
+    folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any
+) -> Path:
+    """A LLaDA-MoE checkpoint; arguments as for ``write_llada``."""
+    c = LLADA_MOE_CONFIG | config
+    d, draw = c["hidden_size"], _Draw(seed)
+    t = _outside_layers(c, draw)
+    for i, has_experts in enumerate(c["moe_layer_freq"]):
+        p = f"model.layers.{i}."
+        _add_attention(t, p, c, draw, with_biases=False)
+        if c["qk_layernorm"]:
+            t |= {f"{p}self_attn.{name}_norm.weight": draw.norm(d // c["num_attention_heads"]) for name in "qk"}
+        if not has_experts:
+            _add_mlp(t, p + "mlp.", d, c["dense_intermediate_size"], draw)
+            continue
+        t[p + "mlp.gate.weight"] = draw.linear(c["num_experts"], d)
+        if c["moe_router_enable_expert_bias"]:
+            t[p + "mlp.expert_bias"] = draw.bias(c["num_experts"])
+        for n in range(c["num_experts"]):
+            _add_mlp(t, f"{p}mlp.experts.{n}.", d, c["expert_intermediate_size"], draw)
+        if c["shared_expert_intermediate_size"]:
+            _add_mlp(t, p + "shared_expert.", d, c["shared_expert_intermediate_size"], draw)
+    return _write(folder, c, t, edit)
+
+
+def _outside_layers(c: dict[str, Any], draw: "_Draw") -> Tensors:
+    t = {
+        "model.embed_tokens.weight": draw.embedding(c["vocab_size"], c["hidden_size"]),
+        "model.norm.weight": draw.norm(c["hidden_size"]),
+    }
+    if not c["tie_word_embeddings"]:
+        t["lm_head.weight"] = draw.head(c["vocab_size"], c["hidden_size"])
+    return t
+
+
+def _add_attention(t: Tensors, p: str, c: dict[str, Any], draw: "_Draw", *, with_biases: bool) -> None:
+    d = c["hidden_size"]
+    kv = d // c["num_attention_heads"] * c["num_key_value_heads"]
+    t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
+    for name, rows in (("q_proj", d), ("k_proj", kv), ("v_proj", kv)):
+        t[f"{p}self_attn.{name}.weight"] = draw.linear(rows, d)
+        if with_biases:
+            t[f"{p}self_attn.{name}.bias"] = draw.bias(rows)
+    t[p + "self_attn.o_proj.weight"] = draw.linear(d, d)
+
+
+def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:
+    t[p + "gate_proj.weight"], t[p + "up_proj.weight"] = draw.linear(width, d), draw.linear(width, d)
+    t[p + "down_proj.weight"] = draw.linear(d, width)
 
 
 def shard(folder: Path, num_files: int = 3) -> Path:

@@ -4,12 +4,10 @@ import json
 
 import pytest
 
-from dllm_engine.families import FAMILIES
+from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.tuning.space import PLAIN, RULES, Setting, Space
-
-LLADA, DREAM = FAMILIES["llada"], FAMILIES["Dream"]
 
 
 def space(family=LLADA, **changes):

@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     assert_close(logits.logsumexp(-1, keepdim=True), torch.tensor(case["logsumexp"])[:, None])
 
 
-@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
+@pytest.mark.parametrize("model", ["llada-tiny-a", "llada-moe-tiny-a", "dream-tiny-a"])
 def test_logits_do_not_depend_on_the_other_sequences_of_a_batch(engines, reference_checkpoints, model):
     llm = engines(reference_checkpoints / model, max_model_len=512)
     sequences = [case["input_ids"][0] for case in FORWARD_CASES.values() if case["model"] == model]
@@ -65,6 +65,16 @@ LAYOUTS = {
     "llada qkv bias": (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
     "llada larger embedding": (tiny_checkpoints.write_llada, {"embedding_size": 192}),
     "llada large eps, small theta": (tiny_checkpoints.write_llada, {"rms_norm_eps": 0.1, "rope_theta": 100.0}),
+    "llada_moe": (tiny_checkpoints.write_llada_moe, {}),
+    "llada_moe dense layer, shared expert, bias": (
+        tiny_checkpoints.write_llada_moe,
+        tiny_checkpoints.ALL_KINDS_OF_EXPERTS,
+    ),
+    "llada_moe without norms of heads": (tiny_checkpoints.write_llada_moe, {"qk_layernorm": False}),
+    "llada_moe one expert of each row, of odd width": (
+        tiny_checkpoints.write_llada_moe,
+        {"num_experts_per_tok": 1, "expert_intermediate_size": 37},
+    ),
     "dream": (tiny_checkpoints.write_dream, {}),
     "dream all heads": (tiny_checkpoints.write_dream, {"num_key_value_heads": 4}),
     "dream tied": (tiny_checkpoints.write_dream, {"tie_word_embeddings": True}),
@@ -96,11 +106,11 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_half_precision_generates_a_full_response(engines, tiny_llada, tiny_dream, family, served):
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
+def test_half_precision_generates_a_full_response(engines, request, family, served):
     from tests.support.engines import tokens_of
 
-    llm = engines(tiny_llada if family == "llada" else tiny_dream, dtype=served)
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), dtype=served)
     tokens = tokens_of(llm, [5, 6, 7], gen_length=24, block_length=8, ignore_eos=True)
     assert len(tokens) == 24
     assert tiny_checkpoints.MASK not in tokens
@@ -111,6 +121,7 @@ def test_half_precision_generates_a_full_response(engines, tiny_llada, tiny_drea
     [
         (tiny_checkpoints.write_llada, {"n_kv_heads": 2}),
         (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
+        (tiny_checkpoints.write_llada_moe, {"num_key_value_heads": 2}),
         (tiny_checkpoints.write_dream, {}),
     ],
 )

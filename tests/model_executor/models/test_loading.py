@@ -21,10 +21,11 @@ def refuse(folder, *fragments: str, **settings) -> None:
 
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", "lladamoe", "dream"])
 def test_remote_code_beside_the_weights_is_never_executed(engines, tmp_path, family, trust_remote_code):
     write, config_class, model_class = {
         "llada": (tiny_checkpoints.write_llada, "LLaDAConfig", "LLaDAModelLM"),
+        "lladamoe": (tiny_checkpoints.write_llada_moe, "LLaDAConfig", "LLaDAMoEModelLM"),
         "dream": (tiny_checkpoints.write_dream, "DreamConfig", "DreamModel"),
     }[family]
     clean, folder = write(tmp_path / "clean"), tmp_path / "poisoned"
@@ -81,7 +82,7 @@ def test_unknown_tensor_is_named(tmp_path):
     [
         (BLOCK_0 + "attn_out.weight", "layers.0.out_proj"),
         (BLOCK_0 + "k_proj.weight", "layers.0.qkv_proj.weight[k]"),
-        (BLOCK_0 + "up_proj.weight", "layers.0.gate_up_proj.weight[1]"),
+        (BLOCK_0 + "up_proj.weight", "layers.0.mlp.gate_up_proj.weight[1]"),
         ("model.transformer.ff_out.weight", "lm_head"),
         ("model.transformer.wte.weight", "embedding"),
         ("model.transformer.ln_f.weight", "final_norm"),
@@ -91,6 +92,40 @@ def test_missing_tensor_is_named(tmp_path, missing, fragment):
     refuse(
         tiny_checkpoints.write_llada(tmp_path, edit=lambda tensors: tensors.pop(missing)), fragment, "lacks 1 tensor"
     )
+
+
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("missing", "fragment"),
+    [
+        (EXPERT, "layers.1.mlp.experts.routed_experts.w2_weight[('w2', 3)]"),
+        ("model.layers.1.mlp.gate.weight", "layers.1.mlp.gate"),
+        ("model.layers.1.mlp.expert_bias", "layers.1.mlp.expert_bias"),
+        ("model.layers.1.shared_expert.up_proj.weight", "layers.1.mlp.shared_expert.gate_up_proj.weight[1]"),
+        ("model.layers.0.self_attn.q_norm.weight", "layers.0.q_norm"),
+    ],
+)
+def test_missing_tensor_of_experts_is_named(tmp_path, missing, fragment):
+    kinds = tiny_checkpoints.ALL_KINDS_OF_EXPERTS
+    folder = tiny_checkpoints.write_llada_moe(tmp_path, edit=lambda tensors: tensors.pop(missing), **kinds)
+    refuse(folder, fragment, "lacks 1 tensor")
+
+
+def test_misshapen_expert_is_named(tmp_path):
+    """vLLM itself would load what it holds."""
+
+    def edit(tensors):
+        tensors[EXPERT] = tensors[EXPERT][:, :-2]
+
+    refuse(tiny_checkpoints.write_llada_moe(tmp_path, edit=edit), EXPERT, "expert_intermediate_size=48")
+
+
+def test_experts_of_a_width_without_a_kernel_are_named(tmp_path):
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    folder = tiny_checkpoints.write_llada_moe(tmp_path, hidden_size=48, **heads)
+    refuse(folder, "experts of hidden_size=48", "must be a multiple of 32")
 
 
 def test_missing_bias_is_named(tmp_path):
@@ -146,7 +181,9 @@ def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
 # Configuration
 
 
-@pytest.mark.parametrize("write", [tiny_checkpoints.write_llada, tiny_checkpoints.write_dream])
+@pytest.mark.parametrize(
+    "write", [tiny_checkpoints.write_llada, tiny_checkpoints.write_llada_moe, tiny_checkpoints.write_dream]
+)
 def test_config_reads_as_written(tmp_path, engines, write):
     """The aliases vLLM asks for agree with the file."""
     from transformers import AutoConfig
@@ -177,8 +214,10 @@ def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():
 
 
 def test_released_vocabulary_knows_its_end_of_turn():
-    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig
+    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig, LLaDAMoEConfig
 
+    assert (LLaDAMoEConfig().mask_token_id, LLaDAMoEConfig().eos_token_id) == (156_895, 156_892)
+    assert LLaDAMoEConfig(vocab_size=150).mask_token_id is None
     assert LLaDAConfig().end_of_turn_token_id == 126_348
     assert LLaDAConfig(vocab_size=150).end_of_turn_token_id is None
     assert DreamConfig().end_of_turn_token_id == 151_645

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS
-from dllm_engine.model_executor.models.checkpoint import check_checkpoint
+from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, check_checkpoint
 from dllm_engine.model_executor.models.configs import check_config, parse_config, read_json_object
-from dllm_engine.model_executor.models.dream import DreamModel
-from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
 
-LLADA, DREAM = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG
+LLADA, DREAM, MOE = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG, tiny_checkpoints.LLADA_MOE_CONFIG
 INDEX = "model.safetensors.index.json"
 
 
@@ -36,13 +34,14 @@ SIZES = {
         *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
         *("vocab_size", "max_position_embeddings"),
     ),
+    "llada_moe": ("num_experts", "num_experts_per_tok", "expert_intermediate_size", "dense_intermediate_size"),
 }
 
 
 @pytest.mark.parametrize("value", [0, -1, "64", 64.0, True, [64], 10**9, 10**12], ids=str)
 @pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in SIZES.items() for key in keys])
 def test_a_size_that_is_none_is_named(family, key, value):
-    config = (LLADA if family == "llada" else DREAM) | {key: value}
+    config = {"llada": LLADA, "llada_moe": MOE, "Dream": DREAM}[family] | {key: value}
     assert f"folder/config.json: {key}={value!r}" in refusal(config)
 
 
@@ -71,10 +70,16 @@ def test_a_size_that_is_none_is_named(family, key, value):
         (DREAM | {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
         (LLADA | {"architectures": "LLaDAModelLM"}, "architectures='LLaDAModelLM'"),
         (LLADA | {"architectures": ["DreamModel"]}, "model_type='llada' goes with the architecture 'LLaDAModelLM'"),
+        (LLADA | {"architectures": ["LLaDAMoE"]}, "goes with the architecture 'LLaDAModelLM' or 'LLaDAMoEModelLM'"),
+        (MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 of num_experts=6"),
+        (MOE | {"moe_layer_freq": [1, 1, 1]}, "moe_layer_freq must hold num_hidden_layers=2"),
+        (MOE | {"moe_layer_freq": [1, 2]}, "moe_layer_freq.1=2"),
+        (MOE | {"moe_layer_freq": [0, 1], "dense_intermediate_size": None}, "need a dense_intermediate_size"),
+        (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future, sliding_window: not known of LLaDA-MoE"),
         (LLADA | {"model_type": "Dream"}, "model_type='Dream' goes with the architecture 'DreamModel'"),
         (LLADA | {"model_type": "llama"}, "model_type='llama' is not a supported"),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
-        ({}, "supported: LLaDAModelLM (LLaDA), DreamModel (Dream)"),
+        ({}, "supported: LLaDAModelLM (LLaDA), LLaDAMoEModelLM (LLaDA-MoE), DreamModel (Dream)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -97,6 +102,14 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
         (LLADA | {"input_emb_norm": True}, "input_emb_norm=True"),
         (LLADA | {"scale_logits": True}, "scale_logits=True"),
         (LLADA | {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        (MOE | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (MOE | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        (MOE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (MOE | {"attention_bias": True}, "attention_bias=True"),
+        (MOE | {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        (MOE | {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        (MOE | {"moe_router_score_function": "sigmoid"}, "moe_router_score_function='sigmoid'"),
+        (MOE | {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5"),
         (DREAM | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (DREAM | {"use_sliding_window": True}, "use_sliding_window=True"),
         (DREAM | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
@@ -105,9 +118,10 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_variant_that_is_not_implemented_is_named(config, message):
-    model, read = {"llada": LLaDAModelLM, "Dream": DreamModel}[config["model_type"]], parse_config(config, "folder")
+    read = parse_config(config, "folder")
+    (architecture,) = read.architectures
     with pytest.raises(ValueError, match=r"config\.json") as caught:
-        check_config(read) or model.decoder_shape(read)
+        check_config(read) or MODEL_CLASSES[architecture].decoder_shape(read)
     assert message in str(caught.value)
 
 

@@ -1,0 +1,179 @@
+"""What a ``config.json`` may state, by model family: keys, their types, and what a missing one means."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA_MOE
+from dllm_engine.options import explain
+
+LLADA_RELEASED_VOCAB_SIZE = 126_464
+LLADA_RELEASED_END_OF_TURN_ID = 126_348
+DREAM_RELEASED_VOCAB_SIZE = 152_064
+DREAM_RELEASED_END_OF_TURN_ID = 151_645
+LLADA_MOE_RELEASED_VOCAB_SIZE = 157_184
+LLADA_MOE_RELEASED_MASK_ID = 156_895
+LLADA_MOE_RELEASED_END_ID = 156_892
+
+# No model comes near these bounds; they keep a damaged file from asking for all memory.
+LayerCount = Annotated[int, Field(ge=1, le=10_000)]
+HeadCount = Annotated[int, Field(ge=1, le=100_000)]
+ExpertCount = Annotated[int, Field(ge=1, le=100_000)]
+Width = Annotated[int, Field(ge=1, le=10_000_000)]
+VocabularySize = Annotated[int, Field(ge=1, le=1 << 24)]
+Positions = Annotated[int, Field(ge=1, le=1 << 24)]
+Epsilon = Annotated[float, Field(gt=0, lt=1)]
+RopeBase = Annotated[float, Field(gt=0)]
+TokenId = Annotated[int, Field(ge=0)]
+WeightType = Annotated[
+    Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
+]
+
+
+class CheckpointKeys(BaseModel):
+    """Keys of ``config.json`` that all families share; keys that no schema names may hold anything."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    family: ClassVar[Any]
+    size_keys: ClassVar[tuple[str, str, str]]
+    """The family's names of the hidden size, the attention heads and the KV heads."""
+
+    architectures: list[str] | None = None
+    dtype: WeightType | None = None
+    torch_dtype: WeightType | None = None
+    quantization_config: dict[str, Any] | None = None
+    vocab_size: VocabularySize
+    rms_norm_eps: Epsilon
+    rope_theta: RopeBase
+    mask_token_id: TokenId | None = None
+    end_of_turn_token_id: Any = None
+    eos_token_id: Any = None
+
+    @field_validator("architectures")
+    @classmethod
+    def _of_this_family(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and cls.family.architecture not in value:
+            model_type = cls.family.model_type
+            known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
+            raise ValueError(f"model_type={model_type!r} goes with the architecture {' or '.join(known)}")
+        return value
+
+    @field_validator("end_of_turn_token_id", "eos_token_id")
+    @classmethod
+    def _token_ids(cls, value: Any) -> Any:
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int for token in ids):
+            raise ValueError("must be a token id or a list of token ids")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        names = self.size_keys
+        hidden, heads, kv_heads = (getattr(self, name) for name in names)
+        if hidden % heads or hidden // heads % 2:
+            raise ValueError(
+                f"{names[1]}={heads} does not divide {names[0]}={hidden} into heads of an even size, which RoPE needs"
+            )
+        if kv_heads is not None and heads % kv_heads:
+            raise ValueError(f"{names[2]}={kv_heads} does not divide {names[1]}={heads}")
+        rows = max(self.vocab_size, getattr(self, "embedding_size", None) or 0)
+        if self.mask_token_id is not None and self.mask_token_id >= rows:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary of {rows}")
+        return self
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> Self:
+        """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its value and what it may be."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ValueError(f"{source}: {explain(error, '')}") from None
+
+
+class LLaDAKeys(CheckpointKeys):
+    """LLaDA's keys, and what its checkpoints mean where they leave one out."""
+
+    family = LLADA
+    size_keys = ("d_model", "n_heads", "n_kv_heads")
+
+    d_model: Width = 4096
+    n_heads: HeadCount = 32
+    n_kv_heads: HeadCount | None = None
+    n_layers: LayerCount = 32
+    mlp_hidden_size: Width | None = None
+    mlp_ratio: HeadCount = 4
+    vocab_size: VocabularySize = LLADA_RELEASED_VOCAB_SIZE
+    embedding_size: VocabularySize | None = None
+    max_sequence_length: Positions = 4096
+    rope_theta: RopeBase = 500_000.0
+    rms_norm_eps: Epsilon = 1e-5
+    weight_tying: bool = False
+    include_bias: bool = False
+    include_qkv_bias: bool = False
+
+
+class DreamKeys(CheckpointKeys):
+    """Dream's keys, and what its checkpoints mean where they leave one out."""
+
+    family = DREAM
+    size_keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+
+    vocab_size: VocabularySize = DREAM_RELEASED_VOCAB_SIZE
+    hidden_size: Width = 3584
+    intermediate_size: Width = 18_944
+    num_hidden_layers: LayerCount = 28
+    num_attention_heads: HeadCount = 28
+    num_key_value_heads: HeadCount | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: Positions = 131_072
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: RopeBase = 1_000_000.0
+    rope_scaling: dict[str, Any] | None = None
+    use_sliding_window: bool = False
+    tie_word_embeddings: bool = False
+
+
+class LLaDAMoEKeys(CheckpointKeys):
+    """LLaDA-MoE's keys, and what its checkpoints mean where they leave one out."""
+
+    family = LLADA_MOE
+    size_keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+
+    vocab_size: VocabularySize = LLADA_MOE_RELEASED_VOCAB_SIZE
+    hidden_size: Width = 2048
+    num_hidden_layers: LayerCount = 16
+    num_attention_heads: HeadCount = 16
+    num_key_value_heads: HeadCount | None = None
+    max_position_embeddings: Positions = 8192
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: RopeBase = 50_000.0
+    rope_scaling: dict[str, Any] | None = None
+    rope_type: str = "default"
+    tie_word_embeddings: bool = False
+    qk_layernorm: bool | None = None
+    num_experts: ExpertCount = 64
+    num_experts_per_tok: ExpertCount = 8
+    expert_intermediate_size: Width = 1024
+    dense_intermediate_size: Width | None = None
+    shared_expert_intermediate_size: Width | None = None
+    moe_layer_freq: list[Literal[0, 1]] = []
+    moe_router_enable_expert_bias: bool | None = None
+    moe_router_score_function: str | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: float | None = None
+    partial_rotary_factor: float | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    clip_qkv: float | None = None
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of num_experts={self.num_experts}")
+        if self.moe_layer_freq and len(self.moe_layer_freq) != self.num_hidden_layers:
+            raise ValueError(f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} numbers, 0 or 1")
+        if 0 in self.moe_layer_freq and self.dense_intermediate_size is None:
+            raise ValueError("moe_layer_freq has dense layers, which need a dense_intermediate_size")
+        return self

@@ -1,0 +1,127 @@
+"""The feed-forward branch of a layer: a gated MLP, or a mixture of such experts in vLLM's ``FusedMoE``."""
+
+import re
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization import QuantizationConfig
+
+from dllm_engine.kernels.vllm_operators import silu_and_mul
+from dllm_engine.model_executor.models.configs import ExpertShape
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``"""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        *,
+        reduce_results: bool = True,
+    ) -> None:
+        """``reduce_results``: whether to sum over tensor-parallel ranks, or leave that to the caller."""
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            bias=False,
+            reduce_results=reduce_results,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+        )
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, hidden_size]`` to the same shape."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(normed)[0]))[0]
+
+
+class ExpertMLP(nn.Module):
+    """Each row goes through the experts that a router chooses for it, and through the shared one."""
+
+    def __init__(
+        self, hidden_size: int, shape: ExpertShape, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        self.gate = ReplicatedLinear(hidden_size, shape.num_experts, bias=False, prefix=f"{prefix}.gate")
+        self.expert_bias = None
+        if shape.has_bias:
+            self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts, dtype=torch.float32), requires_grad=False)
+        self.shared_expert = None
+        if shape.shared_intermediate_size:
+            # vLLM sums it over the ranks together with the routed experts.
+            self.shared_expert = GatedMLP(
+                hidden_size,
+                shape.shared_intermediate_size,
+                quant_config,
+                f"{prefix}.shared_expert",
+                reduce_results=False,
+            )
+        try:
+            self.experts = FusedMoEFactory(
+                num_experts=shape.num_experts,
+                top_k=shape.top_k,
+                hidden_size=hidden_size,
+                intermediate_size=shape.intermediate_size,
+                quant_config=quant_config,
+                custom_routing_function=self._route,
+                shared_experts=self.shared_expert,
+                prefix=f"{prefix}.experts",
+            )
+        except NotImplementedError as error:
+            raise ValueError(
+                f"vLLM has no kernel for experts of hidden_size={hidden_size} and width {shape.intermediate_size} on "
+                f"this device ({error}); on a CPU hidden_size must be a multiple of 32"
+            ) from error
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, hidden_size]`` to the same shape, within ``DiffusionDecoder.forward_context``."""
+        return self.experts(normed, self.gate(normed)[0])
+
+    def _route(
+        self, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the router's logits
+        ``[num_rows, num_experts]``; the arguments are vLLM's.
+
+        LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again.
+        """
+        weights = gating_output.softmax(dim=-1, dtype=torch.float32)
+        if self.expert_bias is not None:
+            weights = weights + self.expert_bias
+        chosen = weights.topk(topk, dim=-1)
+        return chosen.values, chosen.indices
+
+
+_ROUTED_EXPERTS = "routed_experts"
+"""vLLM's module that holds the weights of all experts."""
+_SHARDS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
+"""Projections of an expert: vLLM's parameter for those of all experts, and the part of it."""
+
+
+def expert_shard(module: str, kind: str) -> tuple[str, tuple[str, int]] | None:
+    """The parameter of a layer, and the shard of it, that a tensor ``kind`` of an expert fills; None for what is not an
+    expert's. ``module`` is the checkpoint's name within the layer: ``mlp.experts.N.gate_proj``."""
+    found = re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", module)
+    if found is None or found[2] not in _SHARDS:
+        return None
+    fused, part = _SHARDS[found[2]]
+    return f"mlp.experts.{_ROUTED_EXPERTS}.{fused}_{kind}", (part, int(found[1]))
+
+
+def expert_shards(parameter_name: str, num_experts: int) -> list[tuple[str, int]]:
+    """The shards that a parameter of vLLM's module is filled by; none for other parameters."""
+    module, kind = parameter_name.split(".")[-2:]
+    parts = [part for fused, part in _SHARDS.values() if module == _ROUTED_EXPERTS and kind.startswith(f"{fused}_")]
+    return [(part, number) for part in parts for number in range(num_experts)]
