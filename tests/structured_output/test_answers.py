@@ -230,6 +230,26 @@ def test_bad_requests_are_answered_with_400(openai, demo, fields, message, strea
     assert_nothing_left(demo)
 
 
+def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    client = served(demo, "--served-model-name", "demo", *flags)
+    body = {"model": "demo", "messages": CHAT, "tools": TOOLS, "max_tokens": 64}
+    free, made = (client.post("/v1/chat/completions", json=body | more) for more in ({}, {"tool_choice": "required"}))
+    assert free.json()["choices"][0]["message"]["content"] == " Ida=07, Tom=48", free.text
+    assert made.json()["choices"][0]["message"]["tool_calls"], made.text
+    assert made.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(("regex", "status"), [("tok(ens)?", 200), ("tok{60}", 400)])
+def test_tokens_in_and_out(demo, regex, status):
+    client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
+    asked = {"max_tokens": 16, "structured_outputs": {"regex": regex}}
+    answer = client.post("/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": asked})
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        assert re.fullmatch(regex, demo.get_tokenizer().decode(answer.json()["choices"][0]["token_ids"], True))
+
+
 def test_other_tools_than_those_called_are_answered_as_ever(openai):
     answer = openai.chat.completions.create(model="demo", messages=CHAT, tools=TOOLS, tool_choice="none")
     assert answer.choices[0].message.content == " Ida=07, Tom=48"
