@@ -33,8 +33,8 @@ _PATIENCE = 4
 class Limits:
     """What one automaton may cost."""
 
-    max_states: int = 4096
-    build_seconds: float = 30.0
+    max_states: int
+    build_seconds: float
     """Seconds of one core that building it may take."""
 
 

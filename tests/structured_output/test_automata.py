@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import re
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.support.automaton_walks import accepts, laid_out
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 
 END = "<|end|>"
+LIMITS = Limits(4096, 30.0)
 
 
 @pytest.fixture
@@ -117,7 +119,7 @@ def test_tokenizers_that_are_refused():
 
 
 def test_automata_are_kept(tokenizer, in_process):
-    grammar, limits = Grammar("regex", "seven|herons"), Limits()
+    grammar, limits = Grammar("regex", "seven|herons"), LIMITS
     automaton = automaton_of(grammar, tokenizer, 410, limits)
     assert accepts(automaton, tokenizer.encode("herons"))
     assert automaton_of(grammar, tokenizer, 410, limits) is automaton
@@ -126,7 +128,7 @@ def test_automata_are_kept(tokenizer, in_process):
     assert build_counts().cache_hits == 2
     assert build_counts().seconds > 0
     others = [(Grammar("regex", "a"), tokenizer, 410, limits), (grammar, train_tokenizer(NOTE, 400), 410, limits)]
-    others += [(grammar, tokenizer, 420, limits), (grammar, tokenizer, 410, Limits(max_states=100))]
+    others += [(grammar, tokenizer, 420, limits), (grammar, tokenizer, 410, replace(LIMITS, max_states=100))]
     for other in others:
         assert automaton_of(*other) is not automaton
     assert build_counts() == dataclasses.replace(build_counts(), builds=5, cache_hits=2)
@@ -134,10 +136,10 @@ def test_automata_are_kept(tokenizer, in_process):
 
 def test_the_least_used_are_let_go(tokenizer, in_process, monkeypatch):
     grammars = [Grammar("choice", f'["{letter}"]') for letter in "abc"]
-    size = automata._size(automaton_of(grammars[0], tokenizer, 410, Limits()))
+    size = automata._size(automaton_of(grammars[0], tokenizer, 410, LIMITS))
     monkeypatch.setattr(automata, "_KEPT_BYTES", int(2.5 * size))
     for i in (1, 0, 2, 0, 1):  # b, a (kept), c (b goes), a, b again
-        automaton_of(grammars[i], tokenizer, 410, Limits())
+        automaton_of(grammars[i], tokenizer, 410, LIMITS)
     assert in_process == [grammars[0], grammars[1], grammars[2], grammars[1]]
 
 
@@ -145,9 +147,9 @@ def test_failures_are_told_and_not_kept(tokenizer, in_process):
     grammar = Grammar("regex", "a{200}")
     for _ in range(2):
         with pytest.raises(ValueError, match="max_automaton_states=100"):
-            automaton_of(grammar, tokenizer, 410, Limits(max_states=100))
+            automaton_of(grammar, tokenizer, 410, replace(LIMITS, max_states=100))
     assert build_counts().builds == 2
-    automaton_of(grammar, tokenizer, 410, Limits(max_states=400))
+    automaton_of(grammar, tokenizer, 410, replace(LIMITS, max_states=400))
 
 
 def test_requests_at_the_same_time_build_once(tokenizer, monkeypatch, in_process):
@@ -160,7 +162,7 @@ def test_requests_at_the_same_time_build_once(tokenizer, monkeypatch, in_process
         return build_now(*arguments)
 
     monkeypatch.setattr(automata, "_build_apart", wait)
-    ask = lambda: found.append(automaton_of(Grammar("regex", "a"), tokenizer, 410, Limits()))  # noqa: E731
+    ask = lambda: found.append(automaton_of(Grammar("regex", "a"), tokenizer, 410, LIMITS))  # noqa: E731
     threads = [threading.Thread(target=ask) for _ in range(4)]
     threads[0].start()
     assert started.wait(60)
@@ -179,16 +181,16 @@ def test_requests_at_the_same_time_build_once(tokenizer, monkeypatch, in_process
 def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     grammar = Grammar("json", '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}', spaces=False)
-    automaton = automaton_of(grammar, tokenizer, 410, Limits())
+    automaton = automaton_of(grammar, tokenizer, 410, LIMITS)
     vocabulary = vocabulary_of(tokenizer, 410)
     expected = build(Task(grammar.kind, grammar.text, False, 4096, 30), vocabulary.token_bytes, vocabulary.starts)
     assert automaton.digest == expected.digest
     with pytest.raises(InvalidRequestError, match=re.escape("structured_outputs.regex: its automaton has more states")):
-        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, Limits(max_states=64))
+        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, replace(LIMITS, max_states=64))
     with pytest.raises(InvalidRequestError, match="max_automaton_seconds=1 "):
         automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, Limits(1 << 24, build_seconds=1))
     with pytest.raises(InvalidRequestError, match="the tokens of this model spell no text"):
-        automaton_of(Grammar("regex", "a"), metaspace(strip=False), 3, Limits())
+        automaton_of(Grammar("regex", "a"), metaspace(strip=False), 3, LIMITS)
 
 
 @pytest.mark.slow
@@ -196,4 +198,4 @@ def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     broken = Vocabulary(*laid_out([b"a"])[:1], np.array([0, 5]))
     with pytest.raises(RuntimeError, match="building an automaton failed"):
-        automata._cache.automaton(Grammar("regex", "a"), broken, Limits())
+        automata._cache.automaton(Grammar("regex", "a"), broken, LIMITS)
