@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
+from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.scheduler.constraints.automaton import unpacked
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.structured_output import requests
@@ -75,6 +76,19 @@ def test_answers_match(demo, params, kind):
     assert all(matches(completion.text) for completion in output.outputs), [c.text for c in output.outputs]
     assert asked.structured_outputs.json == fields.get("json")
     assert_nothing_left(demo)
+
+
+@pytest.mark.parametrize("decoding", [{}, {"threshold": 0.8}, {"temperature": 0.7, "seed": 3}], ids=str)
+def test_an_expression_that_matches_everything_changes_nothing(demo, decoding):
+    chats = [
+        [{"role": "user", "content": example.prompt}] for task in TASKS for example in make_examples(task, 4, seed=2)
+    ]
+    everything = StructuredOutputsParams(regex="(?s:.*)")
+    free, held = (
+        demo.chat(chats, DiffusionParams(gen_length=32, structured_outputs=structured, **decoding), use_tqdm=False)
+        for structured in (None, everything)
+    )
+    assert [o.outputs[0].token_ids for o in held] == [o.outputs[0].token_ids for o in free]
 
 
 def test_asynchronous_engines_build_before_they_check(demo):
