@@ -24,7 +24,6 @@ from dllm_engine.demo.tasks import (
 from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.heat_map import Cell
 from dllm_engine.evaluation.score import Result, mean_and_error
-from dllm_engine.infill.template import response_template
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
@@ -87,6 +86,8 @@ def requests_of(tasks: Sequence[OwnTask], llm: "LLM", decoding: dict[str, Any]) 
 
 def _with_hole(params: "DiffusionParams", task: OwnTask, tokenizer: Any) -> "DiffusionParams":
     """Those of the response of ``params`` with what the task gives. Behind that, the model is to end it."""
+    from dllm_engine.infill.template import response_template
+
     if task.given is None:
         return params
     size = len(tokenizer.encode(task.answer, add_special_tokens=False))

@@ -148,9 +148,17 @@ def test_two_runs_cannot_write_one_file(output):
 
 
 def test_an_engine_that_outlives_its_run_does_not_keep_the_output(output):
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
+
+    def run() -> None:
+        runs.set()
+        signal.pause()
+
     with ResultFile(output, LINES, SETTINGS):
-        engine = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        engine = fork.Process(target=run, daemon=True)
         engine.start()
+        assert runs.wait(60)
     try:
         write(output, LINES)
     finally:
