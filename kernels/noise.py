@@ -12,6 +12,8 @@ is a draw from softmax(l / T): the Gumbel-max trick. LLaDA's argmax of exp(l_j) 
 Before that, top-p and top-k may leave the likeliest tokens alone.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from dllm_engine.kernels._operator import operator
@@ -60,6 +62,23 @@ def gumbel(
     return -torch.log(-torch.log(uniform(seeds, forwards, positions, token_ids)))
 
 
+def noisy_logits(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    forwards: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int,
+    temperature: float,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """What ``gumbel_max`` takes the largest of, float64: some rows at a time, and which they are."""
+    token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
+    for start in range(0, logits.shape[0], num_rows):
+        rows = slice(start, start + num_rows)
+        noise = gumbel(seeds[rows, None], forwards[rows, None], positions[rows, None], token_ids)
+        yield rows, noise.add_(logits[rows].float() / temperature)
+
+
 @operator("gumbel_max", triton="noise")
 def gumbel_max(
     logits: torch.Tensor,
@@ -87,13 +106,8 @@ def gumbel_max(
     Raises:
         ValueError: shapes or types that do not belong together, or a temperature that is not above 0.
     """
-    token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     best, column = torch.empty_like(seeds, dtype=torch.float64), torch.empty_like(seeds)
-    num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
-    for start in range(0, logits.shape[0], num_rows):
-        rows = slice(start, start + num_rows)
-        noise = gumbel(seeds[rows, None], forwards[rows, None], positions[rows, None], token_ids)
-        scores = noise.add_(logits[rows].float() / temperature)
+    for rows, scores in noisy_logits(logits, seeds, forwards, positions, first_token, temperature):
         if forbidden_token >= 0:
             scores[:, forbidden_token] = -torch.inf
         best[rows], column[rows] = scores.max(dim=-1)

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max
+from dllm_engine.kernels.noise import filtered_logits, gumbel_max, noisy_logits
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
@@ -155,15 +155,18 @@ class TokenPredictor:
         logits, first_token, _ = self._as_filters_need(shard, settings)
         if settings.temperature == 0:
             return VocabularyShard(logits.float(), first_token)
-        scores = plain = logits.float() / settings.temperature
+        drawn_from, temperature = logits, settings.temperature
         if settings.filters:
-            filters = settings.temperature, settings.top_p, settings.top_k
-            scores = filtered_logits(logits, *filters, self._mask_column(logits, first_token))
-            scores = torch.where(scores > torch.finfo(scores.dtype).min, scores, plain - FILTERED_OUT)
+            filters = temperature, settings.top_p, settings.top_k
+            kept = filtered_logits(logits, *filters, self._mask_column(logits, first_token))
+            left_out = logits.float() / temperature - FILTERED_OUT
+            drawn_from, temperature = torch.where(kept > torch.finfo(kept.dtype).min, kept, left_out), 1.0
         assert counters is not None
-        tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
-        seeds, forwards, positions = counters.seeds[:, None], counters.forwards[:, None], counters.positions[:, None]
-        return VocabularyShard(gumbel(seeds, forwards, positions, tokens).add_(scores), first_token)
+        scores = torch.empty_like(logits, dtype=torch.float32)
+        counts = counters.seeds, counters.forwards, counters.positions
+        for rows, noisy in noisy_logits(drawn_from, *counts, first_token, temperature):
+            scores[rows] = noisy
+        return VocabularyShard(scores, first_token)
 
     def _classes(self, chunks: Chunks, constrained: Sequence[ConstrainedRows]) -> torch.Tensor:
         """The class of token that each constrained row writes, int64 ``[num_rows]``. Waits for the device."""
