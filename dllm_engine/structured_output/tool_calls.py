@@ -3,6 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
+from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolCallInformation
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
@@ -10,6 +11,18 @@ from dllm_engine.scheduler.request_options import InvalidRequestError
 
 OWN_PARSER = "json_schema"
 """Name of the parser where the server's arguments have none."""
+
+
+class NoCalls(ToolParser):
+    """Finds no calls in an answer that was free to have some."""
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
+        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
+
+    def extract_tool_calls_streaming(
+        self, previous_text: str, current_text: str, delta_text: str, *tokens_and_request: Any
+    ) -> DeltaMessage:
+        return DeltaMessage(content=delta_text)
 
 
 def serve_tool_calls(args: Namespace) -> None:
@@ -22,7 +35,7 @@ def serve_tool_calls(args: Namespace) -> None:
         args: of ``vllm serve``, which are changed.
     """
     is_free = bool(args.enable_auto_tool_choice and args.tool_call_parser)
-    base = ToolParserManager.get_tool_parser(args.tool_call_parser) if is_free else ToolParser
+    base = ToolParserManager.get_tool_parser(args.tool_call_parser) if is_free else NoCalls
 
     class JSONCalls(base):  # type: ignore[misc, valid-type]
         structural_tag_model = None

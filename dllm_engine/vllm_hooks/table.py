@@ -270,6 +270,7 @@ PRIVATE = (
     # Front ends
     Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
     Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
+    Private("vllm.entrypoints.generate.base.protocol", "DeltaMessage ExtractedToolCallInformation", _TOOLS),
     Private("vllm.tool_parsers", "ToolParserManager", _TOOLS),
     Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser ToolParser.adjust_request", _TOOLS),
     Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser.structural_tag_model", _TOOLS),

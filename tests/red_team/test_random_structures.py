@@ -42,7 +42,7 @@ WAYS = [
 ]
 GRAMMARS = st.one_of(
     patterns().map(lambda pattern: ("regex", pattern)),
-    schemas().map(lambda drawn: ("json", drawn[0])),
+    schemas().map(lambda drawn: ("json", json.dumps(drawn[0]))),
     st.lists(st.text("abé {", max_size=6), min_size=1, max_size=4).map(lambda texts: ("choice", texts)),
 )
 
@@ -52,7 +52,7 @@ def matches(kind: str, grammar, text: str) -> bool:
         return re.fullmatch(grammar, text) is not None
     if kind == "choice":
         return text in grammar
-    return Draft202012Validator(grammar).is_valid(json.loads(text))
+    return Draft202012Validator(json.loads(grammar)).is_valid(json.loads(text))
 
 
 @pytest.fixture
