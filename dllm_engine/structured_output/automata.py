@@ -25,7 +25,7 @@ _KEPT_BYTES = 256 << 20
 """What the automata kept take together, at most."""
 _AT_ONCE = 2
 """Builds that run at a time; others wait."""
-_PATIENCE = 4
+_PATIENCE = 10
 """A busy machine gives a build less than a core: it is ended after as many times ``build_seconds``."""
 
 
