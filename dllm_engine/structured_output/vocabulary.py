@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 from tokenizers import Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.scheduler.request_options import InvalidRequestError
@@ -58,20 +59,12 @@ def _refused(reason: str) -> InvalidRequestError:
     )
 
 
-def _letters() -> dict[str, int]:
-    """Vocabularies of byte-level BPE write bytes that Latin-1 prints as those letters, and the others, in order, as
-    the letters from U+0100 on."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_LETTERS = _letters()
+_BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(map(_LETTERS.__getitem__, token))
+        return bytes(map(_BYTE_OF_LETTER.__getitem__, token))
     except KeyError:
         return token.encode()
 
