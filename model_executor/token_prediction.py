@@ -28,8 +28,8 @@ MAX_LOGITS_PER_CHUNK = 1 << 24
 FILTERED_OUT = 1e6
 """By so much lower is the score of a token that top-p and top-k leave out: a constrained response may need it."""
 TILE_ROWS, LEAST_ROWS = 128, 512
-"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads. Chunks
-of constrained rows are a tile: they hold four times as much for each logit."""
+"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads.
+A chunk of constrained rows is one tile: it holds four times as much for each logit."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.workers.base import DiffusionWorker, end_with_parent
+from dllm_engine.model_executor.workers.base import DiffusionWorker
+from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEPT_BYTES = 512 << 20
@@ -20,7 +21,7 @@ class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
     """Differs from vLLM's in the runner it makes, and has nothing to compile."""
 
     def init_device(self) -> None:
-        end_with_parent()
+        end_vllm_process_with_parent()
         # Not the inherited one, which names vLLM's runner in its body.
         self.device = torch.device("cpu")
         method = self.distributed_init_method
