@@ -27,6 +27,11 @@ def restart_peak() -> int:
         return torch.cuda.memory_allocated()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds now on a CPU."""
     return int(psutil.Process().memory_info().rss)
 
 
