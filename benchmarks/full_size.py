@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from program import add_common_arguments, parse, report
-
 import torch
+from program import add_common_arguments, parse, report
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
@@ -30,8 +29,8 @@ from dllm_engine.bench.machine import now
 from dllm_engine.bench.memory import peak, resident, restart_peak
 from dllm_engine.bench.random_model import NAMED_SHAPES, named_shape
 from dllm_engine.checkpoints import load_config
-from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.models.checkpoint import INDEX, MODEL_CLASSES, shapes_in_layer
 from dllm_engine.sizing import weight_bytes
 
@@ -59,7 +58,9 @@ def make(folder: Path, shape: str, layers: int | None, num_shards: int) -> None:
     for number, names in shards.items():
         file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        save_file({name: torch.empty(shapes[name], dtype=torch.bfloat16).normal_(std=0.02) for name in names}, folder / file)
+        save_file(
+            {name: torch.empty(shapes[name], dtype=torch.bfloat16).normal_(std=0.02) for name in names}, folder / file
+        )
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 

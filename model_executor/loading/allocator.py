@@ -1,4 +1,4 @@
-"""What glibc's allocator does with freed memory: returns it to the system while weights are loaded, keeps it for steps."""
+"""What glibc does with freed memory: returns it to the system while weights are loaded, and keeps it for steps."""
 
 import ctypes
 import os
