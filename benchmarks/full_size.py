@@ -1,87 +1,30 @@
-"""Loads a checkpoint of a released model's size: the memory at its peak and at rest, and the time beside reading alone.
+"""Loads a checkpoint and answers: the memory at its peak and at rest, and the time beside reading the files alone.
 
-`make` writes random bfloat16 weights in the released layout; values change neither memory nor time. `load` reads the
-files alone and loads them into an engine in this process, each with the files out of the system's cache first, and
-answers a prompt.
+The files are read alone, loaded into an engine in this process, and read alone again, each time with the files out of
+the system's cache first. With `--cache kept` they may come from memory; the time then says what loading computes.
 
-    python benchmarks/full_size.py make FOLDER [--shape llada-8b] [--layers N] [--shards 6]
-    python benchmarks/full_size.py load FOLDER [--output FILE.json]
-
-LLaDA-8B takes 16 GB of disk. With `--cache kept`, files may come from memory; time then says what loading computes.
+    python benchmarks/full_size.py FOLDER [--output FILE.json]
 """
 
 import argparse
-import json
-import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import torch
-from program import add_common_arguments, parse, report
-from safetensors.torch import save_file
-from transformers import PretrainedConfig
+from program import argument_parser, parse, report
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import now
 from dllm_engine.bench.memory import peak, resident, restart_peak
-from dllm_engine.bench.random_model import NAMED_SHAPES, named_shape
 from dllm_engine.checkpoints import load_config
-from dllm_engine.families import family_of
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.models.checkpoint import INDEX, MODEL_CLASSES, shapes_in_layer
 from dllm_engine.sizing import weight_bytes
 
 READ_BYTES = 1 << 24
 ALLOWED_SHARE, ALLOWED_BYTES, ALLOWED_TIME = 1.1, 1_500_000_000, 1.3
 """Peak and rest are to stay within 1.1 × the weights + 1.5 GB, loading within 1.3 × reading alone."""
-
-
-def make(folder: Path, shape: str, layers: int | None, num_shards: int) -> None:
-    """Write a checkpoint of a named shape, its tensors in the order of the layers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = named_shape(shape)
-    layers_key = next(key for key in ("n_layers", "num_hidden_layers") if key in config)
-    config[layers_key] = layers or config[layers_key]
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = released_tensors(load_config(str(folder)))
-    of_shard = 2 * sum(map(math.prod, shapes.values())) / num_shards
-    shards: dict[int, list[str]] = {}
-    written = 0
-    for name, size in shapes.items():
-        number = int((written + math.prod(size)) / of_shard) + 1  # where the tensor's middle lies
-        shards.setdefault(number, []).append(name)
-        written += 2 * math.prod(size)
-    weight_map = {}
-    for number, names in shards.items():
-        file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
-        weight_map |= dict.fromkeys(names, file)
-        save_file(
-            {name: torch.empty(shapes[name], dtype=torch.bfloat16).normal_(std=0.02) for name in names}, folder / file
-        )
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-
-def released_tensors(config: PretrainedConfig) -> dict[str, list[int]]:
-    """Names and shapes of the tensors of a checkpoint with this config, layer by layer."""
-    model = MODEL_CLASSES[family_of(config).architecture]
-    shape = model.decoder_shape(config)
-    outside = {ours: name for name, ours in model.modules_outside_layers.items()}
-    table = [shape.vocab_size, shape.hidden_size]
-    tensors = {f"{outside['embedding']}.weight": table}
-    for layer in range(shape.num_layers):
-        experts = shape.experts_of(layer)
-        modules = [*model.modules_in_layer, "mlp.gate"]
-        for number in range(experts.num_experts if experts else 0):
-            modules += [f"mlp.experts.{number}.{part}_proj" for part in ("gate", "up", "down")]
-        names = [f"{model.layer_prefix}.{layer}.{module}.{kind}" for module in modules for kind in ("weight", "bias")]
-        places = {model.locate(name): name for name in names}
-        for (parameter, part), size in shapes_in_layer(shape, experts).items():
-            tensors[places[f"layers.{layer}.{parameter}", part]] = size
-    tensors[f"{outside['final_norm']}.weight"] = [shape.hidden_size]
-    return tensors if shape.tied_embeddings else tensors | {f"{outside['lm_head']}.weight": table}
 
 
 def files_of(folder: Path, *, cached: bool) -> Iterator[Path]:
@@ -110,9 +53,9 @@ def load(options: argparse.Namespace) -> None:
     def timed(runner: DiffusionModelRunner, **arguments: bool) -> None:
         list(files_of(options.folder, cached=cached))
         seconds["before"] = restart_peak()
-        start = now()
+        start, processor = now(), time.process_time()
         load_model(runner, **arguments)
-        seconds["load"] = now() - start
+        seconds["load"], seconds["processor"] = now() - start, time.process_time() - processor
 
     reads = [seconds_to_read(list(files_of(options.folder, cached=cached)))]
     with mock.patch.object(DiffusionModelRunner, "load_model", timed):
@@ -148,6 +91,7 @@ def load(options: argparse.Namespace) -> None:
         peak_of_answer_gb=after[0] / gb,
         read_seconds=reads,
         load_seconds=seconds["load"],
+        load_processor_seconds=seconds["processor"],
         load_over_read=seconds["load"] / read,
         allowed_time=ALLOWED_TIME,
         answer_seconds=answered,
@@ -155,24 +99,11 @@ def load(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    making = commands.add_parser("make", help="write a checkpoint")
-    making.add_argument("folder", type=Path)
-    making.add_argument("--shape", default="llada-8b", help=f"{', '.join(NAMED_SHAPES)}, or one with /N")
-    making.add_argument("--layers", type=int, help="default: the model's")
-    making.add_argument("--shards", type=int, default=6)
-    loading = commands.add_parser("load", help="load it and answer")
-    loading.add_argument("folder", type=Path)
-    loading.add_argument("--cache", choices=("dropped", "kept"), default="dropped")
-    loading.add_argument("--steps", type=int, default=4, help="denoising steps of the answer")
-    add_common_arguments(loading)
-    making.set_defaults(clock="wall", output=None)
-    options = parse(parser)
-    if options.command == "make":
-        make(options.folder, options.shape, options.layers, options.shards)
-    else:
-        load(options)
+    parser = argument_parser(__doc__)
+    parser.add_argument("folder", type=Path, help="a checkpoint, such as make_checkpoint.py writes")
+    parser.add_argument("--cache", choices=("dropped", "kept"), default="dropped", help="of the system, of files")
+    parser.add_argument("--steps", type=int, default=4, help="denoising steps of the answer")
+    load(parse(parser))
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "plan",
         help="how many requests fit a GPU or a CPU's memory, or how long steps would take on a GPU, by arithmetic",
-        description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, or of all "
-        "ranks on a CPU.",
+        description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, and on a "
+        "CPU of all ranks.",
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes (default: %(default)s)")
