@@ -38,7 +38,7 @@ MEMORY = 64 << 20
 
 def deployment(model, method="sparse", **settings):
     defaults = {
-        "gpu_memory": GIB,
+        "memory": GIB,
         "prompt": PROMPT,
         "response": RESPONSE,
         "block_length": BLOCK_LENGTH,
@@ -166,7 +166,7 @@ def test_a_rollout_holds_what_is_said():
     ],
 )
 def test_released_models_have_their_published_sizes(model, billions, kib_per_token):
-    sizing = plan(deployment(model, "dual", dtype="auto", gpu_memory=80 * GIB))
+    sizing = plan(deployment(model, "dual", dtype="auto", memory=80 * GIB))
     assert round(sizing.weight_bytes / 2e9, 2) == billions
     layers = load_config(model).num_hidden_layers
     assert sizing.page_bytes * layers == kib_per_token * 1024 * PAGE_SIZE
@@ -174,7 +174,7 @@ def test_released_models_have_their_published_sizes(model, billions, kib_per_tok
 
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)
 def test_every_released_model_can_be_planned(model):
-    assert plan(deployment(model, dtype="auto", gpu_memory=80 * GIB)).demand.requests > 0
+    assert plan(deployment(model, dtype="auto", memory=80 * GIB)).demand.requests > 0
 
 
 @pytest.mark.parametrize("model", [name for family in FAMILIES.values() for name in family.checkpoints])
@@ -191,7 +191,7 @@ def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
     sizing = plan(deployment(tiny_llada))
     assert (sizing.demand.requests, sizing.demand.limit) == (256, "max_num_seqs")
     # 512 rows hold about 1 MB; what remains of the GPU is a pool of some hundred pages.
-    small = plan(deployment(tiny_llada, gpu_memory=6 << 20, max_num_seqs=10_000))
+    small = plan(deployment(tiny_llada, memory=6 << 20, max_num_seqs=10_000))
     assert small.demand.limit == "pages"
     assert small.demand.requests == small.num_pages // small.demand.pages
     none = next(other for other in small.others if other.cache_method == "none")
@@ -200,9 +200,7 @@ def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
 
 def test_budgets_per_head_count_as_what_a_layers_pages_hold():
     """MaskKV keeps 256 of 1024 prompt tokens, and the response."""
-    sizing = plan(
-        deployment("GSAI-ML/LLaDA-1.5", "maskkv", prompt=1024, response=256, dtype="auto", gpu_memory=80 * GIB)
-    )
+    sizing = plan(deployment("GSAI-ML/LLaDA-1.5", "maskkv", prompt=1024, response=256, dtype="auto", memory=80 * GIB))
     assert 512 <= sizing.demand.tokens_retained <= 512 + 2 * PAGE_SIZE
 
 
@@ -269,7 +267,7 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
 
 
 def test_other_methods_have_their_papers_options():
-    sizing = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", gpu_memory=80 * GIB))
+    sizing = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", memory=80 * GIB))
     assert {d.cache_method for d in sizing.others} == set(CACHE_METHODS) - {"none"}
     (dkv,) = (d for d in sizing.others if d.cache_method == "dkv")
     assert dkv.cache_options == {"refresh_interval": 4}
@@ -295,8 +293,8 @@ def test_a_method_that_the_page_size_does_not_suit_says_so(tiny_dream):
         ({"max_model_len": 257}, "--max-model-len 257 is out of range"),
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide the model's 4 attention heads"),
         ({"block_length": 91}, "--block-length 91 is out of range: 1 … 90"),
-        ({"gpu_memory": 1 << 20}, "leaves nothing for pages"),
-        ({"gpu_memory": 1_700_000, "gpu_memory_utilization": 1.0}, "cannot hold one"),
+        ({"memory": 1 << 20}, "leaves nothing for pages"),
+        ({"memory": 1_700_000, "gpu_memory_utilization": 1.0}, "cannot hold one"),
     ],
 )
 def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
@@ -306,7 +304,7 @@ def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
 
 def test_too_large_a_model_is_told_how_many_gpus_it_needs():
     with pytest.raises(SizingError, match="use --tensor-parallel-size 2"):
-        plan(deployment("GSAI-ML/LLaDA-1.5", dtype="auto", gpu_memory=16 * GIB))
+        plan(deployment("GSAI-ML/LLaDA-1.5", dtype="auto", memory=16 * GIB))
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path, monkeypatch):
