@@ -8,7 +8,6 @@ every executor and wire format. The scheduler puts a request's figures there, an
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
 PER_TOKEN = ("committed_at", "committed_logprobs")
 OPTIONAL = ("trace", "error", *PER_TOKEN)
 """Fields of ``DiffusionFigures`` that most responses do not have."""
