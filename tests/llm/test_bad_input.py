@@ -136,7 +136,7 @@ def test_beam_search(llm, healthy):
 
 
 def test_lora_request(llm, healthy):
-    with pytest.raises((ValueError, VLLMValidationError), match="lora_request: .* lora_path"):
+    with pytest.raises((ValueError, VLLMValidationError), match=r"lora_request: .* lora_path"):
         llm.generate(
             [{"prompt_token_ids": PROMPT}],
             DiffusionParams(gen_length=8),
