@@ -16,7 +16,7 @@ from dllm_engine import LLM, DiffusionParams
 TASKS = {"Reverse: Rome Tom Oslo": "Oslo Tom Rome", "Tom=48. Ida=07. Max=31. Give: Ida, Tom": "Ida=07, Tom=48"}
 # With the tokens behind an end token, which later passes have seen: a trainer's canvas is then the engine's.
 WHOLE = {"ignore_eos": True, "return_order": True}
-PARAMS = DiffusionParams(gen_length=16, block_length=8, temperature=3.0, n=4, seed=0, **WHOLE)
+PARAMS = DiffusionParams(gen_length=16, block_length=8, temperature=2.0, n=4, seed=0, **WHOLE)
 
 
 def main() -> None:
