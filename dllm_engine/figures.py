@@ -8,6 +8,10 @@ every executor and wire format. The scheduler puts a request's figures there, an
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+PER_TOKEN = ("committed_at", "committed_logprobs")
+OPTIONAL = ("trace", "error", *PER_TOKEN)
+"""Fields of ``DiffusionFigures`` that most responses do not have."""
+
 
 @dataclass(frozen=True)
 class DiffusionFigures:
@@ -22,6 +26,12 @@ class DiffusionFigures:
     """The most pages held at once, over all layers and kinds of page."""
     tokens_retained: int = 0
     """The most tokens that the pages of a layer held at once (the mean, where layers or heads differ)."""
+    committed_at: list[int] = field(default_factory=list)
+    """With ``return_order=True``, per returned token: the forward pass that committed it, counted from 1; 0: it was
+    given. Tokens of one pass were committed at once."""
+    committed_logprobs: list[float] = field(default_factory=list)
+    """With ``return_order=True``, per returned token: its log-probability in that pass, under the model's softmax over
+    the whole vocabulary at temperature 1; 0 where it was given."""
     trace: dict[str, list] = field(default_factory=dict)
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
     positions), ``windows`` (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None:
@@ -33,6 +43,15 @@ class DiffusionFigures:
     @property
     def tokens_per_forward(self) -> float:
         return self.tokens_unmasked / self.forward_passes if self.forward_passes else 0.0
+
+    @property
+    def order(self) -> list[list[int]]:
+        """Per forward pass, the indices into the returned tokens that it committed."""
+        found: list[list[int]] = [[] for _ in range(max(self.committed_at, default=0))]
+        for index, forward_pass in enumerate(self.committed_at):
+            if forward_pass:
+                found[forward_pass - 1].append(index)
+        return found
 
     @property
     def refresh_states(self) -> list[str]:
@@ -64,13 +83,9 @@ class DiffusionFigures:
         return self.trace.get(name, [])
 
     def to_json(self) -> dict[str, Any]:
-        """The HTTP form; trace and error only where there is one."""
+        """The HTTP form; what was not asked for, and an error that did not happen, is left out."""
         data = asdict(self) | {"tokens_per_forward": self.tokens_per_forward}
-        if not self.trace:
-            del data["trace"]
-        if self.error is None:
-            del data["error"]
-        return data
+        return {name: value for name, value in data.items() if name not in OPTIONAL or value}
 
 
 class ErrorReason(str):

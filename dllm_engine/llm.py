@@ -45,6 +45,7 @@ class LLM(vllm.LLM):
         guide_model: a small autoregressive model that checks drafts (Guided Diffusion), or ``"demo"`` for the demo
             model's. With another tokenizer than the model's it reads them as text.
         guide_tokens_per_token: tokens of such a guide that pages are reserved for per token of the model.
+        lora_path: folder of a LoRA adapter (PEFT) to merge into the weights while they are loaded.
         cuda_graphs: record REUSE steps as CUDA graphs, so that a GPU does not wait for kernels to be launched; for the
             cache methods ``prefix``, ``dual``, ``sparse``, ``freecache`` and ``delayed``. None: where that is possible,
             unless ``enforce_eager`` is set.
@@ -72,6 +73,7 @@ class LLM(vllm.LLM):
         steps_per_dispatch: int | None = None,
         guide_model: str | None = None,
         guide_tokens_per_token: float = 2.0,
+        lora_path: str | None = None,
         cuda_graphs: bool | None = None,
         batch_invariant: bool = False,
         max_automaton_states: int = 4096,

@@ -98,6 +98,9 @@ class EngineOptions(BaseModel):
     """Guide tokens that pages are reserved for per token of the model, where the guide has another tokenizer."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
+    lora_path: str | None = None
+    """Folder of a LoRA adapter as PEFT saves it, on every node, which is merged into the weights while they are
+    loaded. It serves all requests."""
     cuda_graphs: bool | None = None
     """Record REUSE steps, and what fills a step's tokens in, as CUDA graphs and replay them. For CUDA, and for cache
     methods whose REUSE steps always do the same work. None: where that is so, unless vLLM is told to

@@ -105,6 +105,9 @@ class DiffusionParams(SamplingParams):
     is its length then; leave it unset."""
     return_given: bool | None = None
     """False: leave the given tokens of ``response_template`` out of what is returned, and of ``gen_length``."""
+    return_order: bool | None = None
+    """Return for each token the forward pass that committed it and its log-probability then, as
+    ``outputs[i].diffusion.committed_at`` and ``committed_logprobs``."""
     trace: bool | None = None
     """Over HTTP: return the trace, which the engine must record (``trace=True``). In Python, ``outputs[i].diffusion``
     has it whenever the engine records it."""

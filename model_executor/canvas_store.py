@@ -43,8 +43,10 @@ class CanvasStore:
         if spec.constraint is not None:
             constraint = constraint_of(spec.constraint, spec.end_tokens)
             canvas.constrained = ConstrainedResponse(constraint, spec.prompt_length, spec.response_template)
-        if spec.num_logprobs is not None:
-            canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs)
+        if spec.num_logprobs_kept is not None:
+            canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs_kept)
+        if spec.return_order:
+            canvas.committed_at = np.zeros(spec.canvas_length, dtype=np.int64)
         if spec.streams_steps:
             canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=device)
         self.canvases[request_id] = canvas

@@ -128,7 +128,7 @@ class Denoiser:
                 per_candidate([plan.forward for plan in plans]),
                 group.positions,
             )
-        num_logprobs = [spec.num_logprobs for spec in specs if spec.num_logprobs is not None]
+        num_logprobs = [spec.num_logprobs_kept for spec in specs if spec.num_logprobs_kept is not None]
         statistics = self.predictor.predict(
             hidden[group.rows],
             settings,

@@ -114,14 +114,12 @@ class DiffusionModelRunner:
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
     ) -> None:
         """Read the weights again in place, as vLLM's runner does; a guide's too unless other weights are named."""
-        if self.model.shape.experts is not None and self.device.type == "cpu":
-            raise NotImplementedError("reload_weights: vLLM cannot pack experts again on a CPU; start a new engine")
         reload_weights(self.vllm_config, self.model, weights_iterator, weights_path, is_checkpoint_format)
         if self.guide is not None and weights_iterator is None and weights_path is None:
             self.guide.reload_weights()
 
     def _refuse_lora(self, *arguments: Any) -> NoReturn:
-        raise NotImplementedError("LoRA adapters are not supported: merge the adapter into the checkpoint")
+        raise NotImplementedError("an adapter serves all requests of an engine: name its folder as lora_path")
 
     add_lora = remove_lora = pin_lora = list_loras = _refuse_lora
 

@@ -51,6 +51,9 @@ class Canvas:
     logprobs: TokenLogprobs | None = None
     """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
     none."""
+    committed_at: np.ndarray | None = None
+    """``[canvas_length]`` int64: forward pass, counted from 1, that filled each position; 0 where none did. None if the
+    request does not ask for it."""
     confidences: torch.Tensor | None = None
     """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
     before the first); None if the request does not stream by step."""

@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsLists
 from dllm_engine.model_executor.candidates import StepOutcome
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.scheduler.messages import RequestFailure, StepReport, StepResult, WindowChange, failure_of
+from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, StepResult, WindowChange, failure_of
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import StepPlan, must_fill
 
@@ -61,6 +61,8 @@ def _results(
         changed = unmasked = outcome.positions[index]
         canvas.known[unmasked] = outcome.tokens[index]
         canvas.last_unmasked = unmasked
+        if canvas.committed_at is not None:
+            canvas.committed_at[unmasked] = plan.forward + 1
         if failure := _failure(plan, canvas, index, outcome):
             return [*results, failure]
         given_up = canvas.give_up_behind_end() if canvas.spec.early_stop else None
@@ -79,7 +81,8 @@ def _results(
             trace=_trace(batch, index, plan, unmasked, layer_pass) if with_trace else None,
             ends=given_up is not None,
             kv_slots=layer_pass.kv_slots(index),
-            logprobs=_logprobs(canvas, sent) if tokens and canvas.logprobs is not None else None,
+            logprobs=_logprobs(canvas, sent) if tokens and canvas.spec.num_logprobs is not None else None,
+            commits=_commits(canvas, sent) if tokens and canvas.committed_at is not None else None,
             change=_change(canvas, plan.window, changed, mask_token_id) if canvas.confidences is not None else None,
         )
         results.append(report)
@@ -115,6 +118,12 @@ def _logprobs(canvas: Canvas, sent: np.ndarray) -> LogprobsLists:
     tokens = torch.cat((canvas.tokens[sent, None], kept.top_tokens[sent]), dim=-1)
     values = torch.cat((kept.token[sent, None], kept.top[sent]), dim=-1)
     return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[sent].cpu().numpy())
+
+
+def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
+    assert canvas.committed_at is not None
+    assert canvas.logprobs is not None
+    return Commits(canvas.committed_at[sent].tolist(), canvas.logprobs.token[sent].tolist())
 
 
 def _change(canvas: Canvas, window: Span, changed: list[int], mask_token_id: int) -> WindowChange:

@@ -57,7 +57,7 @@ class DiffusionScheduler(RequestQueue):
                     budget -= plan.max_rows
             except Exception as error:
                 self._fail(request, failure_of(request.request_id, error), output)
-        if self._pause_state == PauseState.UNPAUSED and not throttle_prefills:
+        if self._admits and not throttle_prefills:
             self._admit(output, budget)
         canvases = self._canvases()
         self.refreshes.end_step(output.plans, canvases)

@@ -90,6 +90,15 @@ class WindowChange:
     mask_token_id: int
 
 
+class Commits(NamedTuple):
+    """How tokens of a response came to be, an entry per token, in the order of the response."""
+
+    forward_passes: list[int]
+    """That filled them, counted from 1; 0: given."""
+    logprobs: list[float]
+    """Their log-probabilities then."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What a step did to one request."""
@@ -113,6 +122,8 @@ class StepReport:
     unless this step has settled it."""
     logprobs: LogprobsLists | None = None
     """Log-probabilities of ``tokens``, if the request asks."""
+    commits: Commits | None = None
+    """Of ``tokens``, if the request asks."""
     change: WindowChange | None = None
     """What the step changed in the running blocks, if the request streams by step."""
 
@@ -159,7 +170,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     reports: list[dict[str, StepResult]] = field(default_factory=list)
 
 
-def figures_message(progress: Progress, *, with_trace: bool = True, error: str | None = None) -> dict[str, Any]:
+def figures_message(
+    progress: Progress, *, commits: Commits | None = None, with_trace: bool = True, error: str | None = None
+) -> dict[str, Any]:
     """A request's figures, the fields of ``DiffusionFigures``, for ``EngineCoreOutput.kv_transfer_params``."""
     figures = {
         "denoising_steps": progress.num_forwards,
@@ -168,6 +181,8 @@ def figures_message(progress: Progress, *, with_trace: bool = True, error: str |
         "tokens_computed": progress.num_rows_computed,
         "pages_held": progress.pages_held,
         "tokens_retained": progress.tokens_retained,
+        "committed_at": commits.forward_passes if commits is not None else [],
+        "committed_logprobs": commits.logprobs if commits is not None else [],
         "trace": progress.trace if with_trace else {},
         "error": error,
     }

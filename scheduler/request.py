@@ -111,13 +111,20 @@ class DecodingSpec:
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
     """Report log-probabilities of the committed token and of so many of the likeliest; None: report none."""
+    return_order: bool = False
+    """Report for each token the forward pass that committed it, and its log-probability then."""
     streams_steps: bool = False
     """Whether every step reports the running blocks."""
 
     @property
     def needs_per_step_output(self) -> bool:
         """Whether more is wanted of the predictions of a step than to unmask the best of them."""
-        return self.streams_steps or self.num_logprobs is not None or self.guidance is not None
+        return self.streams_steps or self.num_logprobs_kept is not None or self.guidance is not None
+
+    @property
+    def num_logprobs_kept(self) -> int | None:
+        """``num_logprobs``, or 0 where only ``return_order`` needs log-probabilities; None: nothing does."""
+        return 0 if self.return_order and self.num_logprobs is None else self.num_logprobs
 
     @property
     def canvas_length(self) -> int:

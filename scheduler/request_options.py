@@ -85,6 +85,7 @@ class RequestOptions(BaseModel):
     stream_granularity: Literal["block", "step"] | None = None
     response_template: Annotated[list[int | None], BeforeValidator(_parsed)] | None = None
     return_given: bool | None = None
+    return_order: bool | None = None
     trace: bool | None = None
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)

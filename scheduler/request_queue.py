@@ -72,6 +72,8 @@ class RequestQueue(SchedulerInterface):
         self._num_steps = 0
         self._stats = EngineStats()
         self._pause_state = PauseState.UNPAUSED
+        self.weights_incomplete_since: str | None = None
+        """The call that began to change the weights, until another one completes them. No request is admitted then."""
         # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
         self._seeds = random.Random(vllm_config.model_config.seed)
         page_bytes = sum(group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups)
@@ -92,11 +94,20 @@ class RequestQueue(SchedulerInterface):
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
+    @property
+    def _admits(self) -> bool:
+        return self._pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
+
     def _refuse(self, request: Request, failure: RequestFailure) -> None:
         logger.error("request %s refused: %s", request.request_id, failure.message)
         self._send_error(request, failure, Progress())
 
     def _new_state(self, request: Request) -> RequestState:
+        if self.weights_incomplete_since is not None and self._pause_state == PauseState.UNPAUSED:
+            raise ValueError(
+                f"the engine's weights are incomplete since {self.weights_incomplete_since}; complete them with "
+                f"reload_weights or finish_weight_update. A paused engine keeps requests waiting meanwhile"
+            )
         if request.request_id in self.states:
             raise ValueError(f"request id {request.request_id!r} is running already; choose another")
         params = request.sampling_params
@@ -181,7 +192,7 @@ class RequestQueue(SchedulerInterface):
     def get_num_unfinished_requests(self) -> int:
         if self._pause_state == PauseState.PAUSED_ALL:
             return 0
-        waiting = 0 if self._pause_state == PauseState.PAUSED_NEW else len(self.waiting)
+        waiting = len(self.waiting) if self._admits else 0
         return waiting + len(self.running) + len(self._errors)
 
     def has_request(self, request_id: str) -> bool:

@@ -7,7 +7,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_engine.scheduler.messages import RequestFailure, StepReport, figures_message, provisional_message
+from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, figures_message, provisional_message
 from dllm_engine.scheduler.page_layout import PageCounts
 from dllm_engine.scheduler.request import DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import RefreshState
@@ -27,6 +27,8 @@ class RequestState:
     """Whether the runner has said how many pages the request needs for good."""
     tokens_retained: int = 0
     """Tokens per layer that they hold."""
+    commits: Commits | None = None
+    """Of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
 
@@ -42,7 +44,12 @@ class RequestState:
             progress.trace.setdefault(name, []).append(entry)
         progress.advance(spec, report.num_unmasked, report.masked, ends=report.ends, seen=report.seen)
         if report.tokens is not None:
-            return self._output(self._accept(report.tokens), report.logprobs, shown)
+            tokens = self._accept(report.tokens)
+            if report.commits is not None:
+                sent, new = self.commits or Commits([], []), report.commits
+                # New lists: an output that waits to be sent holds the old ones.
+                self.commits = Commits(*(old + more[: len(tokens)] for old, more in zip(sent, new, strict=True)))
+            return self._output(tokens, report.logprobs, shown)
         if not shown:
             return None
         message = figures_message(progress, with_trace=False) | shown
@@ -86,7 +93,7 @@ class RequestState:
             stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=prefill_stats,
-            kv_transfer_params=figures_message(self.progress) | shown,
+            kv_transfer_params=figures_message(self.progress, commits=self.commits) | shown,
             trace_headers=request.trace_headers,
         )
 

@@ -282,9 +282,11 @@ def resolve_decoding(
         raise InvalidRequestError(
             "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
         )
-    if guidance is not None and params.logprobs is not None and (guidance.correction or guidance.fallback == "guide"):
+    asked = f"logprobs={params.logprobs}" if params.logprobs is not None else "return_order=True"
+    wants_logprobs = params.logprobs is not None or bool(own.return_order)
+    if guidance is not None and wants_logprobs and (guidance.correction or guidance.fallback == "guide"):
         raise InvalidRequestError(
-            f"logprobs={params.logprobs}: tokens of the guide have no log-probability of the model; leave it unset, "
+            f"{asked}: tokens of the guide have no log-probability of the model; leave it unset, "
             f"or set guide_fallback='draft' without guide_correction, or guided=False"
         )
     spec = DecodingSpec(
@@ -313,6 +315,7 @@ def resolve_decoding(
         constraint=constraint_in(params),
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
+        return_order=bool(own.return_order),
         streams_steps=options.stream_granularity == "step",
     )
     if reason := engine.method.refusal(spec):

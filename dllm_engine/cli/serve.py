@@ -30,6 +30,7 @@ ENGINE_ARGUMENTS = (
     "refresh_ratio",
     "steps_per_dispatch",
     "trace",
+    "lora_path",
     "cuda_graphs",
     "batch_invariant",
     "max_automaton_states",
@@ -85,6 +86,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=float,
         metavar="S",
         help="longest time that building such an automaton may take (default: 30)",
+    )
+    other.add_argument(
+        "--lora-path", metavar="FOLDER", help="LoRA adapter (PEFT) to merge into the weights; it serves all requests"
     )
     other.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help=CUDA_GRAPHS_HELP)
     other.add_argument(

@@ -37,6 +37,11 @@ def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
             request, prompt.request = prompt.request, None
             request.request_id = request_id
             return request
+        if kwargs.get("lora_request") is not None:
+            raise InvalidRequestError(
+                "lora_request: an adapter serves all requests of an engine; leave it out, and start an engine with the "
+                "adapter's folder as lora_path"
+            )
         prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
         is_constrained = params.structured_outputs is not None
         params = _checked_params(self, prompt, params)

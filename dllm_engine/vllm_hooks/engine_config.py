@@ -11,6 +11,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from dllm_engine.families import family_of
 from dllm_engine.memory.machine import machine_memory
 from dllm_engine.memory.start_up import check_main_memory
+from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
@@ -131,6 +132,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     options = options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
     if options.guide_model is not None:
         options = _with_guide_shape(options, model_config)
+    if options.lora_path is not None:
+        check_adapter(options.lora_path, vllm_config)
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
@@ -194,7 +197,10 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
         "ubatch_size": (parallel.ubatch_size > 0, leave_unset),
         "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, use_tensors),
         "offload_group_size": (offload.prefetch.offload_group_size > 0, use_tensors),
-        "enable_lora": (vllm_config.lora_config is not None, leave_unset),
+        "enable_lora": (
+            vllm_config.lora_config is not None,
+            "an adapter serves all requests of an engine: name its folder as lora_path",
+        ),
         "speculative_config": (vllm_config.speculative_config is not None, leave_unset),
         "kv_transfer_config": (vllm_config.kv_transfer_config is not None, leave_unset),
         "ec_transfer_config": (vllm_config.ec_transfer_config is not None, leave_unset),

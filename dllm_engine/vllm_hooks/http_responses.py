@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from vllm.exceptions import GenerationError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from dllm_engine.figures import ErrorReason
+from dllm_engine.figures import PER_TOKEN, ErrorReason
 from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
 from dllm_engine.scheduler.messages import PROVISIONAL_KEY
@@ -31,14 +31,15 @@ _EVENT, _DONE = "data: ", "[DONE]"
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
-    """The fields of a choice. The trace grows with every step, so only the whole response has it."""
+    """The fields of a choice. What grows with the response, only the whole of it has."""
     figures = getattr(completion, DIFFUSION, None)
     if figures is None:
         return {}
     fields = figures.to_json()
-    if not with_trace or completion.finish_reason is None:
-        fields.pop("trace", None)
-    return {DIFFUSION: fields}
+    left_out = () if with_trace else ("trace",)
+    if completion.finish_reason is None:
+        left_out = ("trace", *PER_TOKEN)
+    return {DIFFUSION: {name: value for name, value in fields.items() if name not in left_out}}
 
 
 class StreamFields:

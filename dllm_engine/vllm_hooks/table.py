@@ -66,13 +66,28 @@ EVERY_PROCESS = (
     ),
     Patch(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
-        "shared_memory:unnaming_in_engine",
+        "engine_core.shared_memory:unnaming_in_engine",
         "leave no shared memory behind when the engine is killed, and no engine when its front end is",
     ),
     Patch(
         "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
-        "shared_memory:unnaming_in_worker",
+        "engine_core.shared_memory:unnaming_in_worker",
         "leave no shared memory behind when a worker is killed",
+    ),
+    Patch(
+        "vllm.v1.engine.core:EngineCore.collective_rpc",
+        "engine_core.weights:guarding_weights",
+        "let no response come from two sets of weights",
+    ),
+    Patch(
+        "vllm.v1.engine.core:EngineCore.sleep",
+        "engine_core.weights:guarding_sleep",
+        "refuse what a CPU cannot do, and what would lose the pages of running requests",
+    ),
+    Patch(
+        "vllm.v1.engine.core:EngineCore.release_kv_cache_memory",
+        "engine_core.weights:guarding_pages",
+        "keep the pages of running requests",
     ),
     Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotary_table, rotate_
+from dllm_engine.model_executor.adapters.lora import LoraAdapter
 from dllm_engine.model_executor.loading.checks import is_finite
 from dllm_engine.model_executor.loading.packing import Packer, embedding_table, output_head
 from dllm_engine.model_executor.models.configs import ExpertShape
@@ -218,6 +219,8 @@ class DiffusionDecoder(nn.Module, ABC):
         """
         super().__init__()
         self.vllm_config = vllm_config
+        self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
+        self.takes_parts = False  # whether ``load_weights`` is given some tensors at a time
         self.max_positions = max_positions or vllm_config.model_config.max_model_len
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.shape = self.decoder_shape(hf_config or vllm_config.model_config.hf_config)
@@ -239,9 +242,7 @@ class DiffusionDecoder(nn.Module, ABC):
     @property
     def num_kv_heads(self) -> int:
         """KV heads of this tensor-parallel rank."""
-        layer = self.layers[0]
-        assert isinstance(layer, DecoderLayer)
-        return layer.num_kv_heads
+        return cast(DecoderLayer, self.layers[0]).num_kv_heads
 
     @staticmethod
     @abstractmethod
@@ -305,6 +306,8 @@ class DiffusionDecoder(nn.Module, ABC):
         wanted = {(name, shard) for name in parameters for shard in self._shards_of(name)}
         filled: set[tuple[str, Shard]] = set()
         packer = Packer(self, wanted)
+        if self.adapter is not None:
+            weights = self.adapter.merged(weights, whole=not self.takes_parts)
         for tensor_name, tensor in weights:
             name, shard = self.locate(tensor_name)
             if self.shape.tied_embeddings and name == "lm_head.weight":
@@ -317,8 +320,8 @@ class DiffusionDecoder(nn.Module, ABC):
                 raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
             parameter = parameters[name]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
+            part = () if shard is None else (name, *shard) if isinstance(shard, tuple) else (shard,)
             try:
-                part = (name, *shard) if isinstance(shard, tuple) else () if shard is None else (shard,)
                 loader(parameter, tensor, *part)
             except (AssertionError, RuntimeError) as error:
                 raise ValueError(
@@ -334,7 +337,7 @@ class DiffusionDecoder(nn.Module, ABC):
             for name, shard in wanted - filled
             if name.endswith((".weight", "bias", "_weight"))
         )
-        if missing:
+        if missing and not self.takes_parts:
             raise ValueError(
                 f"the checkpoint lacks {len(missing)} tensors of {type(self).__name__}, the first for {missing[0]}; "
                 f"is a safetensors shard missing?"

@@ -24,6 +24,15 @@ class DiffusionWorker:
     def execute_dummy_batch(self) -> None:
         """Data-parallel ranks of a dense model do not wait for each other."""
 
+    def update_weights(self, update_info: dict | list[dict]) -> None:
+        """A trainer may send some tensors at a time, and need not send those that have not changed."""
+        model = self.model_runner.model
+        model.takes_parts = True
+        try:
+            super().update_weights(update_info)  # type: ignore[misc]
+        finally:
+            model.takes_parts = False
+
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
         """For ``LLM.profile_layers``, through vLLM's ``collective_rpc``."""
         return self.model_runner.profile_layers(prompt_token_ids, gen_length)

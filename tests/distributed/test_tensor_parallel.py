@@ -9,6 +9,7 @@ from tests.support.engines import generate
 from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases, request_fields
 from tests.support.sharded import assert_alike, two_ranks
+from tests.support.tiny_checkpoints import write_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -126,3 +127,15 @@ def test_two_ranks_split_shared_experts_and_dense_layers(engines, tiny_llada_moe
     with two_ranks(tiny_llada_moe, max_model_len=256, cache_method="dual") as sharded:
         answers = generate(sharded, prompts, params)
     assert_alike(answers, generate(engines(tiny_llada_moe, cache_method="dual"), prompts, params), "unmasked_per_step")
+
+
+def test_two_ranks_share_an_adapter(engines, tiny_llada, tmp_path):
+    from dllm_engine import DiffusionParams
+
+    modules = [f"model.transformer.blocks.{part}" for part in ("0.k_proj", "1.attn_out", "0.up_proj", "1.ff_out")]
+    adapter = str(write_adapter(tmp_path, tiny_llada, modules))
+    params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
+    alone = generate(engines(tiny_llada, lora_path=adapter), [[5, 6, 7]], params)
+    with two_ranks(tiny_llada, max_model_len=256, lora_path=adapter) as sharded:
+        answers = generate(sharded, [[5, 6, 7]], params)
+    assert answers[0].outputs[0].token_ids == alone[0].outputs[0].token_ids

@@ -1,5 +1,7 @@
 """Requests over HTTP: what nobody asked for, what is refused, and that each is checked once."""
 
+import json
+
 import pytest
 
 from dllm_engine.vllm_hooks import admission
@@ -82,6 +84,18 @@ def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
     assert answer.status_code == 400
     for fragment in fragments:
         assert fragment in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_the_order_comes_with_the_whole_response(client, endpoint):
+    path, body = ENDPOINTS[endpoint]
+    body = body | {"model": "demo", "ignore_eos": True, "max_tokens": 16, "vllm_xargs": {"return_order": True}}
+    (choice,) = client.post(path, json=body).json()["choices"]
+    assert len(choice["diffusion"]["committed_at"]) == len(choice["diffusion"]["committed_logprobs"]) == 16
+    events = client.post(path, json=body | {"stream": True}).text.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event and "[DONE]" not in event]
+    shown = [c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c]
+    assert [figures.get("committed_at") for figures in shown] == [None, choice["diffusion"]["committed_at"]]
 
 
 def test_a_batch_of_chats_is_checked_too(client):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from dllm_engine.vllm_hooks.shared_memory import FOLDER, unnaming_in_engine
+from dllm_engine.vllm_hooks.engine_core.shared_memory import FOLDER, unnaming_in_engine
 from tests.support.preloaded import Program
 
 

@@ -136,7 +136,7 @@ def test_beam_search(llm, healthy):
 
 
 def test_lora_request(llm, healthy):
-    with pytest.raises((ValueError, VLLMValidationError), match="LoRA"):
+    with pytest.raises((ValueError, VLLMValidationError), match=r"lora_request: .* lora_path"):
         llm.generate(
             [{"prompt_token_ids": PROMPT}],
             DiffusionParams(gen_length=8),
@@ -158,7 +158,8 @@ def test_lora_request(llm, healthy):
         ({"trace": "often"}, ("trace", "'often'")),
         ({"max_automaton_states": 0}, ("max_automaton_states=0", "greater than or equal to 1")),
         ({"max_automaton_seconds": 0}, ("max_automaton_seconds=0", "greater than 0")),
-        ({"enable_lora": True}, ("enable_lora", "not supported")),
+        ({"enable_lora": True}, ("enable_lora", "not supported", "lora_path")),
+        ({"lora_path": "/nowhere"}, ("lora_path='/nowhere'", "download the adapter")),
         ({"enable_prompt_embeds": True}, ("enable_prompt_embeds", "not supported")),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

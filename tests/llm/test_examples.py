@@ -1,6 +1,7 @@
 """The examples that need no server, in this process."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -45,6 +46,16 @@ def test_the_structured_output_example_prints_what_it_asked_for(run):
     assert re.search(r"regex: ' ?Max=[0-9]{2}, Tom=[0-9]{2}'", printed)
     assert re.search("choice: '(Ida|Max|Tom)'", printed)
     assert re.search(r"JSON schema: {'name': '(Ida|Max|Tom)', 'number': \d{1,2}}", printed)
+
+
+def test_the_rollouts_say_how_each_token_came_to_be(run):
+    *rollouts, difference = run("rollouts").splitlines()
+    rollouts = [json.loads(line) for line in rollouts]
+    assert len(rollouts) == 8
+    assert any(rollout["reward"] == 1 for rollout in rollouts)
+    for rollout in rollouts:
+        assert len(rollout["response_token_ids"]) == len(rollout["committed_at"]) == len(rollout["logprobs"])
+    assert float(difference.split()[-1]) < 1e-3
 
 
 def test_the_sparse_example_compares_the_caches(run):

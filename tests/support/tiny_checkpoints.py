@@ -191,6 +191,23 @@ def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:
     t[p + "down_proj.weight"] = draw.linear(d, width)
 
 
+def write_adapter(
+    folder: Path, checkpoint: Path, modules: list[str], *, rank: int = 3, seed: int = 1, **config: Any
+) -> Path:
+    """A random LoRA adapter of a checkpoint's modules, as PEFT saves it; ``config`` adds keys to its config."""
+    from safetensors.torch import load_file
+
+    weights, draw, t = load_file(checkpoint / "model.safetensors"), _Draw(seed), {}
+    for module in modules:
+        out_features, in_features = weights[f"{module}.weight"].shape
+        t[f"base_model.model.{module}.lora_A.weight"] = draw.linear(rank, in_features)
+        t[f"base_model.model.{module}.lora_B.weight"] = draw.linear(out_features, rank)
+    save_file(t, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    stated = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
+    (folder / "adapter_config.json").write_text(json.dumps(stated | config))
+    return folder
+
+
 def shard(folder: Path, num_files: int = 3) -> Path:
     """Split a checkpoint's one file into several with an index, as large checkpoints come."""
     from safetensors.torch import load_file

@@ -1,0 +1,1 @@
+"""What is changed in the processes of an engine: its core, and its workers."""

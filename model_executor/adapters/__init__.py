@@ -1,0 +1,1 @@
+"""What is added to a checkpoint's weights while they are loaded."""

@@ -1,0 +1,138 @@
+"""A LoRA adapter that becomes part of a checkpoint's weights while they are loaded: W + scale · B A.
+
+The folder is as PEFT saves it (``adapter_config.json``, ``adapter_model.safetensors``), with the module names of the
+released checkpoints. vLLM's own LoRA layers add an adapter per row of a batch, by a table made for the rows of the
+whole step; layer passes change the rows between layers, so one adapter serves all requests of an engine here.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.config import VllmConfig
+
+from dllm_engine.model_executor.models.configs import read_json_object
+from dllm_engine.options import EngineOptions
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+_REFUSED = (
+    *("alora_invocation_tokens", "fan_in_fan_out", "layer_replication", "lora_bias", "megatron_config"),
+    *("modules_to_save", "target_parameters", "trainable_token_indices", "use_dora", "use_qalora"),
+)
+"""Keys of PEFT's config that mean more than W + scale · B A."""
+_INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` with which the checkpoint's own weights stay as they are."""
+MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """What an adapter adds to one weight."""
+
+    shape: list[int]
+    """Of the weight, ``[out_features, in_features]``."""
+    scale: float
+
+
+class LoraAdapter:
+    """The adapter in a folder. Its tensors are read when they are needed."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises ``ValueError`` naming the file, and the key or tensor, that is missing, damaged or not supported."""
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ValueError(f"lora_path={folder!r} is no folder; download the adapter and name its folder")
+        if not (self.folder / WEIGHTS).is_file():
+            raise ValueError(f"{self.folder} holds no {WEIGHTS}; save the adapter with PEFT's save_pretrained()")
+        config = read_json_object(self.folder / CONFIG)
+        _check_config(config, self.folder / CONFIG)
+        self.updates = self._read_updates(config)
+        """By the name of the weight's tensor in the checkpoint."""
+
+    @classmethod
+    def of_engine(cls, vllm_config: VllmConfig) -> "LoraAdapter | None":
+        folder = EngineOptions.from_vllm_config(vllm_config).lora_path
+        return None if folder is None else cls(folder)
+
+    def check(self, shapes: Mapping[str, list[int]]) -> None:
+        """Raise ``ValueError`` naming an update of a weight that is not among a model's, of these shapes."""
+        for name, update in self.updates.items():
+            if name not in shapes:
+                raise ValueError(f"{self.folder / WEIGHTS}: the model has no {name!r}; is the adapter for another one?")
+            if shapes[name] != update.shape:
+                raise ValueError(
+                    f"{self.folder / WEIGHTS}: the update of {name!r} has the shape {update.shape}, the model's "
+                    f"{shapes[name]}; is the adapter for another one?"
+                )
+
+    def merged(self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type.
+
+        Args:
+            whole: whether ``weights`` are all of the model's, so that each update must find its own.
+        """
+        shapes: dict[str, list[int]] = {}
+        with safe_open(self.folder / WEIGHTS, framework="pt") as file:
+            for name, tensor in weights:
+                update = self.updates.get(name)
+                if update is None:
+                    yield name, tensor
+                    continue
+                shapes[name] = list(tensor.shape)
+                module = f"base_model.model.{name.removesuffix('.weight')}"
+                a, b = (file.get_tensor(f"{module}.lora_{part}.weight").to(tensor.device).float() for part in "AB")
+                yield name, torch.addmm(tensor.float(), b, a, alpha=update.scale).to(tensor.dtype)
+        if whole:
+            self.check(shapes)
+
+    def _read_updates(self, config: dict[str, Any]) -> dict[str, LowRankUpdate]:
+        path = self.folder / WEIGHTS
+        shapes: dict[str, dict[str, list[int]]] = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in sorted(file.keys()):
+                    match = _TENSOR.fullmatch(name)
+                    if match is None:
+                        raise ValueError(f"{path}: tensor {name!r} is not of the kind '….lora_A.weight'; {MERGE}")
+                    shapes.setdefault(match["module"], {})[match["part"]] = file.get_slice(name).get_shape()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged or incomplete ({error}); copy it again") from error
+        updates = {}
+        for module, parts in shapes.items():
+            a, b = parts.get("A", []), parts.get("B", [])
+            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+                raise ValueError(f"{path}: lora_A {a} and lora_B {b} of {module!r} make no update; copy the file again")
+            updates[f"{module}.weight"] = LowRankUpdate([b[0], a[1]], _scale(config, module, rank=a[0]))
+        if not updates:
+            raise ValueError(f"{path} holds no tensors; copy it again")
+        return updates
+
+
+def _check_config(config: dict[str, Any], path: Path) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type={config.get('peft_type')!r} is not supported; only 'LORA' is")
+    for name in _REFUSED:
+        if config.get(name):
+            raise ValueError(f"{path}: {name}={config[name]!r} is not supported; {MERGE}")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias={config['bias']!r} is not supported; {MERGE}")
+    if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
+        raise ValueError(f"{path}: init_lora_weights={initial!r} changes the checkpoint's own weights; {MERGE}")
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{path}: {name}={value!r} must be a number above 0")
+
+
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+    """PEFT's factor of an update: alpha / r, or alpha / √r (rsLoRA)."""
+    patterns = config.get("alpha_pattern") or {}
+    own = next((alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
+    alpha = config["lora_alpha"] if own is None else own
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

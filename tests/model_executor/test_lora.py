@@ -1,0 +1,174 @@
+"""LoRA adapters that become part of the weights, against weights merged by hand."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dllm_engine import DiffusionParams
+from dllm_engine.model_executor.adapters.lora import LoraAdapter
+from tests.support.engines import generate, runner_of, start_engine
+from tests.support.tiny_checkpoints import write_adapter, write_llada
+
+LLADA = [f"model.transformer.blocks.{part}" for part in ("0.q_proj", "1.v_proj", "0.ff_out", "1.up_proj")]
+MODULES = {
+    "tiny_llada": [*LLADA, "model.transformer.blocks.1.attn_out", "model.transformer.ff_out"],
+    "tiny_dream": [f"model.layers.{part}" for part in ("0.self_attn.k_proj", "1.self_attn.o_proj", "0.mlp.gate_proj")],
+    "tiny_llada_moe": [f"model.layers.1.mlp.{part}" for part in ("gate", "experts.4.up_proj", "experts.0.down_proj")],
+}
+
+
+def merged_by_hand(checkpoint, adapter, folder, scale):
+    """The checkpoint with W + scale(module) · B A, in float64."""
+    weights, update = load_file(checkpoint / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name in update:
+        if name.endswith("lora_A.weight"):
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            a, b = update[name].double(), update[name.replace("lora_A", "lora_B")].double()
+            weight = weights[f"{module}.weight"]
+            weights[f"{module}.weight"] = (weight.double() + scale(module) * (b @ a)).to(weight.dtype)
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def parameters(llm):
+    return {name: tensor.clone() for name, tensor in runner_of(llm).model.state_dict().items()}
+
+
+def assert_same_parameters(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", MODULES)
+def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
+    checkpoint = request.getfixturevalue(model)
+    (tmp_path / "adapter").mkdir()
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, MODULES[model])
+    by_hand = merged_by_hand(checkpoint, adapter, tmp_path / "merged", lambda module: 6 / 3)
+    llm = engines(checkpoint, lora_path=str(adapter))
+    assert_same_parameters(parameters(llm), parameters(engines(by_hand)))
+    params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
+    answers = [generate(each, [[5, 6, 7]], params)[0].outputs[0].token_ids for each in (llm, engines(by_hand))]
+    assert answers[0] == answers[1] != generate(engines(checkpoint), [[5, 6, 7]], params)[0].outputs[0].token_ids
+    if model != "tiny_llada_moe":  # whose experts cannot be read again on a CPU
+        before = parameters(llm)
+        llm.collective_rpc("reload_weights")
+        assert_same_parameters(parameters(llm), before)
+
+
+@pytest.mark.parametrize(
+    ("config", "scales"),
+    [
+        ({"lora_alpha": 5}, (5 / 3, 5 / 3)),
+        ({"use_rslora": True}, (6 / math.sqrt(3), 6 / math.sqrt(3))),
+        ({"alpha_pattern": {"blocks.0.q_proj": 12}}, (12 / 3, 6 / 3)),
+        ({"alpha_pattern": {r"blocks\.1\.\w+": 12}}, (6 / 3, 12 / 3)),
+        ({"r": 64, "rank_pattern": {".*": 3}}, (6 / 3, 6 / 3)),
+    ],
+)
+def test_the_scale_is_pefts(tiny_llada, tmp_path, config, scales):
+    adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA[:2], **config)))
+    assert [adapter.updates[f"{module}.weight"].scale for module in LLADA[:2]] == pytest.approx(scales)
+
+
+def test_the_sum_is_rounded_once(tiny_llada, tmp_path):
+    adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA[:1])))
+    update = load_file(tmp_path / "adapter_model.safetensors")
+    a, b = (update[f"base_model.model.{LLADA[0]}.lora_{part}.weight"] for part in "AB")
+    weight = load_file(tiny_llada / "model.safetensors")[f"{LLADA[0]}.weight"].bfloat16()
+    ((_, merged),) = adapter.merged([(f"{LLADA[0]}.weight", weight)], whole=True)
+    assert torch.equal(merged, (weight.double() + 2 * b.double() @ a.double()).bfloat16())
+
+
+def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
+    adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA)))
+    assert [name for name, _ in adapter.merged([("other.weight", torch.ones(1))], whole=False)] == ["other.weight"]
+    with pytest.raises(ValueError, match=r"the model has no '.*ff_out.weight'"):
+        list(adapter.merged([("other.weight", torch.ones(1))], whole=True))
+
+
+def edit_tensors(folder, edit):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "fragments"),
+    [
+        ({"peft_type": "LOHA"}, ("adapter_config.json", "peft_type='LOHA'", "'LORA'")),
+        ({"use_dora": True}, ("use_dora=True", "merge_and_unload")),
+        ({"modules_to_save": ["lm_head"]}, ("modules_to_save=['lm_head']", "merge_and_unload")),
+        ({"bias": "all"}, ("bias='all'", "merge_and_unload")),
+        ({"init_lora_weights": "pissa"}, ("init_lora_weights='pissa'", "merge_and_unload")),
+        ({"r": 0}, ("r=0", "above 0")),
+        ({"lora_alpha": "8"}, ("lora_alpha='8'", "above 0")),
+    ],
+)
+def test_a_config_that_means_more_is_refused_by_name(tiny_llada, tmp_path, config, fragments):
+    write_adapter(tmp_path, tiny_llada, LLADA[:1], **config)
+    with pytest.raises(ValueError) as error:
+        LoraAdapter(str(tmp_path))
+    assert all(fragment in str(error.value) for fragment in fragments), str(error.value)
+
+
+A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
+
+
+@pytest.mark.parametrize(
+    ("edit", "fragments"),
+    [
+        (lambda t: t.update({A.replace("lora_A", "lora_embedding_A"): t.pop(A)}), ("lora_embedding_A", "lora_A")),
+        (lambda t: t.pop(B), ("lora_A [3, 64] and lora_B []", "q_proj")),
+        (lambda t: t.update({B: torch.ones(64, 4)}), ("lora_A [3, 64] and lora_B [64, 4]",)),
+        (lambda t: t.update({B: torch.ones(32, 3)}), ("the shape [32, 64], the model's [64, 64]", "q_proj.weight")),
+        (
+            lambda t: t.update({name.replace("q_proj", "w"): t.pop(name) for name in (A, B)}),
+            ("no 'model.transformer.blocks.0.w.weight'", "another"),
+        ),
+        (lambda t: t.clear(), ("adapter_model.safetensors", "holds no tensors")),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_llada, tmp_path, edit, fragments):
+    write_adapter(tmp_path, tiny_llada, LLADA[:1])
+    edit_tensors(tmp_path, edit)
+    with pytest.raises(ValueError) as error:
+        start_engine(tiny_llada, lora_path=str(tmp_path))
+    assert all(fragment in str(error.value) for fragment in fragments), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fragment"),
+    [
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is damaged or incomplete"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "save_pretrained"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_name(tiny_llada, tmp_path, damage, fragment):
+    damage(write_adapter(tmp_path, tiny_llada, LLADA[:1]))
+    with pytest.raises(ValueError, match=fragment):
+        LoraAdapter(str(tmp_path))
+
+
+def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_path):
+    for name in ("quantized", "tied", "adapter", "head"):
+        (tmp_path / name).mkdir()
+    adapter = str(write_adapter(tmp_path / "adapter", tiny_llada, LLADA))
+    head = str(write_adapter(tmp_path / "head", tiny_llada, ["model.transformer.ff_out"]))
+    with pytest.raises(ValueError, match=r"lora_path=.* load_format='dummy'"):
+        start_engine(tiny_llada, lora_path=adapter, load_format="dummy")
+    with pytest.raises(ValueError, match="head is its embedding"):
+        start_engine(write_llada(tmp_path / "tied", weight_tying=True), lora_path=head)
+    shutil.copytree(tiny_llada, tmp_path / "quantized", dirs_exist_ok=True)
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="is quantized; merge the adapter"):
+        start_engine(tmp_path / "quantized", lora_path=adapter)
