@@ -7,10 +7,10 @@ belongs to a layer pass (``model_executor/passes/base.py``), which may change th
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,11 +26,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.models.configs import ExpertShape
-from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard, expert_shards
+from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
+from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, released_name, shards_of
 from dllm_engine.model_executor.models.norm import Norm
-
-Shard = str | int | tuple[str, int] | None
-"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert; None: the whole of a parameter."""
+from dllm_engine.model_executor.models.quantization import is_finite, is_group_index, is_plain_group_index
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,10 @@ class RotaryPhases:
 class DecoderLayer(nn.Module):
     """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
 
-    def __init__(self, shape: DecoderShape, number: int, quant_config: QuantizationConfig | None) -> None:
+    def __init__(
+        self, shape: DecoderShape, number: int, quant_config: QuantizationConfig | None, prefix_of: PrefixOf
+    ) -> None:
         super().__init__()
-        prefix = f"layers.{number}"
         self.head_dim = shape.head_dim
         self.attn_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
@@ -115,20 +115,20 @@ class DecoderLayer(nn.Module):
             shape.num_kv_heads,
             bias=shape.qkv_bias,
             quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
+            prefix=prefix_of("qkv_proj"),
         )
         self.out_proj = RowParallelLinear(
             shape.num_heads * shape.head_dim,
             shape.hidden_size,
             bias=False,
             quant_config=quant_config,
-            prefix=f"{prefix}.out_proj",
+            prefix=prefix_of("out_proj"),
         )
         experts = shape.experts_of(number)
         self.mlp = (
-            GatedMLP(shape.hidden_size, shape.intermediate_size, quant_config, f"{prefix}.mlp")
+            GatedMLP(shape.hidden_size, shape.intermediate_size, quant_config, prefix_of)
             if experts is None
-            else ExpertMLP(shape.hidden_size, experts, quant_config, f"{prefix}.mlp")
+            else ExpertMLP(shape.hidden_size, experts, quant_config, prefix_of)
         )
         """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows' norms."""
         # Heads of this tensor-parallel rank.
@@ -206,6 +206,11 @@ class DiffusionDecoder(nn.Module, ABC):
     """What a checkpoint's names of tensors in layers begin with; the layer's number follows."""
     modules_in_layer: ClassVar[dict[str, tuple[str, Shard]]]
     """Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
+    packed_modules_mapping: ClassVar[dict[str, list[str]]]
+    """Read by vLLM; see ``names.py``."""
+
+    def __init_subclass__(cls) -> None:
+        cls.packed_modules_mapping = packed_modules(cls.modules_in_layer)
 
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
@@ -228,11 +233,12 @@ class DiffusionDecoder(nn.Module, ABC):
             )
         self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.shape, number, quant_config) for number in range(self.shape.num_layers)
+            DecoderLayer(self.shape, number, quant_config, partial(self.prefix_of, number))
+            for number in range(self.shape.num_layers)
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
         self.lm_head = ParallelLMHead(
-            self.shape.vocab_size, self.shape.hidden_size, quant_config=quant_config, prefix="lm_head"
+            self.shape.vocab_size, self.shape.hidden_size, quant_config=quant_config, prefix=self.head_prefix()
         )
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
@@ -261,6 +267,15 @@ class DiffusionDecoder(nn.Module, ABC):
             return f"layers.{layer}.{of_expert[0]}", of_expert[1]
         part, shard = cls.modules_in_layer.get(inner, (inner, None))
         return f"layers.{layer}.{part}.{kind}", shard
+
+    @classmethod
+    def prefix_of(cls, layer: int, module: str) -> str:
+        """The name that quantization methods know our ``module`` of a layer by."""
+        return f"{cls.layer_prefix}.{layer}.{released_name(cls.modules_in_layer, module)}"
+
+    @classmethod
+    def head_prefix(cls) -> str:
+        return next(released for released, ours in cls.modules_outside_layers.items() if ours == "lm_head")
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
@@ -303,15 +318,17 @@ class DiffusionDecoder(nn.Module, ABC):
         Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
         """
         parameters = dict(self.named_parameters())
-        wanted = {(name, shard) for name in parameters for shard in self._shards_of(name)}
+        wanted = {(name, shard) for name in parameters for shard in shards_of(name, self.shape.experts)}
         filled: set[tuple[str, Shard]] = set()
         for tensor_name, tensor in weights:
             name, shard = self.locate(tensor_name)
             if self.shape.tied_embeddings and name == "lm_head.weight":
                 continue
+            if name not in parameters and is_plain_group_index(name, tensor):
+                continue
             if name not in parameters:
                 raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {type(self).__name__}")
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            if not is_finite(tensor):
                 raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
             parameter = parameters[name]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
@@ -327,11 +344,10 @@ class DiffusionDecoder(nn.Module, ABC):
                     f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
                 ) from error
             filled.add((name, shard))
-        # Only the tensors every checkpoint has: a quantized checkpoint adds scales, whose presence its method checks.
         missing = sorted(
             f"{name}[{shard}]" if shard is not None else name
             for name, shard in wanted - filled
-            if name.endswith((".weight", "bias", "_weight"))
+            if not is_group_index(name)
         )
         if missing:
             raise ValueError(
@@ -339,11 +355,3 @@ class DiffusionDecoder(nn.Module, ABC):
                 f"is a safetensors shard missing?"
             )
         return {name for name, _ in filled}
-
-    def _shards_of(self, parameter_name: str) -> Sequence[Shard]:
-        """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
-        of_experts = expert_shards(parameter_name, self.shape.experts.num_experts) if self.shape.experts else ()
-        return of_experts or _FUSED_SHARDS.get(parameter_name.rsplit(".", 2)[-2], (None,))
-
-
-_FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
