@@ -91,7 +91,12 @@ class ExpertMLP(nn.Module):
                 shared_experts=self.shared_expert,
                 prefix=prefix_of("mlp.experts"),
             )
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
+            if quant_config is not None:
+                raise ValueError(
+                    f"quantization={quant_config.get_name()!r}: vLLM has no kernel for such experts on this device "
+                    f"({error}); on a CPU it needs AMX. Use a checkpoint that leaves the experts as they are"
+                ) from error
             raise ValueError(
                 f"vLLM has no kernel for experts of hidden_size={hidden_size} and width {shape.intermediate_size} on "
                 f"this device ({error}); on a CPU hidden_size must be a multiple of 32"
