@@ -23,8 +23,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.linear import LinearBase
 
+from dllm_engine import LLM, DiffusionParams
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import TASKS, make_examples
@@ -99,7 +101,8 @@ def four_bits(
     scales, zeros = [], []
     for column in range(columns):
         if column % group_size == 0:
-            scale, zero = grid(weight[:, column : column + group_size], symmetric)
+            group = slice(column, column + group_size)
+            scale, zero = grid(weight[:, group], correction.diagonal()[group] ** -2, symmetric)
             scales.append(scale)
             zeros.append(zero)
         values[:, column] = value = ((weight[:, column] / scale).round() + zero).clamp(0, 15).long()
@@ -108,20 +111,21 @@ def four_bits(
     return values, torch.stack(scales, 1), torch.stack(zeros, 1).long()
 
 
-def grid(group: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of each row of a group ``[rows, columns]``, of those that round it with the least error."""
+def grid(group: torch.Tensor, weight_of: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point of each row of a group ``[rows, columns]``, of those that round it with the least error;
+    ``weight_of`` is how much an error in each column counts."""
     low, high = group.amin(1).clamp_max(0), group.amax(1).clamp_min(0)
     if symmetric:
         high = torch.maximum(-low, high)
         low = -high
     best = torch.full_like(high, torch.inf)
     best_scale, best_zero = torch.ones_like(high), torch.zeros_like(high)
-    for share in torch.linspace(0.6, 1, 21):
+    for share in torch.linspace(0.4, 1, 31):
         # The type that the checkpoint stores.
         scale = (share * (high - low) / 15).half().float().clamp_min(SMALLEST)
         zero = torch.full_like(scale, 8) if symmetric else (-share * low / scale).round().clamp(0, 15)
         values = ((group / scale[:, None]).round() + zero[:, None]).clamp(0, 15)
-        error = (((values - zero[:, None]) * scale[:, None] - group) ** 2).sum(1)
+        error = (((values - zero[:, None]) * scale[:, None] - group) ** 2 * weight_of).sum(1)
         better = error < best
         best = torch.where(better, error, best)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
@@ -134,49 +138,52 @@ def pack(values: torch.Tensor) -> torch.Tensor:
     return shifted.sum(-1).to(torch.uint32).view(torch.int32)
 
 
-def seen_inputs(model: str, prompts: Sequence[str]) -> Tensors:
-    """What ``four_bits`` wants of each linear layer of the model, while it answers prompts."""
-    from dllm_engine import LLM, DiffusionParams
-
+def seen_inputs(llm: LLM, prompts: Sequence[Any]) -> Tensors:
+    """What ``four_bits`` wants of each linear layer of an engine in this process, while it answers prompts."""
     seen: Tensors = {}
 
-    def watch(decoder: torch.nn.Module) -> None:
+    def watch(decoder: torch.nn.Module) -> list[RemovableHandle]:
         def add(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             rows = inputs[0].float()
             seen[name] = seen.get(name, 0) + rows.T @ rows
 
-        for name, module in decoder.named_modules():
-            if isinstance(module, LinearBase):
-                module.register_forward_pre_hook(partial(add, name))
+        linears = [(name, module) for name, module in decoder.named_modules() if isinstance(module, LinearBase)]
+        return [module.register_forward_pre_hook(partial(add, name)) for name, module in linears]
 
-    llm = LLM(model, dtype="float32")
-    llm.apply_model(watch)
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    llm.chat(chats, DiffusionParams(gen_length=32, block_length=32, steps=8), use_tqdm=False)
+    (hooks,) = llm.apply_model(watch)
+    llm.generate(prompts, DiffusionParams(gen_length=32, block_length=32, steps=8, ignore_eos=True), use_tqdm=False)
+    for hook in hooks:
+        hook.remove()
     return seen
 
 
-def compressed_tensors(weights: dict[str, Any], layout: str, *, rows_too: bool) -> dict[str, Any]:
+def compressed_tensors(
+    weights: dict[str, Any], layout: str, ignore: Sequence[str], *, rows_too: bool = False
+) -> dict[str, Any]:
     rows = {**weights, "strategy": "token", "dynamic": True} if rows_too else None
     group = {"targets": ["Linear"], "weights": {**weights, "dynamic": False}, "input_activations": rows}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": layout,
-        "ignore": IGNORED,
+        "ignore": [*IGNORED, *ignore],
         "config_groups": {"group_0": group},
     }
 
 
-def quantization_config(scheme: str, group_size: int) -> dict[str, Any]:
+def quantization_config(scheme: str, group_size: int, ignore: Sequence[str] = ()) -> dict[str, Any]:
     """What ``config.json`` states for vLLM."""
     by_feature = {"symmetric": True, "strategy": "channel"}
     by_group = {"symmetric": True, "strategy": "group", "group_size": group_size}
     four_bits = {"bits": 4, "group_size": group_size}
     return {
-        "int8": compressed_tensors({"num_bits": 8, "type": "int", **by_feature}, "int-quantized", rows_too=True),
-        "fp8": compressed_tensors({"num_bits": 8, "type": "float", **by_feature}, "float-quantized", rows_too=True),
-        "int4": compressed_tensors({"num_bits": 4, "type": "int", **by_group}, "pack-quantized", rows_too=False),
+        "int8": compressed_tensors(
+            {"num_bits": 8, "type": "int", **by_feature}, "int-quantized", ignore, rows_too=True
+        ),
+        "fp8": compressed_tensors(
+            {"num_bits": 8, "type": "float", **by_feature}, "float-quantized", ignore, rows_too=True
+        ),
+        "int4": compressed_tensors({"num_bits": 4, "type": "int", **by_group}, "pack-quantized", ignore),
         "gptq": {"quant_method": "gptq", "sym": True, "desc_act": False, **four_bits},
         "awq": {"quant_method": "awq", "zero_point": True, "version": "gemm", **four_bits},
     }[scheme]
@@ -192,30 +199,43 @@ SCHEMES: dict[str, Callable[[torch.Tensor, int, torch.Tensor], Tensors]] = {
 FOUR_BITS = ("int4", "gptq", "awq")
 
 
-def quantize(model: str, folder: Path, scheme: str, *, group_size: int = 32, prompts: Sequence[str] = ()) -> Path:
-    """Write the quantized copy of the checkpoint in the folder ``model`` to ``folder``, and return that."""
+def quantize(
+    model: str,
+    folder: Path,
+    scheme: str,
+    *,
+    group_size: int = 32,
+    seen: Tensors | None = None,
+    ignore: Sequence[str] = (),
+) -> Path:
+    """Write the quantized copy of the checkpoint in the folder ``model`` to ``folder``, and return that.
+
+    Args:
+        seen: of ``seen_inputs``, to calibrate on.
+        ignore: names of modules to leave as they are, or regular expressions behind ``re:``.
+    """
     source = Path(model)
     locate = MODEL_CLASSES[family_of(load_config(model)).architecture].locate
-    seen = seen_inputs(model, prompts) if prompts and scheme in FOUR_BITS else {}
     folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.suffix in {".json", ".jinja", ".txt", ".model"} and not file.name.endswith(".safetensors.index.json"):
             shutil.copy(file, folder)
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = quantization_config(scheme, group_size)
+    config["quantization_config"] = quantization_config(scheme, group_size, ignore)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     weight_map = {}
     for file in sorted(source.glob("*.safetensors")):
         written: Tensors = {}
         for name, tensor in load_file(file).items():
-            if tensor.ndim != 2 or IN_LAYERS.fullmatch(name) is None:
+            module = name.removesuffix(".weight")
+            if tensor.ndim != 2 or IN_LAYERS.fullmatch(name) is None or is_ignored(module, ignore):
                 written[name] = tensor
                 continue
-            of_layer = seen.get(locate(name)[0].removesuffix(".weight"), torch.eye(tensor.shape[1]))
+            of_layer = (seen or {}).get(locate(name)[0].removesuffix(".weight"), torch.eye(tensor.shape[1]))
             for kind, part in SCHEMES[scheme](tensor.float(), group_size, of_layer).items():
                 # Kernels for four bits want scales in the type that they compute in.
                 is_half = scheme in FOUR_BITS and part.is_floating_point()
-                written[name.removesuffix("weight") + kind] = (part.half() if is_half else part).contiguous()
+                written[f"{module}.{kind}"] = (part.half() if is_half else part).contiguous()
         save_file(written, folder / file.name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(written, file.name))
     index = {"metadata": {}, "weight_map": weight_map}
@@ -223,9 +243,24 @@ def quantize(model: str, folder: Path, scheme: str, *, group_size: int = 32, pro
     return folder
 
 
+def is_ignored(module: str, ignore: Sequence[str]) -> bool:
+    """As compressed-tensors reads such lists."""
+    return any(
+        re.match(name.removeprefix("re:"), module) if name.startswith("re:") else name == module for name in ignore
+    )
+
+
 def demo_prompts() -> list[str]:
     """Of tasks that the demo model was trained on."""
     return [example.prompt for task in TASKS for example in make_examples(task, 32, seed=7)]
+
+
+def calibration(model: str, prompts: Sequence[str]) -> Tensors:
+    """``seen_inputs`` of an engine that is started for that."""
+    llm = LLM(model, dtype="float32")
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    tokens = [llm.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    return seen_inputs(llm, [{"prompt_token_ids": list(ids["input_ids"])} for ids in tokens])
 
 
 def main() -> None:
@@ -237,7 +272,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="calibrate 4 bits on these, a prompt per line")
     args = parser.parse_args()
     prompts = args.prompts.read_text().splitlines() if args.prompts else demo_prompts() if args.model == "demo" else ()
-    quantize(model_path(args.model), args.folder, args.scheme, group_size=args.group_size, prompts=prompts)
+    model = model_path(args.model)
+    seen = calibration(model, prompts) if prompts and args.scheme in FOUR_BITS else None
+    quantize(model, args.folder, args.scheme, group_size=args.group_size, seen=seen)
 
 
 if __name__ == "__main__":

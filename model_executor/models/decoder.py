@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,9 +27,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
-from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, released_name, shards_of
+from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, prefixes, shards_of
 from dllm_engine.model_executor.models.norm import Norm
-from dllm_engine.model_executor.models.quantization import is_finite, is_group_index, is_plain_group_index
+from dllm_engine.model_executor.models.quantization import check_group_index, is_finite, is_group_index
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,15 @@ class DiffusionDecoder(nn.Module, ABC):
             )
         self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.shape, number, quant_config, partial(self.prefix_of, number))
+            DecoderLayer(
+                self.shape, number, quant_config, prefixes(self.modules_in_layer, f"{self.layer_prefix}.{number}")
+            )
             for number in range(self.shape.num_layers)
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
+        head = next(name for name, ours in self.modules_outside_layers.items() if ours == "lm_head")
         self.lm_head = ParallelLMHead(
-            self.shape.vocab_size, self.shape.hidden_size, quant_config=quant_config, prefix=self.head_prefix()
+            self.shape.vocab_size, self.shape.hidden_size, quant_config=quant_config, prefix=head
         )
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
@@ -267,15 +270,6 @@ class DiffusionDecoder(nn.Module, ABC):
             return f"layers.{layer}.{of_expert[0]}", of_expert[1]
         part, shard = cls.modules_in_layer.get(inner, (inner, None))
         return f"layers.{layer}.{part}.{kind}", shard
-
-    @classmethod
-    def prefix_of(cls, layer: int, module: str) -> str:
-        """The name that quantization methods know our ``module`` of a layer by."""
-        return f"{cls.layer_prefix}.{layer}.{released_name(cls.modules_in_layer, module)}"
-
-    @classmethod
-    def head_prefix(cls) -> str:
-        return next(released for released, ours in cls.modules_outside_layers.items() if ours == "lm_head")
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
@@ -324,7 +318,8 @@ class DiffusionDecoder(nn.Module, ABC):
             name, shard = self.locate(tensor_name)
             if self.shape.tied_embeddings and name == "lm_head.weight":
                 continue
-            if name not in parameters and is_plain_group_index(name, tensor):
+            if name not in parameters and is_group_index(name):
+                check_group_index(tensor_name, tensor)
                 continue
             if name not in parameters:
                 raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {type(self).__name__}")
@@ -345,9 +340,7 @@ class DiffusionDecoder(nn.Module, ABC):
                 ) from error
             filled.add((name, shard))
         missing = sorted(
-            f"{name}[{shard}]" if shard is not None else name
-            for name, shard in wanted - filled
-            if not is_group_index(name)
+            name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not is_group_index(name)
         )
         if missing:
             raise ValueError(

@@ -20,12 +20,18 @@ PrefixOf = Callable[[str], str]
 _FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
 
 
-def released_name(modules: NamedModules, module: str) -> str:
-    """What a checkpoint calls our ``module`` of a layer: ``self_attn.qkv_proj`` beside its ``self_attn.q_proj``."""
-    for released, (ours, shard) in modules.items():
-        if ours == module:
-            return released if shard is None else released[: released.rfind(".") + 1] + module.rpartition(".")[2]
-    return module
+def prefixes(modules: NamedModules, layer: str) -> PrefixOf:
+    """What the checkpoint of a ``layer`` of that name calls our modules of it: ``self_attn.qkv_proj`` beside its
+    ``self_attn.q_proj``."""
+
+    def prefix_of(module: str) -> str:
+        for released, (ours, shard) in modules.items():
+            if ours == module:
+                last = (released if shard is None else module).rpartition(".")[2]
+                return f"{layer}.{released}".rpartition(".")[0] + f".{last}"
+        return f"{layer}.{module}"
+
+    return prefix_of
 
 
 def packed_modules(modules: NamedModules) -> dict[str, list[str]]:

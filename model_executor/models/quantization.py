@@ -78,6 +78,10 @@ def is_group_index(parameter_name: str) -> bool:
     return "g_idx" in parameter_name.rpartition(".")[2]
 
 
-def is_plain_group_index(parameter_name: str, tensor: torch.Tensor) -> bool:
-    """Whether groups follow each other, as vLLM's kernels have them."""
-    return is_group_index(parameter_name) and bool((tensor.diff() >= 0).all())
+def check_group_index(tensor_name: str, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless groups follow each other, as vLLM's kernels have them."""
+    if (tensor.diff() < 0).any():
+        raise ValueError(
+            f"checkpoint tensor {tensor_name!r}: vLLM does not support groups that are out of order (desc_act=true); "
+            f"quantize again with desc_act=false"
+        )
