@@ -68,7 +68,7 @@ class Quantization:
 QUANTIZATIONS = {
     "fp8": Quantization(8),
     "int8": Quantization(8),
-    "int4": Quantization(4, 128),
+    "int4": Quantization(4, 128, True),
     "gptq": Quantization(4, 128, True),
     "awq": Quantization(4, 128, True),
 }

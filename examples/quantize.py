@@ -56,14 +56,15 @@ def fp8(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
 
 
 def int4(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
-    """INT4 (W4A16) with a scale per group of ``group_size`` weights, as compressed-tensors packs it."""
-    values, scale, _ = four_bits(weight, group_size, seen, symmetric=True)
+    """INT4 (W4A16) with a scale and a zero point per group of ``group_size`` weights, as compressed-tensors packs it."""
+    values, scale, zero = four_bits(weight, group_size, seen, symmetric=False)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
-    return {"weight_packed": pack(values), "weight_scale": scale, "weight_shape": shape}
+    parts = {"weight_packed": pack(values), "weight_zero_point": pack(zero.t()).t()}
+    return parts | {"weight_scale": scale, "weight_shape": shape}
 
 
 def gptq(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
-    """The same values as ``int4``, in GPTQ's format."""
+    """INT4 with a scale per group and no zero points, which vLLM does not take in GPTQ's format. It loses more."""
     values, scale, zero = four_bits(weight, group_size, seen, symmetric=True)
     return {
         "qweight": pack(values).t(),
@@ -74,7 +75,7 @@ def gptq(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
 
 
 def awq(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
-    """INT4 with a scale and a zero point per group, in AWQ's format."""
+    """The same values as ``int4``, in AWQ's format."""
     values, scale, zero = four_bits(weight, group_size, seen, symmetric=False)
 
     def packed(numbers: torch.Tensor) -> torch.Tensor:
@@ -174,7 +175,7 @@ def compressed_tensors(
 def quantization_config(scheme: str, group_size: int, ignore: Sequence[str] = ()) -> dict[str, Any]:
     """What ``config.json`` states for vLLM."""
     by_feature = {"symmetric": True, "strategy": "channel"}
-    by_group = {"symmetric": True, "strategy": "group", "group_size": group_size}
+    by_group = {"symmetric": False, "strategy": "group", "group_size": group_size}
     four_bits = {"bits": 4, "group_size": group_size}
     return {
         "int8": compressed_tensors(

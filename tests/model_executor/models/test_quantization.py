@@ -51,7 +51,8 @@ def dequantized(parts: dict[str, torch.Tensor], scheme: str) -> torch.Tensor:
         return parts["weight"].float() * parts["weight_scale"]
     if scheme == "int4":
         assert parts["weight_shape"].tolist() == list(unpack(parts["weight_packed"]).shape)
-        return (unpack(parts["weight_packed"]) - 8) * per_column(parts["weight_scale"])
+        zeros = unpack(parts["weight_zero_point"].t().contiguous()).t()
+        return (unpack(parts["weight_packed"]) - per_column(zeros)) * per_column(parts["weight_scale"])
     if scheme == "gptq":
         zeros = unpack(parts["qzeros"]) + 1
         return (unpack(parts["qweight"].t().contiguous()) - per_column(zeros.t())) * per_column(parts["scales"].t())
