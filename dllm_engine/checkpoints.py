@@ -98,8 +98,11 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):
         return  # checked by engine_config, once vLLM has made the config
     # Imports transformers, which takes seconds.
+    from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES
     from dllm_engine.model_executor.models.configs import parse_config
 
+    if arguments.get("quantization") == "bitsandbytes":
+        raise ValueError(f"quantization='bitsandbytes': {NO_BITSANDBYTES}")
     source = arguments.get("hf_config_path") or model_path(model)
     parse_config(_stated_config(source, arguments) | overrides, source)
 

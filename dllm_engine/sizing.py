@@ -1,10 +1,10 @@
 """Sizing: what fits, computed from a model's config alone. No weights are loaded and no GPU is needed.
 
-The bytes of weights and pages are exact for unquantized checkpoints. The activations are an estimate of what vLLM
-measures when an engine starts, and the overhead is whatever the caller says.
+The bytes of weights and pages are exact, but for checkpoints of a quantization that is not known. The activations are
+an estimate of what vLLM measures when an engine starts, and the overhead is whatever the caller says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -34,6 +34,48 @@ CPU_PAGE_POOL_BYTES = GIB
 92% of all memory fails on a machine where anything else runs."""
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """How the linear layers within a model's layers are stored."""
+
+    bits: int
+    group_size: int | None = None
+    """Weights that share a scale; None: all of an output feature; 0: there are no scales."""
+    has_zero_points: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> "Quantization | None":
+        """What a checkpoint's config states; None for a plain checkpoint, and for what is not known."""
+        stated = getattr(config, "quantization_config", None) or {}
+        groups = list(stated.get("config_groups", {}).values())
+        if stated.get("quant_method") in ("gptq", "awq"):
+            size = stated.get("group_size", stated.get("q_group_size", -1))
+            return cls(stated.get("bits", stated.get("w_bit", 4)), size if size > 0 else None, True)
+        if stated.get("quant_method") == "compressed-tensors" and len(groups) == 1:
+            weights = groups[0]["weights"]
+            if weights["num_bits"] in (4, 8):
+                return cls(weights["num_bits"], weights.get("group_size"), not weights.get("symmetric", True))
+        return None
+
+    def matrix_bytes(self, inputs: int, outputs: int) -> int:
+        """Weights, scales (float32 for 8 bits, else half precision) and zero points of a linear layer."""
+        groups = 1 if self.group_size is None else -(-inputs // self.group_size) if self.group_size else 0
+        scales = outputs * groups
+        scale_bytes = FLOAT32_BYTES if self.bits == 8 else 2
+        zeros = scales * self.bits // 8 if self.has_zero_points else 0
+        return inputs * outputs * self.bits // 8 + scales * scale_bytes + zeros
+
+
+QUANTIZATIONS = {
+    "fp8": Quantization(8),
+    "int8": Quantization(8),
+    "int4": Quantization(4, 128, True),
+    "gptq": Quantization(4, 128, True),
+    "awq": Quantization(4, 128, True),
+}
+"""By the name that ``dllm plan --quantization`` and ``examples/quantize.py`` have for them."""
+
+
 class SizingError(ValueError):
     """What was asked for does not fit; says which setting to change."""
 
@@ -51,6 +93,8 @@ class Deployment:
     block_length: int | None = None
     """None: the checkpoint's default, else the family's."""
     dtype: str = "auto"
+    quantization: str | None = None
+    """One of ``QUANTIZATIONS``; None: as the checkpoint states."""
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     """None: the length of prompt and response."""
@@ -61,6 +105,10 @@ class Deployment:
     """Bytes for everything else: processes, CUDA context, libraries, communication buffers."""
     page_pool: int | None = None
     """Bytes for pages of each rank; None: what is left of a GPU."""
+
+    @property
+    def quantized(self) -> Quantization | None:
+        return None if self.quantization is None else QUANTIZATIONS[self.quantization]
 
 
 @dataclass(frozen=True)
@@ -124,12 +172,14 @@ def plan(deployment: Deployment) -> Sizing:
     dtype = dtype_of(d.dtype, config)
     rows = max(d.max_num_batched_tokens, max_model_len)
     models, notes = [config], []
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
         notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
+    if d.quantization not in (None, "fp8"):
+        notes.append(f"serve a copy of {d.model} with such weights; docs/quantization.md says where from")
     if d.options.guide_model is not None:
         guided, guide, assumed = _with_guide(d)
         d, models, notes = replace(d, options=guided), [config, guide], [*notes, *assumed]
-    weights = [weight_bytes(model, d.tensor_parallel_size, DTYPE_BYTES[dtype]) for model in models]
+    weights = weights_of_models(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], d.quantized)
     of_method = d.options.method.pass_bytes(rows, max_model_len)
     activations = of_method + _activation_bytes(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
     pool = d.page_pool
@@ -313,11 +363,25 @@ def layers_by_kind(config: Any) -> list[tuple[int, Any]]:
     return [(number, kind) for number, kind in ((num_dense, None), (num_layers - num_dense, experts)) if number]
 
 
-def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> int:
-    """Bytes of the weights on one tensor-parallel rank."""
+def weights_of_models(
+    models: Sequence[Any], tensor_parallel_size: int, dtype_bytes: int, quantization: Quantization | None
+) -> list[int]:
+    """``weight_bytes`` of the model, and of its guide if it has one, which is not quantized."""
+    return [
+        weight_bytes(model, tensor_parallel_size, dtype_bytes, quantization if model is models[0] else None)
+        for model in models
+    ]
+
+
+def weight_bytes(
+    config: Any, tensor_parallel_size: int, dtype_bytes: int, quantization: Quantization | None = None
+) -> int:
+    """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as the config states it."""
     tp, hidden = tensor_parallel_size, config.hidden_size
+    quantization = quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
     attention = attention_matrices(config, tp)
-    numbers = config.num_hidden_layers * (2 * hidden + sum(inputs * outputs for inputs, outputs in attention))
+    linears = config.num_hidden_layers * sum(quantization.matrix_bytes(*sizes) for sizes in attention)
+    numbers = config.num_hidden_layers * 2 * hidden
     if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
         numbers += config.num_hidden_layers * attention[0][1]
     if getattr(config, "qk_layernorm", False):
@@ -329,9 +393,10 @@ def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> in
             widths = [experts.intermediate_size] * experts.num_experts + [experts.shared_intermediate_size]
             numbers += number * hidden * experts.num_experts
             biases += number * experts.num_experts * experts.has_bias
-        numbers += number * sum(i * o for width in widths for i, o in mlp_matrices(hidden, width, tp))
+        sizes = [matrix for width in widths if width for matrix in mlp_matrices(hidden, width, tp)]
+        linears += number * sum(quantization.matrix_bytes(*matrix) for matrix in sizes)
     tables = 1 if config.tie_word_embeddings else 2
-    return dtype_bytes * (numbers + tables * table_numbers(config, tp) + hidden) + FLOAT32_BYTES * biases
+    return linears + dtype_bytes * (numbers + tables * table_numbers(config, tp) + hidden) + FLOAT32_BYTES * biases
 
 
 def table_numbers(config: Any, tensor_parallel_size: int) -> int:
@@ -445,7 +510,7 @@ def _does_not_fit(
     advice = "raise --gpu-memory, or lower --max-num-batched-tokens"
     for tp in (2, 4, 8):
         if tp > d.tensor_parallel_size and all(model.num_attention_heads % tp == 0 for model in models):
-            needed = sum(weight_bytes(model, tp, dtype_bytes) for model in models)
+            needed = sum(weights_of_models(models, tp, dtype_bytes, d.quantized))
             needed += _activation_bytes(models, tp, dtype_bytes, rows)
             if needed + of_method + d.overhead < share:
                 advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"

@@ -13,6 +13,7 @@ from dllm_engine.cli.arguments import positive_int, positive_ints
 from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options, given
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
+from dllm_engine.sizing import QUANTIZATIONS
 from dllm_engine.speed.gpus import GPUS
 from dllm_engine.text import format_table, readable_size
 
@@ -56,6 +57,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--response", type=positive_int, default=256, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument(
         "--block-length", type=positive_int, metavar="N", help="tokens denoised together (default: the family's)"
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="of a checkpoint that is not here yet, 4 bits in groups of 128 (default: as the checkpoint states)",
     )
     speed = parser.add_argument_group("speed")
     speed.add_argument("--speed", action="store_true", help="predict step times and tokens/s instead of sizes")
@@ -199,7 +205,9 @@ def as_text(
 ) -> str:
     """The plan as two tables: where the memory goes, and what a request takes under each cache method."""
     s = sizing
-    head = f"{s.model} in {s.dtype} on {where}: prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
+    weights = "" if args.quantization is None else f" with {args.quantization} weights"
+    tokens = f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
+    head = f"{s.model} in {s.dtype}{weights} on {where}: {tokens}"
     rows: list[tuple[str, ...]] = [
         ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
     ]
@@ -288,6 +296,8 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
         settings["--tensor-parallel-size"] = sizing.tensor_parallel_size
     if args.dtype != "auto":
         settings["--dtype"] = args.dtype
+    if args.quantization == "fp8":  # made at load time; the others are checkpoints of their own
+        settings["--quantization"] = "fp8_per_channel"
     if sizing.page_size != EngineOptions().page_size:
         settings["--page-size"] = sizing.page_size
     settings |= {f"--{name.replace('_', '-')}": value for name, value in given(args, GUIDE_SETTINGS).items()}

@@ -12,6 +12,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.sizing import (
     DTYPE_BYTES,
     Deployment,
+    Quantization,
     Sizing,
     SizingError,
     activation_bytes,
@@ -24,6 +25,7 @@ from dllm_engine.sizing import (
     plan,
     table_numbers,
     weight_bytes,
+    weights_of_models,
 )
 from dllm_engine.text import readable_size
 
@@ -76,6 +78,7 @@ def needs_on_cpu(
     max_model_len: int,
     page_pool: int,
     overhead: int,
+    quantization: Quantization | None = None,
 ) -> MemoryNeeds:
     """Of all ranks on one machine.
 
@@ -83,11 +86,12 @@ def needs_on_cpu(
         models: configs of the model, and of its guide if it has one.
         ranks: tensor-parallel ranks; ``page_pool`` and ``overhead`` are bytes of each.
         rows: of the largest batch.
+        quantization: of the model's weights; None: as its config states it.
     """
     per_pass = _largest_pass(models, options, ranks, dtype_bytes, rows, max_model_len)
     tables = [table_numbers(model, ranks) * dtype_bytes for model in models]
     return MemoryNeeds(
-        weights=ranks * sum(weight_bytes(model, ranks, dtype_bytes) for model in models),
+        weights=ranks * sum(weights_of_models(models, ranks, dtype_bytes, quantization)),
         packed=ranks * max(dtype_bytes * _largest_matrix(model, ranks) for model in models),
         tied=ranks * sum(table for model, table in zip(models, tables, strict=True) if model.tie_word_embeddings),
         pages=ranks * page_pool * options.uses_pages,
@@ -160,6 +164,7 @@ def plan_on_cpu(deployment: Deployment) -> tuple[Sizing, MemoryNeeds]:
         max_model_len=max_model_len,
         page_pool=d.page_pool,
         overhead=d.overhead,
+        quantization=d.quantized,
     )
     if needs.total > d.memory:
         raise SizingError(

@@ -188,7 +188,7 @@ def _check(d: Deployment, decoder: Decoder) -> None:
         (d.tensor_parallel_size != 1, "more than one GPU; leave --tensor-parallel-size at 1"),
         (d.options.guide_model is not None, "a guide; leave --guide-model unset"),
         (decoder.number_bytes != 2, "float32; choose --dtype bfloat16"),
-        (getattr(decoder.config, "quantization_config", None), "quantized checkpoints"),
+        (d.quantization or getattr(decoder.config, "quantization_config", None), "quantized weights"),
         (decoder.head_dim != TILE_HEAD_DIM, f"heads of {decoder.head_dim} numbers, only of {TILE_HEAD_DIM}"),
         (d.options.cache_method not in known, f"cache_method={d.options.cache_method!r}; choose {', '.join(known)}"),
     ):

@@ -16,6 +16,7 @@ from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
 from dllm_engine.model_executor.models.configs import unsupported_model
+from dllm_engine.model_executor.models.quantization import check_quantization
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
@@ -63,6 +64,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
         keep_our_warnings()  # vLLM has set up logging anew for this engine
         _refuse_unsupported(vllm_config)
+        check_quantization(vllm_config.model_config, current_platform.device_type)
         # Weights or a tokenizer that cannot be read are refused before any process is started for them.
         model_config = vllm_config.model_config
         if vllm_config.load_config.load_format != "dummy":

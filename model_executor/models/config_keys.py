@@ -16,6 +16,11 @@ LLADA_MOE_RELEASED_VOCAB_SIZE = 157_184
 LLADA_MOE_RELEASED_MASK_ID = 156_895
 LLADA_MOE_RELEASED_END_ID = 156_892
 
+NO_BITSANDBYTES = (
+    "vLLM 0.32 has removed it; take a checkpoint in GPTQ's, AWQ's or compressed-tensors' INT4, or make one with "
+    "examples/quantize.py"
+)
+
 # No model comes near these bounds; they keep a damaged file from asking for all memory.
 LayerCount = Annotated[int, Field(ge=1, le=10_000)]
 HeadCount = Annotated[int, Field(ge=1, le=100_000)]
@@ -58,6 +63,16 @@ class CheckpointKeys(BaseModel):
             model_type = cls.family.model_type
             known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
             raise ValueError(f"model_type={model_type!r} goes with the architecture {' or '.join(known)}")
+        return value
+
+    @field_validator("quantization_config")
+    @classmethod
+    def _with_a_method(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        method = "" if value is None else value.get("quant_method")
+        if not isinstance(method, str):
+            raise ValueError("must name a 'quant_method'")
+        if method == "bitsandbytes":
+            raise ValueError(f"quant_method='bitsandbytes': {NO_BITSANDBYTES}")
         return value
 
     @field_validator("end_of_turn_token_id", "eos_token_id")

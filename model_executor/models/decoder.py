@@ -7,7 +7,7 @@ belongs to a layer pass (``model_executor/passes/base.py``), which may change th
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,18 +21,15 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
-from dllm_engine.model_executor.loading.checks import is_finite
-from dllm_engine.model_executor.loading.packing import Packer, embedding_table, output_head
+from dllm_engine.model_executor.loading.packing import embedding_table, output_head
+from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.configs import ExpertShape
-from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard, expert_shards
+from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
+from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
-
-Shard = str | int | tuple[str, int] | None
-"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert; None: the whole of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,10 @@ class RotaryPhases:
 class DecoderLayer(nn.Module):
     """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
 
-    def __init__(self, shape: DecoderShape, number: int, quant_config: QuantizationConfig | None) -> None:
+    def __init__(
+        self, shape: DecoderShape, number: int, quant_config: QuantizationConfig | None, prefix_of: PrefixOf
+    ) -> None:
         super().__init__()
-        prefix = f"layers.{number}"
         self.head_dim = shape.head_dim
         self.attn_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
@@ -117,20 +115,20 @@ class DecoderLayer(nn.Module):
             shape.num_kv_heads,
             bias=shape.qkv_bias,
             quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
+            prefix=prefix_of("qkv_proj"),
         )
         self.out_proj = RowParallelLinear(
             shape.num_heads * shape.head_dim,
             shape.hidden_size,
             bias=False,
             quant_config=quant_config,
-            prefix=f"{prefix}.out_proj",
+            prefix=prefix_of("out_proj"),
         )
         experts = shape.experts_of(number)
         self.mlp = (
-            GatedMLP(shape.hidden_size, shape.intermediate_size, quant_config, f"{prefix}.mlp")
+            GatedMLP(shape.hidden_size, shape.intermediate_size, quant_config, prefix_of)
             if experts is None
-            else ExpertMLP(shape.hidden_size, experts, quant_config, f"{prefix}.mlp")
+            else ExpertMLP(shape.hidden_size, experts, quant_config, prefix_of)
         )
         """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows' norms."""
         # Heads of this tensor-parallel rank.
@@ -208,6 +206,11 @@ class DiffusionDecoder(nn.Module, ABC):
     """What a checkpoint's names of tensors in layers begin with; the layer's number follows."""
     modules_in_layer: ClassVar[dict[str, tuple[str, Shard]]]
     """Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
+    packed_modules_mapping: ClassVar[dict[str, list[str]]]
+    """Read by vLLM; see ``names.py``."""
+
+    def __init_subclass__(cls) -> None:
+        cls.packed_modules_mapping = packed_modules(cls.modules_in_layer)
 
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
@@ -232,10 +235,14 @@ class DiffusionDecoder(nn.Module, ABC):
             )
         self.embedding = embedding_table(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.shape, number, quant_config) for number in range(self.shape.num_layers)
+            DecoderLayer(
+                self.shape, number, quant_config, prefixes(self.modules_in_layer, f"{self.layer_prefix}.{number}")
+            )
+            for number in range(self.shape.num_layers)
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
-        self.lm_head = output_head(self.shape.vocab_size, self.shape.hidden_size, quant_config, "lm_head")
+        head = next(name for name, ours in self.modules_outside_layers.items() if ours == "lm_head")
+        self.lm_head = output_head(self.shape.vocab_size, self.shape.hidden_size, quant_config, head)
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
@@ -302,52 +309,13 @@ class DiffusionDecoder(nn.Module, ABC):
 
         Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
         """
-        parameters = dict(self.named_parameters())
-        wanted = {(name, shard) for name in parameters for shard in self._shards_of(name)}
-        filled: set[tuple[str, Shard]] = set()
-        packer = Packer(self, wanted)
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
-        for tensor_name, tensor in weights:
-            name, shard = self.locate(tensor_name)
-            if self.shape.tied_embeddings and name == "lm_head.weight":
-                continue
-            if (name, shard) in filled:
-                raise ValueError(f"checkpoint tensor {tensor_name!r} comes twice; is a file there under two names?")
-            if name not in parameters:
-                raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {type(self).__name__}")
-            if not is_finite(tensor):
-                raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
-            parameter = parameters[name]
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            part = () if shard is None else (name, *shard) if isinstance(shard, tuple) else (shard,)
-            try:
-                loader(parameter, tensor, *part)
-            except (AssertionError, RuntimeError) as error:
-                raise ValueError(
-                    f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
-                ) from error
-            filled.add((name, shard))
-            del tensor, parameter, loader  # what is packed is to be freed
-            for packed in packer.fill(name, shard):
-                del parameters[packed]
-        # Only the tensors every checkpoint has: a quantized checkpoint adds scales, whose presence its method checks.
-        missing = sorted(
-            f"{name}[{shard}]" if shard is not None else name
-            for name, shard in wanted - filled
-            if name.endswith((".weight", "bias", "_weight"))
+        return fill_parameters(
+            self,
+            weights,
+            self.locate,
+            experts=self.shape.experts,
+            ignored={"lm_head.weight"} if self.shape.tied_embeddings else (),
+            whole=not self.takes_parts,
         )
-        if missing and not self.takes_parts:
-            raise ValueError(
-                f"the checkpoint lacks {len(missing)} tensors of {type(self).__name__}, the first for {missing[0]}; "
-                f"is a safetensors shard missing?"
-            )
-        return {name for name, _ in filled}
-
-    def _shards_of(self, parameter_name: str) -> Sequence[Shard]:
-        """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
-        of_experts = expert_shards(parameter_name, self.shape.experts.num_experts) if self.shape.experts else ()
-        return of_experts or _FUSED_SHARDS.get(parameter_name.rsplit(".", 2)[-2], (None,))
-
-
-_FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}

@@ -1,6 +1,7 @@
 """The feed-forward branch of a layer: a gated MLP, or a mixture of such experts in vLLM's ``FusedMoE``."""
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -20,18 +21,24 @@ class GatedMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         quant_config: QuantizationConfig | None,
-        prefix: str,
+        prefix_of: Callable[[str], str],
         *,
+        name: str = "mlp",
         reduce_results: bool = True,
     ) -> None:
-        """``reduce_results``: whether to sum over tensor-parallel ranks, or leave that to the caller."""
+        """
+        Args:
+            prefix_of: the name that quantization methods know a module of the layer by, from ours.
+            name: of this module in the layer.
+            reduce_results: whether to sum over tensor-parallel ranks, or leave that to the caller.
+        """
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size,
             [intermediate_size] * 2,
             bias=False,
             quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
+            prefix=prefix_of(f"{name}.gate_up_proj"),
         )
         self.down_proj = RowParallelLinear(
             intermediate_size,
@@ -39,7 +46,7 @@ class GatedMLP(nn.Module):
             bias=False,
             reduce_results=reduce_results,
             quant_config=quant_config,
-            prefix=f"{prefix}.down_proj",
+            prefix=prefix_of(f"{name}.down_proj"),
         )
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
@@ -51,10 +58,14 @@ class ExpertMLP(nn.Module):
     """Each row goes through the experts that a router chooses for it, and through the shared one."""
 
     def __init__(
-        self, hidden_size: int, shape: ExpertShape, quant_config: QuantizationConfig | None, prefix: str
+        self,
+        hidden_size: int,
+        shape: ExpertShape,
+        quant_config: QuantizationConfig | None,
+        prefix_of: Callable[[str], str],
     ) -> None:
         super().__init__()
-        self.gate = ReplicatedLinear(hidden_size, shape.num_experts, bias=False, prefix=f"{prefix}.gate")
+        self.gate = ReplicatedLinear(hidden_size, shape.num_experts, bias=False, prefix=prefix_of("mlp.gate"))
         self.expert_bias = None
         if shape.has_bias:
             self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts, dtype=torch.float32), requires_grad=False)
@@ -65,7 +76,8 @@ class ExpertMLP(nn.Module):
                 hidden_size,
                 shape.shared_intermediate_size,
                 quant_config,
-                f"{prefix}.shared_expert",
+                prefix_of,
+                name="mlp.shared_expert",
                 reduce_results=False,
             )
         try:
@@ -77,9 +89,14 @@ class ExpertMLP(nn.Module):
                 quant_config=quant_config,
                 custom_routing_function=self._route,
                 shared_experts=self.shared_expert,
-                prefix=f"{prefix}.experts",
+                prefix=prefix_of("mlp.experts"),
             )
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
+            if quant_config is not None:
+                raise ValueError(
+                    f"quantization={quant_config.get_name()!r}: vLLM has no kernel for such experts on this device "
+                    f"({error}); on a CPU it needs AMX. Use a checkpoint that leaves the experts as they are"
+                ) from error
             raise ValueError(
                 f"vLLM has no kernel for experts of hidden_size={hidden_size} and width {shape.intermediate_size} on "
                 f"this device ({error}); on a CPU hidden_size must be a multiple of 32"

@@ -1,0 +1,74 @@
+"""Parameters of a model, filled from a checkpoint's tensors."""
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from dllm_engine.model_executor.loading.checks import is_finite
+from dllm_engine.model_executor.loading.packing import Packer
+from dllm_engine.model_executor.models.configs import ExpertShape
+from dllm_engine.model_executor.models.names import Shard, shards_of
+from dllm_engine.model_executor.models.quantization import check_group_index, is_group_index
+
+
+def fill_parameters(
+    model: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    locate: Callable[[str], tuple[str, Shard]],
+    *,
+    experts: ExpertShape | None,
+    ignored: Collection[str],
+    whole: bool,
+) -> set[str]:
+    """Fill the parameters of a model, and on a CPU pack what is complete.
+
+    Args:
+        weights: the tensors by their names in the checkpoint.
+        locate: finds the parameter of a tensor, and the shard of it that it fills.
+        ignored: parameters that the model takes from elsewhere.
+        whole: whether these are all of the checkpoint's tensors.
+
+    Returns the names of the parameters that were filled. Raises ``ValueError`` naming the tensor where one is unknown,
+    missing, of a wrong shape, or not finite.
+    """
+    parameters, of_model = dict(model.named_parameters()), type(model).__name__
+    wanted = {(name, shard) for name in parameters for shard in shards_of(name, experts)}
+    filled: set[tuple[str, Shard]] = set()
+    packer = Packer(model, wanted)
+    for tensor_name, tensor in weights:
+        name, shard = locate(tensor_name)
+        if name in ignored:
+            continue
+        if (name, shard) in filled:
+            raise ValueError(f"checkpoint tensor {tensor_name!r} comes twice; is a file there under two names?")
+        if name not in parameters and is_group_index(name):
+            check_group_index(tensor_name, tensor)
+            continue
+        if name not in parameters:
+            raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {of_model}")
+        if not is_finite(tensor):
+            raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
+        parameter = parameters[name]
+        loader = getattr(parameter, "weight_loader", default_weight_loader)
+        part = () if shard is None else (name, *shard) if isinstance(shard, tuple) else (shard,)
+        try:
+            loader(parameter, tensor, *part)
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(
+                f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
+            ) from error
+        filled.add((name, shard))
+        del tensor, parameter, loader  # what is packed is to be freed
+        for packed in packer.fill(name, shard):
+            del parameters[packed]
+    missing = sorted(
+        name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not is_group_index(name)
+    )
+    if missing and whole:
+        raise ValueError(
+            f"the checkpoint lacks {len(missing)} tensors of {of_model}, the first for {missing[0]}; is a safetensors "
+            f"shard missing?"
+        )
+    return {name for name, _ in filled}

@@ -1,0 +1,229 @@
+"""Quantized checkpoints of every family under vLLM's quantization methods, and what a CPU refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dllm_engine.checkpoints import load_config
+from dllm_engine.sizing import weight_bytes
+from examples import quantize
+from tests.model_executor.models.test_forward import dense_logits
+from tests.model_executor.models.test_loading import refuse
+from tests.support import tiny_checkpoints
+from tests.support.engines import runner_of
+
+# CPU kernels for four bits take multiples of 32.
+FAMILIES = {
+    "llada": (tiny_checkpoints.write_llada, {"mlp_hidden_size": 128, "include_qkv_bias": True}),
+    "dream": (tiny_checkpoints.write_dream, {"intermediate_size": 128}),
+    "llada_moe": (
+        tiny_checkpoints.write_llada_moe,
+        {**tiny_checkpoints.ALL_KINDS_OF_EXPERTS, "dense_intermediate_size": 128, "moe_layer_freq": [0, 0]},
+    ),
+}
+"""LLaDA-MoE's experts have no kernels on a CPU without AMX: its layers are dense ones here."""
+IDS = [11, 12, 13, 14, tiny_checkpoints.MASK, 15, tiny_checkpoints.MASK, tiny_checkpoints.MASK]
+EACH_SCHEME = [(family, scheme) for family in FAMILIES for scheme in quantize.SCHEMES if family != "llada_moe"]
+EACH_SCHEME += [("llada_moe", "int8"), ("llada_moe", "gptq")]
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    folders = {family: tmp_path_factory.mktemp(family) / "plain" for family in FAMILIES}
+    return {family: write(folders[family], **sizes) for family, (write, sizes) in FAMILIES.items()}
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Eight values of four bits of each int32, along rows."""
+    return (packed[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1)
+
+
+def per_column(groups: torch.Tensor) -> torch.Tensor:
+    """Of each column, from those of groups of 32 of them."""
+    return groups.float().repeat_interleave(32, dim=1)
+
+
+def dequantized(parts: dict[str, torch.Tensor], scheme: str) -> torch.Tensor:
+    if scheme in ("int8", "fp8"):
+        return parts["weight"].float() * parts["weight_scale"]
+    if scheme == "int4":
+        assert parts["weight_shape"].tolist() == list(unpack(parts["weight_packed"]).shape)
+        zeros = unpack(parts["weight_zero_point"].t().contiguous()).t()
+        return (unpack(parts["weight_packed"]) - per_column(zeros)) * per_column(parts["weight_scale"])
+    if scheme == "gptq":
+        zeros = unpack(parts["qzeros"]) + 1
+        return (unpack(parts["qweight"].t().contiguous()) - per_column(zeros.t())) * per_column(parts["scales"].t())
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where AWQ has the columns 0 to 7
+    values, zeros = (
+        unpack(parts[name]).unflatten(1, (-1, 8))[:, :, order].flatten(1) for name in ("qweight", "qzeros")
+    )
+    return (values.t() - per_column(zeros.t())) * per_column(parts["scales"].t())
+
+
+def write_dequantized(quantized: Path, folder: Path, scheme: str) -> Path:
+    """The plain checkpoint of a quantized one's rounded weights."""
+    folder.mkdir()
+    tensors, layers = {}, {}
+    for name, tensor in load_file(quantized / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        if quantize.IN_LAYERS.fullmatch(f"{module}.weight") and "norm" not in module and kind != "bias":
+            layers.setdefault(module, {})[kind] = tensor
+        else:
+            tensors[name] = tensor
+    assert layers
+    tensors |= {f"{module}.weight": dequantized(parts, scheme).contiguous() for module, parts in layers.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((logits.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.parametrize(("family", "scheme"), EACH_SCHEME)
+def test_logits_are_those_of_the_rounded_weights(engines, plain, tmp_path, family, scheme):
+    quantized = quantize.quantize(str(plain[family]), tmp_path / "quantized", scheme)
+    rounded = write_dequantized(quantized, tmp_path / "rounded", scheme)
+    (actual,) = dense_logits(engines(quantized, dtype="bfloat16"), IDS)
+    (expected,) = dense_logits(engines(rounded), IDS)
+    # 8 bits also round the inputs of each layer; 4 bits compute in bfloat16. A wrong shard gives about 1.
+    assert distance(actual, expected) < (0.2 if scheme in ("int8", "fp8") else 0.03)
+
+
+@pytest.mark.parametrize("scheme", quantize.SCHEMES)
+def test_the_plan_of_a_quantized_checkpoint_counts_the_bytes_of_its_tensors(plain, tmp_path, scheme):
+    quantized = quantize.quantize(str(plain["dream"]), tmp_path / "quantized", scheme)
+    tensors = load_file(quantized / "model.safetensors").items()
+    padding = 2 * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
+    kept = sum(tensor.nbytes for name, tensor in tensors if not name.endswith(("weight_shape", "g_idx")))
+    assert weight_bytes(load_config(str(quantized)), 1, 4) == kept + padding
+
+
+FUSED = {
+    "llada": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["ff_proj", "up_proj"]},
+    "dream": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
+}
+FUSED["llada_moe"] = FUSED["dream"]
+LEFT_PLAIN = {
+    "llada": (["re:.*attn_out$", "model.transformer.blocks.1.ff_proj", "model.transformer.blocks.1.up_proj"]),
+    "dream": (["re:.*o_proj$", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]),
+}
+
+
+@pytest.mark.parametrize("family", LEFT_PLAIN)
+def test_modules_to_leave_as_they_are_go_by_the_released_names(engines, plain, tmp_path, family):
+    """Two of them by their names, which are one layer of ours, and one by a regular expression."""
+    names = LEFT_PLAIN[family]
+    quantized = quantize.quantize(str(plain[family]), tmp_path / "quantized", "int4", ignore=names)
+    llm = engines(quantized, dtype="bfloat16")
+    model = runner_of(llm).model
+    assert type(model).packed_modules_mapping == FUSED[family]
+    is_packed = [
+        [hasattr(module, "weight_packed") for module in (layer.qkv_proj, layer.out_proj, *layer.mlp.children())]
+        for layer in model.layers
+    ]
+    assert is_packed == [[True, False, True, True], [True, False, False, True]]
+    assert isinstance(dense_logits(llm, IDS)[0], torch.Tensor)
+
+
+def test_weights_become_fp8_while_they_load(engines, plain):
+    llm = engines(plain["llada"], dtype="bfloat16", quantization="fp8_per_channel")
+    (expected,) = dense_logits(engines(plain["llada"]), IDS)
+    assert runner_of(llm).model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+    assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
+
+
+def test_four_bits_lose_less_when_they_are_calibrated(engines, plain):
+    """On inputs like those of the prompts, which is what calibration is for."""
+    llm = engines(plain["llada"])
+    seen = quantize.seen_inputs(llm, [{"prompt_token_ids": IDS[:4]}, {"prompt_token_ids": IDS[2:4]}])
+    linears = ("qkv_proj", "out_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert set(seen) == {f"layers.{number}.{name}" for number in range(2) for name in linears}
+    inputs = seen["layers.0.mlp.down_proj"]
+    weight = load_file(plain["llada"] / "model.safetensors")["model.transformer.blocks.0.ff_out.weight"]
+
+    def loss(calibration: torch.Tensor) -> float:
+        values, scale, zero = quantize.four_bits(weight, 32, calibration, symmetric=True)
+        error = (values - per_column(zero)) * per_column(scale) - weight
+        return torch.trace(error @ inputs @ error.T).item()
+
+    assert loss(inputs) < 0.7 * loss(torch.eye(weight.shape[1]))
+
+
+# Refused
+
+
+def with_config(plain: Path, folder: Path, stated: dict) -> Path:
+    """A checkpoint of which only the config is looked at."""
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(plain / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragments"),
+    [
+        ({"quantization": "bitsandbytes"}, ("quantization='bitsandbytes'", "has removed it", "quantize.py")),
+        ({"quantization": "fp8"}, ("quantization='fp8'", "fp8_per_tensor at load time", "'fp8_per_channel'")),
+        ({"quantization": "fp8_per_tensor"}, ("quantization='fp8_per_tensor'", "fp8_per_channel")),
+        ({"quantization": "fp8_per_block"}, ("quantization='fp8_per_block'", "fp8_per_channel")),
+        ({"quantization": "mxfp8"}, ("quantization='mxfp8'", "fp8_per_channel")),
+        ({"quantization": "int8_per_channel_weight_only"}, ("is for experts", "has none")),
+    ],
+)
+def test_quantization_at_load_time_that_a_cpu_lacks_is_named(plain, settings, fragments):
+    refuse(plain["llada"], *fragments, dtype="bfloat16", **settings)
+
+
+def test_experts_are_not_quantized_at_load_time_on_a_cpu(tiny_llada_moe):
+    refuse(tiny_llada_moe, "cannot quantize experts", "'online'", dtype="bfloat16", quantization="fp8_per_channel")
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype", "fragments"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "auto", ("'bitsandbytes'", "has removed it")),
+        ({"bits": 4}, "auto", ("quant_method",)),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "bfloat16", ("'fp8' does not run on a CPU", "INT4")),
+        (quantize.quantization_config("int4", 32), "float32", ("4 bits do not run in float32", "dtype='bfloat16'")),
+        (quantize.quantization_config("gptq", 32), "float32", ("4 bits do not run in float32",)),
+        (quantize.quantization_config("awq", 32), "float32", ("4 bits do not run in float32",)),
+        (
+            quantize.quantization_config("int8", 32) | {"format": "nvfp4-pack-quantized"},
+            "bfloat16",
+            ("'nvfp4-pack-quantized' does not run on a CPU",),
+        ),
+    ],
+)
+def test_quantized_checkpoints_that_a_cpu_cannot_run_are_named(plain, tmp_path, stated, dtype, fragments):
+    refuse(with_config(plain["llada"], tmp_path / "model", stated), *fragments, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("int8", "weight_scale"), ("int4", "weight_scale"), ("gptq", "qzeros"), ("awq", "scales")]
+)
+def test_missing_scales_are_named(plain, tmp_path, scheme, kind):
+    quantized = quantize.quantize(str(plain["llada"]), tmp_path / "quantized", scheme)
+    file = quantized / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[f"model.transformer.blocks.1.k_proj.{kind}"]
+    save_file(tensors, file)
+    refuse(quantized, f"layers.1.qkv_proj.{kind}[k]", "lacks 1 tensor", dtype="bfloat16")
+
+
+def test_groups_out_of_order_are_named(plain, tmp_path):
+    """GPTQ's ``desc_act``, which the config does not tell of."""
+    quantized = quantize.quantize(str(plain["llada"]), tmp_path / "quantized", "gptq")
+    tensors = load_file(quantized / "model.safetensors")
+    name = "model.transformer.blocks.1.k_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, quantized / "model.safetensors")
+    refuse(quantized, name, "desc_act", dtype="bfloat16")
