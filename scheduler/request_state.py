@@ -46,9 +46,12 @@ class RequestState:
         if report.tokens is not None:
             tokens = self._accept(report.tokens)
             if report.commits is not None:
-                sent, new = self.commits or Commits([], []), report.commits
+                passes, logprobs = self.commits or Commits([], [])
                 # New lists: an output that waits to be sent holds the old ones.
-                self.commits = Commits(*(old + more[: len(tokens)] for old, more in zip(sent, new, strict=True)))
+                self.commits = Commits(
+                    passes + report.commits.forward_passes[: len(tokens)],
+                    logprobs + report.commits.logprobs[: len(tokens)],
+                )
             return self._output(tokens, report.logprobs, shown)
         if not shown:
             return None

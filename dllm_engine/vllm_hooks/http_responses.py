@@ -36,9 +36,10 @@ def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
     if figures is None:
         return {}
     fields = figures.to_json()
-    left_out = () if with_trace else ("trace",)
     if completion.finish_reason is None:
-        left_out = ("trace", *PER_TOKEN)
+        left_out: tuple[str, ...] = ("trace", *PER_TOKEN)
+    else:
+        left_out = () if with_trace else ("trace",)
     return {DIFFUSION: {name: value for name, value in fields.items() if name not in left_out}}
 
 
