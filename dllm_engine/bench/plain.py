@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, shapes_in_layer
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
+from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.mlp import expert_shard
+from dllm_engine.model_executor.models.names import Shard
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress, Span

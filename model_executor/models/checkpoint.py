@@ -7,11 +7,12 @@ from transformers import PretrainedConfig
 
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.configs import ExpertShape, check_config, read_json_object
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
+from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
 from dllm_engine.model_executor.models.mlp import expert_shard
+from dllm_engine.model_executor.models.names import Shard
 
 INDEX = "model.safetensors.index.json"
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {

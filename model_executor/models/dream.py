@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 from dllm_engine.model_executor.models.configs import DreamConfig, check_values, config_file
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
+from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
+from dllm_engine.model_executor.models.names import Shard
 
 # Keys of config.json that would change the computation, with the value this model implements.
 _REQUIRED_VALUES = {"hidden_act": ("silu",), "rope_type": ("default",), "use_sliding_window": (False,)}

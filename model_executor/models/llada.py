@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 from dllm_engine.model_executor.models.configs import LLaDAConfig, check_values, config_file
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
+from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
+from dllm_engine.model_executor.models.names import Shard
 
 # Keys of config.json that would change the computation, with the values this model implements.
 _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
