@@ -56,7 +56,7 @@ def fp8(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
 
 
 def int4(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
-    """INT4 (W4A16), a scale and a zero point per group of ``group_size`` weights, as compressed-tensors packs it."""
+    """INT4 (W4A16) with a scale and a zero point per ``group_size`` weights, as compressed-tensors packs it."""
     values, scale, zero = four_bits(weight, group_size, seen, symmetric=False)
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     parts = {"weight_packed": pack(values), "weight_zero_point": pack(zero.t()).t()}

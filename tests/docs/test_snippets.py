@@ -41,6 +41,8 @@ NOT_RUN = {
     "dllm eval --count 20 --methods none,": TAKES_MINUTES,
     "dllm eval --tasks needle": TAKES_MINUTES,
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
+    "dllm serve GSAI-ML/LLaDA-8B-Instruct --quantization": NEEDS_CHECKPOINT,
+    "python examples/quantize.py": TAKES_MINUTES,
     '"""Keeps the tokens nearest before the window."""': BY_RESEARCH_TEST,
     '"""The pass of `local`."""': BY_RESEARCH_TEST,
     "import torch": BY_RESEARCH_TEST,

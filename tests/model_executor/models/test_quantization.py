@@ -227,3 +227,20 @@ def test_groups_out_of_order_are_named(plain, tmp_path):
     tensors[name] = tensors[name].flip(0).contiguous()
     save_file(tensors, quantized / "model.safetensors")
     refuse(quantized, name, "desc_act", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("at_load_time", [False, True])
+def test_experts_may_be_left_as_they_are(engines, tiny_llada_moe, tmp_path, at_load_time):
+    if at_load_time:
+        settings = {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}
+        model = tiny_llada_moe
+    else:
+        settings = {}
+        model = quantize.quantize(
+            str(tiny_llada_moe), tmp_path / "quantized", "int8", ignore=["re:.*mlp.experts", "re:.*shared_expert"]
+        )
+    llm = engines(model, dtype="bfloat16", **settings)
+    (expected,) = dense_logits(engines(tiny_llada_moe), IDS)
+    layer = runner_of(llm).model.layers[1]
+    assert type(layer.out_proj.quant_method).__name__ != "UnquantizedLinearMethod"
+    assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
