@@ -20,22 +20,36 @@ With ``--constraint-states`` it measures steps of requests with and without stru
 automaton of so many states, over 300 classes of tokens.
 
     python benchmarks/step_time.py --constraint-states 200 --vocab-size 126464 --gen-length 32 --batch 1
+
+With ``--schema`` and ``--tokenizer`` it measures steps alone and steps beside the building of automata in turns.
+
+    python benchmarks/step_time.py --schema FILE --tokenizer FILE --vocab-size 126464 --methods dual --batch 1
 """
 
 import argparse
+import json
 import statistics
+import threading
+import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from program import Rows, add_model_arguments, argument_parser, finish_requests, parse, report, start_engine
+from transformers import PreTrainedTokenizerFast
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.passes import Dispatch, InnerTime, InnerTimes, observed_step, runner_of
 from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.structured_output.automata import Limits, automaton_of
+from dllm_engine.structured_output.grammar import grammar_of
 
 BLOCK_LENGTH = 32
+ALONE_SECONDS = 4.0
+"""How long steps are measured between two builds."""
 
 
 def add_requests(llm: LLM, batch: int, options: argparse.Namespace, **extra_args: Any) -> list[str]:
@@ -133,18 +147,49 @@ def constrained_steps(llm: LLM, batch: int, options: argparse.Namespace) -> Rows
                 dispatch = observed_step(llm)
                 if dispatch.kind is not None:
                     seconds[dispatch.kind, constrained].append(dispatch.seconds)
+    return _compared(seconds, "constrained_ms")
+
+
+def steps_beside_builds(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
+    """Medians of steps alone and while an automaton of the schema is built, in milliseconds, and their ratio, per kind
+    of step; and medians of the seconds of a build and of its second use."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(options.tokenizer))
+    seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    uses: list[tuple[float, float]] = []
+
+    def build(number: int) -> None:
+        schema = json.loads(options.schema.read_text()) | {"title": str(number)}  # a new one, of the same automaton
+        grammar, taken = grammar_of(StructuredOutputsParams(json=schema)), []
+        for _ in range(2):
+            start = time.perf_counter()
+            automaton_of(grammar, tokenizer, options.vocab_size, Limits(4096, 30.0))
+            taken.append(time.perf_counter() - start)
+        uses.append((taken[0], taken[1]))
+
+    for number in range(options.rounds):
+        for target, argument, beside in ((time.sleep, ALONE_SECONDS, False), (build, number, True)):
+            thread = threading.Thread(target=target, args=(argument,))
+            thread.start()
+            request_ids: list[str] = []
+            while thread.is_alive():
+                if not llm.llm_engine.has_unfinished_requests():
+                    request_ids = add_requests(llm, batch, options)
+                dispatch = observed_step(llm)
+                if dispatch.kind is not None:
+                    seconds[dispatch.kind, beside].append(dispatch.seconds)
+            llm.llm_engine.abort_request(request_ids)
+    build_seconds, again_seconds = (statistics.median(use) for use in zip(*uses, strict=True))
+    figures = {"build_seconds": build_seconds, "second_use_ms": 1e3 * again_seconds}
+    return [row | figures for row in _compared(seconds, "beside_ms")]
+
+
+def _compared(seconds: dict[tuple[str, bool], list[float]], name: str) -> Rows:
+    """Of steps by kind and by whether they have what is measured."""
     rows = []
     for kind in sorted({kind for kind, _ in seconds}):
-        plain, held = (statistics.median(seconds[kind, constrained]) for constrained in (False, True))
-        rows.append(
-            {
-                "kind": kind,
-                "steps": len(seconds[kind, True]),
-                "step_ms": 1e3 * plain,
-                "constrained_ms": 1e3 * held,
-                "ratio": held / plain,
-            }
-        )
+        plain, held = (statistics.median(seconds[kind, measured]) for measured in (False, True))
+        steps = len(seconds[kind, True])
+        rows.append({"kind": kind, "steps": steps, "step_ms": 1e3 * plain, name: 1e3 * held, "ratio": held / plain})
     return rows
 
 
@@ -160,6 +205,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
     parser.add_argument("--overhead", action="store_true", help="time beside the model instead of time over the floor")
     parser.add_argument("--constraint-states", type=int, help="steps with structured output over steps without")
+    parser.add_argument("--schema", type=Path, help="steps beside builds of its automaton over steps alone")
+    parser.add_argument("--tokenizer", type=Path, help="of --schema: a tokenizer.json of --vocab-size tokens")
     parser.add_argument("--rounds", type=int, default=3, help="responses that a mode without floors is measured over")
     options = parse(parser)
     options.gen_length = options.gen_length or options.canvas // 2
@@ -178,6 +225,8 @@ def main() -> None:
             measure = overheads if options.overhead else steps_over_floors
             if options.constraint_states:
                 measure = constrained_steps
+            if options.schema:
+                measure = steps_beside_builds
             figures += [cell | row for row in measure(llm, batch, options)]
     report(options, figures=figures)
 

@@ -1,4 +1,4 @@
-"""A quiet engine: it logs vLLM's errors only, and this package's warnings and errors.
+"""A quiet engine: it logs vLLM's errors only, and this package's warnings and errors; on a terminal, progress too.
 
 Otherwise vLLM logs some 60 lines for one answer. It still does if ``VLLM_LOGGING_LEVEL`` or another of its logging
 settings is set.
@@ -6,6 +6,7 @@ settings is set.
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,8 @@ def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     os.environ[_MARK] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return {"log_level": "ERROR", "use_tqdm_on_load": False}
+    # On a terminal, loading that takes long shows how far it is.
+    return {"log_level": "ERROR", "use_tqdm_on_load": sys.stderr.isatty()}
 
 
 def be_quiet() -> None:

@@ -1,4 +1,4 @@
-"""Sizing: what fits a GPU, computed from a model's config alone. No weights are loaded and no GPU is needed.
+"""Sizing: what fits, computed from a model's config alone. No weights are loaded and no GPU is needed.
 
 The bytes of weights and pages are exact for unquantized checkpoints. The activations are an estimate of what vLLM
 measures when an engine starts, and the overhead is whatever the caller says.
@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from pydantic import ByteSize
-
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
@@ -20,7 +18,7 @@ from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
-from dllm_engine.text import one_line
+from dllm_engine.text import one_line, readable_size
 
 DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 512
@@ -31,6 +29,9 @@ FILTER_BYTES = FLOAT32_BYTES
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
 GIB = 1 << 30
+CPU_PAGE_POOL_BYTES = GIB
+"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of
+92% of all memory fails on a machine where anything else runs."""
 
 
 class SizingError(ValueError):
@@ -39,11 +40,11 @@ class SizingError(ValueError):
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model, a GPU, and the requests to plan for."""
+    """A model, a GPU or a machine without one, and the requests to plan for."""
 
     model: str
-    gpu_memory: int
-    """Bytes of one GPU."""
+    memory: int
+    """Bytes of one GPU, or of the machine."""
     prompt: int
     response: int
     options: EngineOptions
@@ -57,7 +58,9 @@ class Deployment:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.92
     overhead: int = GIB
-    """Bytes for everything else: CUDA context, libraries, communication buffers."""
+    """Bytes for everything else: processes, CUDA context, libraries, communication buffers."""
+    page_pool: int | None = None
+    """Bytes for pages of each rank; None: what is left of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,11 @@ class RequestDemand:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Everything per GPU."""
+    """Everything per GPU, or per rank on a CPU."""
 
     model: str
     dtype: str
-    gpu_memory: int
+    memory: int
     tensor_parallel_size: int
     max_model_len: int
     max_num_seqs: int
@@ -129,7 +132,9 @@ def plan(deployment: Deployment) -> Sizing:
     weights = [weight_bytes(model, d.tensor_parallel_size, DTYPE_BYTES[dtype]) for model in models]
     of_method = d.options.method.pass_bytes(rows, max_model_len)
     activations = of_method + _activation_bytes(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
-    pool = int(d.gpu_memory * d.gpu_memory_utilization) - sum(weights) - activations - d.overhead
+    pool = d.page_pool
+    if pool is None:
+        pool = int(d.memory * d.gpu_memory_utilization) - sum(weights) - activations - d.overhead
     if pool <= 0:
         raise SizingError(_does_not_fit(d, models, sum(weights), activations, of_method, DTYPE_BYTES[dtype], rows))
     geometry = d.options.geometry(config, d.tensor_parallel_size)
@@ -142,7 +147,7 @@ def plan(deployment: Deployment) -> Sizing:
         spec = request_spec(d, config, options)
         pages = options.method.page_demand(spec, geometry)
         retained, rows_per_step = walk(replace(spec, guidance=None), options, geometry)
-        its_pool = pool + of_method - options.method.pass_bytes(rows, max_model_len)
+        its_pool = d.page_pool or pool + of_method - options.method.pass_bytes(rows, max_model_len)
         its_pages = pages_of_pool(its_pool, page_bytes)
         requests, limit = _requests(d, options, geometry, pages, its_pages, max_model_len)
         return RequestDemand(
@@ -170,7 +175,7 @@ def plan(deployment: Deployment) -> Sizing:
     return Sizing(
         model=d.model,
         dtype=dtype,
-        gpu_memory=d.gpu_memory,
+        memory=d.memory,
         tensor_parallel_size=d.tensor_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=d.max_num_seqs,
@@ -325,9 +330,14 @@ def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> in
             numbers += number * hidden * experts.num_experts
             biases += number * experts.num_experts * experts.has_bias
         numbers += number * sum(i * o for width in widths for i, o in mlp_matrices(hidden, width, tp))
-    table = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp * hidden
     tables = 1 if config.tie_word_embeddings else 2
-    return dtype_bytes * (numbers + tables * table + hidden) + FLOAT32_BYTES * biases
+    return dtype_bytes * (numbers + tables * table_numbers(config, tp) + hidden) + FLOAT32_BYTES * biases
+
+
+def table_numbers(config: Any, tensor_parallel_size: int) -> int:
+    """Numbers of the embeddings, or of the head, on one tensor-parallel rank."""
+    rows: int = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tensor_parallel_size
+    return rows * int(config.hidden_size)
 
 
 def _mlp_numbers(config: Any, tensor_parallel_size: int) -> int:
@@ -383,8 +393,8 @@ def _requests(
     if longest > num_pages:
         return 0, (
             f"the pool's {num_pages} pages cannot hold one request of max_model_len={max_model_len}, which may need "
-            f"{longest}; lower --prompt, --response or --max-model-len, retain less, or raise --gpu-memory or "
-            f"--tensor-parallel-size"
+            f"{longest}; lower --prompt, --response or --max-model-len, retain less, or raise "
+            f"{'--gpu-memory' if d.page_pool is None else '--kv-cache-memory-bytes'} or --tensor-parallel-size"
         )
     if not pages or num_pages // pages >= d.max_num_seqs:
         return d.max_num_seqs, "max_num_seqs"
@@ -431,7 +441,7 @@ def dtype_of(wanted: str, config: Any) -> str:
 def _does_not_fit(
     d: Deployment, models: list[Any], weights: int, activations: int, of_method: int, dtype_bytes: int, rows: int
 ) -> str:
-    share = d.gpu_memory * d.gpu_memory_utilization
+    share = d.memory * d.gpu_memory_utilization
     advice = "raise --gpu-memory, or lower --max-num-batched-tokens"
     for tp in (2, 4, 8):
         if tp > d.tensor_parallel_size and all(model.num_attention_heads % tp == 0 for model in models):
@@ -440,8 +450,8 @@ def _does_not_fit(
             if needed + of_method + d.overhead < share:
                 advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
                 break
-    numbers = (d.gpu_memory, int(share), weights, activations, d.overhead)
-    total, usable, taken, kept, other = (ByteSize(number).human_readable() for number in numbers)
+    numbers = (d.memory, int(share), weights, activations, d.overhead)
+    total, usable, taken, kept, other = map(readable_size, numbers)
     return (
         f"--gpu-memory {total} leaves nothing for pages: of the {usable} that vLLM uses, weights take {taken}, "
         f"activations {kept} and overhead {other}; {advice}"

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 
 # Whoever raised them did not write for users, so their text alone may say little ("'role'").
 _UNEXPECTED = (AssertionError, AttributeError, LookupError, NameError, TypeError)
@@ -26,6 +26,11 @@ def one_line(error: Exception) -> str:
     if not text or isinstance(error, _UNEXPECTED):
         return f"{type(error).__name__}: {text} (dllm --traceback … shows where)"
     return text
+
+
+def readable_size(number: int) -> str:
+    """Bytes as ``14.9GiB``."""
+    return ByteSize(number).human_readable()
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -23,8 +23,8 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 NO_TOKEN = -1
 """Token id of draws that belong to a position rather than to a token."""
-_NUMBERS_AT_ONCE = 1 << 24
-"""Drawn or filtered at once by the plain kernels: 128 MiB for each step of the hash."""
+_NUMBERS_AT_ONCE = 1 << 22
+"""Drawn or filtered at once by the plain kernels: 32 MiB for each step of the hash."""
 
 
 def signed_seed(seed: int) -> int:

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
-from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,6 +24,7 @@ from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
+from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
@@ -84,9 +84,7 @@ class DiffusionModelRunner:
         if self.vllm_config.load_config.load_format != "dummy":
             check_safetensors(self.model_config.model)
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        model = get_model(vllm_config=self.vllm_config)
-        assert isinstance(model, DiffusionDecoder)
-        self.model = model.eval()
+        self.model = load_decoder(self.vllm_config)
         if self.device.type == "cuda":
             self.model_memory_usage = torch.cuda.memory_allocated() - before
         self.guide: Guide | None = None

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from dllm_engine.model_executor.guide.model import Guide
@@ -11,6 +12,7 @@ from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.model_executor.retention.layer_importance import layer_importance
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
+from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
 
 
 def run_largest_batch(
@@ -29,8 +31,11 @@ def run_largest_batch(
     hidden = model(ids, positions, DensePass(RowBounds(sizes, device)))
     chunk = head_chunks(num_rows, predictor.vocab_size, device)[0]
     counters = Counters(*(positions[chunk],) * 3)
+    one_class = torch.zeros(predictor.vocab_size, dtype=torch.int64, device=device)
+    constrained = [ConstrainedRows(chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64))]
     for settings in (SamplingSettings(0.0, 1.0, 0, False), SamplingSettings(1.0, 0.9, 50, True)):
-        predictor.predict(hidden[chunk], settings, counters, with_entropy=True, with_margin=True, num_logprobs=1)
+        for rows in ((), constrained):
+            predictor.predict(hidden[chunk], settings, counters, True, True, num_logprobs=1, constrained=rows)
     if guide is not None:
         guide.profile_run(num_rows)
 

@@ -28,7 +28,8 @@ MAX_LOGITS_PER_CHUNK = 1 << 24
 FILTERED_OUT = 1e6
 """By so much lower is the score of a token that top-p and top-k leave out: a constrained response may need it."""
 TILE_ROWS, LEAST_ROWS = 128, 512
-"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads."""
+"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads.
+A chunk of constrained rows is one tile: it holds four times as much for each logit."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,11 @@ class Counters:
         return Counters(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
-def head_chunks(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
+def head_chunks(num_rows: int, vocab_size: int, device: torch.device, least_rows: int = LEAST_ROWS) -> list[slice]:
     """Rows that go through a head of ``vocab_size`` tokens at once, so that their logits fit in memory."""
     size = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
     if device.type != "cpu":
-        size = max(size // TILE_ROWS * TILE_ROWS, LEAST_ROWS)
+        size = max(size // TILE_ROWS * TILE_ROWS, least_rows)
     return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
@@ -139,7 +140,8 @@ class TokenPredictor:
                 _bar(shard, of_request, rows)
             return shard, self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
 
-        chunks = Chunks(scored, head_chunks(hidden.shape[0], self.vocab_size, hidden.device))
+        least_rows = TILE_ROWS if constrained else LEAST_ROWS
+        chunks = Chunks(scored, head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows))
         classes = self._classes(chunks, constrained) if constrained else None
         parts = []
         for rows, (shard, scores) in chunks:

@@ -1,6 +1,5 @@
 """Peak memory: of this process on a CPU, of PyTorch's allocations on a GPU; and of it an engine's pages."""
 
-import ctypes
 import gc
 import re
 from pathlib import Path
@@ -11,7 +10,9 @@ import torch
 
 from dllm_engine.bench.passes import runner_of, scheduler_of
 from dllm_engine.evaluation.answering import Memory
+from dllm_engine.memory.machine import machine_memory
 from dllm_engine.model_executor.guide.sizes import guide_config
+from dllm_engine.model_executor.loading.allocator import return_freed_memory
 from dllm_engine.sizing import weight_bytes
 
 if TYPE_CHECKING:
@@ -25,8 +26,13 @@ def restart_peak() -> int:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")
+    return resident()
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds now on a CPU."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -43,7 +49,7 @@ def available() -> int:
     """Bytes that new engines may take."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
+    return machine_memory().available
 
 
 class MemoryMeter:

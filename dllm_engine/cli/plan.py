@@ -1,4 +1,5 @@
-"""``dllm plan``: what fits a GPU, and what its steps would take, computed from the model's config alone."""
+"""``dllm plan``: what fits a GPU or a machine without one, and what a GPU's steps would take, from the model's config
+alone."""
 
 import argparse
 import json
@@ -13,9 +14,10 @@ from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, eng
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.speed.gpus import GPUS
-from dllm_engine.text import format_table
+from dllm_engine.text import format_table, readable_size
 
 if TYPE_CHECKING:
+    from dllm_engine.memory.needs import MemoryNeeds
     from dllm_engine.sizing import RequestDemand, Sizing
     from dllm_engine.speed.prediction import Prediction, Times
 
@@ -26,10 +28,6 @@ def byte_size(text: str) -> int:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 80GiB, 24GB or 512MiB") from None
-
-
-def readable(number: int) -> str:
-    return ByteSize(number).human_readable()
 
 
 def share(text: str) -> float:
@@ -46,11 +44,14 @@ def share(text: str) -> float:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plan",
-        help="how many requests fit a GPU, or how long steps would take there, by arithmetic",
-        description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU.",
+        help="how many requests fit a GPU or a CPU's memory, or how long steps would take on a GPU, by arithmetic",
+        description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, and on a "
+        "CPU of all ranks.",
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of one GPU, such as 80GiB")
+    parser.add_argument("--memory", type=byte_size, metavar="SIZE", help="for --device cpu (default: this machine's)")
     parser.add_argument("--prompt", type=positive_int, default=1024, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--response", type=positive_int, default=256, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument(
@@ -85,11 +86,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="share of the GPU that vLLM may use (default: %(default)s)",
     )
     group.add_argument(
+        "--kv-cache-memory-bytes",
+        type=byte_size,
+        metavar="SIZE",
+        help="for --device cpu: for pages of each rank (default: 1GiB)",
+    )
+    group.add_argument(
         "--overhead",
         type=byte_size,
         default=1 << 30,
         metavar="SIZE",
-        help="set aside for the CUDA context, libraries and communication (default: 1GiB, an assumption)",
+        help="set aside for processes, CUDA context, libraries and communication (default: 1GiB, an assumption)",
     )
     add_cache_arguments(parser)
     parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
@@ -98,50 +105,101 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     options = EngineOptions.parse(engine_options(args))
-    from dllm_engine.sizing import Deployment, plan
+    from dllm_engine.memory.machine import machine_memory
+    from dllm_engine.memory.needs import plan_on_cpu
+    from dllm_engine.sizing import CPU_PAGE_POOL_BYTES, Deployment, plan
 
-    if args.gpu_memory is None and not args.speed:
+    on_cpu = args.device == "cpu"
+    for name in ("gpu_memory",) if on_cpu else ("memory", "kv_cache_memory_bytes"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} does not go with --device {args.device}")
+    if on_cpu and args.speed:
+        raise ValueError("--speed predicts steps of GPUs; on a CPU, `dllm bench` measures them")
+    if not on_cpu and args.gpu_memory is None and not args.speed:
         raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")
     # Its other fields are arguments of the same names.
-    asked = {field.name: getattr(args, field.name) for field in fields(Deployment) if field.name != "options"}
+    ours = ("options", "memory", "page_pool")
+    asked = {field.name: getattr(args, field.name) for field in fields(Deployment) if field.name not in ours}
     if args.speed:
         if args.gpu is None:
             raise ValueError(f"--speed needs --gpu, one of {', '.join(GPUS)}")
         be_quiet()
         from dllm_engine.speed.prediction import predict
 
-        prediction = predict(Deployment(**asked | {"gpu_memory": 0}, options=options), args.gpu, args.batch, args.steps)
+        prediction = predict(Deployment(**asked, memory=0, options=options), args.gpu, args.batch, args.steps)
         print(json.dumps(asdict(prediction), indent=2) if args.json else speed_as_text(prediction))
         return 0
-    sizing = plan(Deployment(**asked, options=options))
+    if on_cpu:
+        pool = args.kv_cache_memory_bytes or CPU_PAGE_POOL_BYTES
+        memory = args.memory or machine_memory().total
+        sizing, needs = plan_on_cpu(Deployment(**asked, memory=memory, page_pool=pool, options=options))
+        head, parts = on_a_machine(sizing, needs)
+        further = {"needs": asdict(needs) | {"total": needs.total}}
+    else:
+        sizing, further = plan(Deployment(**asked, memory=args.gpu_memory, options=options)), {}
+        head, parts = on_gpus(sizing, args)
     command = serve_command(sizing, args)
     if args.json:
-        print(json.dumps(asdict(sizing) | {"serve": command}, indent=2))
+        print(json.dumps(asdict(sizing) | further | {"serve": command}, indent=2))
     else:
-        print(as_text(sizing, args, command))
+        print(as_text(sizing, args, head, parts, command))
     return 0
 
 
-def as_text(sizing: "Sizing", args: argparse.Namespace, command: list[str]) -> str:
-    """The plan as two tables: where a GPU's memory goes, and what a request takes under each cache method."""
+def on_gpus(sizing: "Sizing", args: argparse.Namespace) -> tuple[str, list[tuple[str, str, str]]]:
+    """The GPUs, and where the memory of each goes."""
     s = sizing
-    gpus = f"{s.tensor_parallel_size} GPUs" if s.tensor_parallel_size > 1 else "1 GPU"
-    head = (
-        f"{s.model} in {s.dtype} on {gpus} of {readable(s.gpu_memory)}: "
-        f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
-    )
     taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
-    pages = f"{s.num_pages:,} pages of {readable(s.page_bytes)} ({s.page_size} tokens of one layer)"
-    activations = f"estimate, for {s.max_num_batched_tokens:,} rows"
-    memory = [
+    return f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)} of {readable_size(s.memory)}", [
         ("PER GPU", "SIZE", ""),
-        ("weights", readable(s.weight_bytes), "upper bound" if any("quantized" in n for n in s.notes) else "exact"),
-        *([("guide's weights", readable(s.guide_weight_bytes), "exact")] if args.guide_model is not None else []),
-        ("activations", readable(s.activation_bytes), activations),
-        ("overhead", readable(s.overhead), "assumed (--overhead)"),
-        ("left unused", readable(s.gpu_memory - taken), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
-        ("page pool", readable(s.pool_bytes), pages),
+        ("weights", readable_size(s.weight_bytes), _weights_are(s)),
+        *([("guide's weights", readable_size(s.guide_weight_bytes), "exact")] if args.guide_model is not None else []),
+        ("activations", readable_size(s.activation_bytes), _activations_are(s)),
+        ("overhead", readable_size(s.overhead), "assumed (--overhead)"),
+        ("left unused", readable_size(s.memory - taken), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
+        ("page pool", readable_size(s.pool_bytes), _pages_are(s)),
     ]
+
+
+def on_a_machine(sizing: "Sizing", needs: "MemoryNeeds") -> tuple[str, list[tuple[str, str, str]]]:
+    """The machine, and where its memory goes."""
+    s, n = sizing, needs
+    tied = [("packed head", readable_size(n.tied), "beside the tied embeddings")] if n.tied else []
+    return f"a CPU with {readable_size(s.memory)}", [
+        ("ALL RANKS", "SIZE", ""),
+        ("weights", readable_size(n.weights), _weights_are(s)),
+        *tied,
+        ("packed copies", readable_size(n.packed), "while loading only"),
+        ("activations", readable_size(n.activations), _activations_are(s)),
+        ("overhead", readable_size(n.overhead), "assumed (--overhead)"),
+        *([("page pool", readable_size(n.pages), _pages_are(s))] if n.pages else []),
+        ("peak", readable_size(n.total), "packed copies, or activations and pages"),
+        ("left", readable_size(s.memory - n.total), "for the system and other programs"),
+    ]
+
+
+def _weights_are(sizing: "Sizing") -> str:
+    return "upper bound" if any("quantized" in note for note in sizing.notes) else "exact"
+
+
+def _activations_are(sizing: "Sizing") -> str:
+    return f"estimate, for {sizing.max_num_batched_tokens:,} rows"
+
+
+def _pages_are(sizing: "Sizing") -> str:
+    return f"{sizing.num_pages:,} pages of {readable_size(sizing.page_bytes)} ({sizing.page_size} tokens of one layer)"
+
+
+def as_text(
+    sizing: "Sizing",
+    args: argparse.Namespace,
+    where: str,
+    memory: list[tuple[str, str, str]],
+    command: list[str],
+) -> str:
+    """The plan as two tables: where the memory goes, and what a request takes under each cache method."""
+    s = sizing
+    head = f"{s.model} in {s.dtype} on {where}: prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
     rows: list[tuple[str, ...]] = [
         ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
     ]
@@ -166,7 +224,7 @@ def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[
         name,
         f"{demand.tokens_retained:,} of {canvas:,}",
         f"{demand.pages:,}",
-        readable(demand.bytes),
+        readable_size(demand.bytes),
         f"{demand.rows_per_step:,.0f}",
         f"{demand.requests:,}",
         demand.limit,
@@ -221,8 +279,11 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
         "--max-model-len": sizing.max_model_len,
         "--max-num-seqs": sizing.max_num_seqs,
         "--max-num-batched-tokens": sizing.max_num_batched_tokens,
-        "--gpu-memory-utilization": args.gpu_memory_utilization,
     }
+    if args.device == "cpu":
+        settings["--kv-cache-memory-bytes"] = sizing.pool_bytes
+    else:
+        settings["--gpu-memory-utilization"] = args.gpu_memory_utilization
     if sizing.tensor_parallel_size > 1:
         settings["--tensor-parallel-size"] = sizing.tensor_parallel_size
     if args.dtype != "auto":

@@ -88,7 +88,7 @@ def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_
     """Predict the steps of batches of requests.
 
     Args:
-        deployment: its ``gpu_memory`` is not looked at: ``sizing.plan`` says whether so many requests fit.
+        deployment: its ``memory`` is not looked at: ``sizing.plan`` says whether so many requests fit.
         gpu: a name in ``GPUS``.
         denoising_steps: of a response; None: one per token.
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.structured_output.expression import Expression, either, literal
 from dllm_engine.structured_output.json_schema import schema_expression
@@ -76,6 +77,7 @@ def build(task: Task, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
 
 
 def main() -> None:
+    end_with_parent()
     os.nice(10)  # beside steps that keep all cores busy it gets about a tenth of one
     message = io.BytesIO(sys.stdin.buffer.read())
     task = Task(**json.loads(message.readline()))

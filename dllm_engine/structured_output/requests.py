@@ -1,7 +1,8 @@
 """Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,8 +14,6 @@ from dllm_engine.scheduler.request_options import CONSTRAINT
 from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
 from dllm_engine.structured_output.grammar import Grammar, grammar_of
 
-_waiting = ThreadPoolExecutor(max_workers=64, thread_name_prefix="automaton")
-"""Threads that wait for automata. They are many, so that nobody waits for the automata of others."""
 _prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
 """The automaton of the request that a task is about, with its grammar and its engine's config."""
 _counted = {"constrained_requests": 0}
@@ -27,9 +26,18 @@ async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_conf
     Raises ``InvalidRequestError`` as ``automaton_of``.
     """
     grammar = grammar_of(structured)
-    loop = asyncio.get_running_loop()
-    automaton = await loop.run_in_executor(_waiting, _automaton, grammar, tokenizer, vllm_config)
-    _prepared.set((grammar, vllm_config, automaton))
+    built: Future[Automaton] = Future()
+    built.set_running_or_notify_cancel()  # who no longer waits does not cancel it
+
+    def build() -> None:
+        try:
+            built.set_result(_automaton(grammar, tokenizer, vllm_config))
+        except BaseException as error:
+            built.set_exception(error)
+
+    # An executor's threads would hold up the end of the program.
+    threading.Thread(target=build, name="automaton", daemon=True).start()
+    _prepared.set((grammar, vllm_config, await asyncio.wrap_future(built)))
 
 
 def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:

@@ -9,6 +9,8 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
+from dllm_engine.memory.machine import machine_memory
+from dllm_engine.memory.start_up import check_main_memory
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
@@ -18,6 +20,7 @@ from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH, with_defaults
 from dllm_engine.scheduler.resolve import check_request_defaults, checkpoint_defaults
+from dllm_engine.sizing import CPU_PAGE_POOL_BYTES
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
@@ -33,10 +36,6 @@ WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
     "cuda": "dllm_engine.check.worker.CheckedGPUWorker",
 }
-
-CPU_PAGE_POOL_BYTES = 1 << 30
-"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of
-92% of all memory fails on a machine where anything else runs."""
 
 
 class DiffusionEngineConfig(VerifyAndUpdateConfig):
@@ -90,6 +89,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         vllm_config.cache_config.enable_prefix_caching = False
         if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
+        if current_platform.is_cpu():
+            check_main_memory(vllm_config, machine_memory())
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -18,10 +18,10 @@ def unnaming_in_engine(post_init: Callable[[Any], None]) -> Callable[[Any], None
     def unname(self: Any) -> None:
         post_init(self)
         if _is_ours(self.vllm_config):
-            from dllm_engine.model_executor.workers.base import end_with_parent
+            from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
             _unname_queue(self.rpc_broadcast_mq)
-            end_with_parent()
+            end_vllm_process_with_parent()
 
     return unname
 

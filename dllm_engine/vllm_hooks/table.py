@@ -183,6 +183,7 @@ SERVING = (
 _SCHEDULER = "for the scheduler"
 _RUNNER = "for the model runner"
 _WORKER = "for the workers"
+_LOADING = "to load weights"
 _SETTINGS = "to set up an engine"
 _TOOLS = "for calls of tools that must be made"
 _FRONT_END = "for what a front end checks and shows"
@@ -219,9 +220,11 @@ PRIVATE = (
     Private("vllm.distributed.parallel_state", "GraphCaptureContext GroupCoordinator.graph_capture", _RUNNER),
     Private("vllm.distributed.parallel_state", "GroupCoordinator is_global_first_rank", _RUNNER),
     Private("vllm.utils.gc_utils", "freeze_gc_heap", _WORKER),
-    Private("vllm.model_executor.model_loader", "get_model", _RUNNER),
+    Private("vllm.model_executor.model_loader", "DefaultModelLoader get_model_loader", _LOADING),
+    Private("vllm.model_executor.model_loader", "DefaultModelLoader._get_weights_iterator", _LOADING),
+    Private("vllm.model_executor.model_loader", "DefaultModelLoader._prepare_weights", _LOADING),
+    Private("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _LOADING),
     Private("vllm.model_executor.model_loader.reload.inplace", "reload_weights", _RUNNER),
-    Private("vllm.model_executor.model_loader", "get_model_loader", "for the guide model"),
     Private("vllm.model_executor.model_loader.reload", "record_metadata_for_reloading", "for the guide model"),
     Private("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "for the guide model"),
     Private("vllm.utils.torch_utils", "set_default_torch_dtype", "for the guide model"),

@@ -21,10 +21,11 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.kernels.rotary import rotary_table, rotate_
+from dllm_engine.model_executor.loading.checks import is_finite
+from dllm_engine.model_executor.loading.packing import Packer, embedding_table, output_head
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard, expert_shards
 from dllm_engine.model_executor.models.norm import Norm
@@ -226,14 +227,12 @@ class DiffusionDecoder(nn.Module, ABC):
                 f"tensor_parallel_size={tp_size} does not divide the model's {self.shape.num_heads} attention heads; "
                 f"choose a divisor"
             )
-        self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
+        self.embedding = embedding_table(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(self.shape, number, quant_config) for number in range(self.shape.num_layers)
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
-        self.lm_head = ParallelLMHead(
-            self.shape.vocab_size, self.shape.hidden_size, quant_config=quant_config, prefix="lm_head"
-        )
+        self.lm_head = output_head(self.shape.vocab_size, self.shape.hidden_size, quant_config, "lm_head")
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
@@ -305,28 +304,30 @@ class DiffusionDecoder(nn.Module, ABC):
         parameters = dict(self.named_parameters())
         wanted = {(name, shard) for name in parameters for shard in self._shards_of(name)}
         filled: set[tuple[str, Shard]] = set()
+        packer = Packer(self, wanted)
         for tensor_name, tensor in weights:
             name, shard = self.locate(tensor_name)
             if self.shape.tied_embeddings and name == "lm_head.weight":
                 continue
+            if (name, shard) in filled:
+                raise ValueError(f"checkpoint tensor {tensor_name!r} comes twice; is a file there under two names?")
             if name not in parameters:
                 raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {type(self).__name__}")
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            if not is_finite(tensor):
                 raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
             parameter = parameters[name]
             loader = getattr(parameter, "weight_loader", default_weight_loader)
             try:
-                if shard is None:
-                    loader(parameter, tensor)
-                elif isinstance(shard, tuple):
-                    loader(parameter, tensor, name, *shard)
-                else:
-                    loader(parameter, tensor, shard)
+                part = (name, *shard) if isinstance(shard, tuple) else () if shard is None else (shard,)
+                loader(parameter, tensor, *part)
             except (AssertionError, RuntimeError) as error:
                 raise ValueError(
                     f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
                 ) from error
             filled.add((name, shard))
+            del tensor, parameter, loader  # what is packed is to be freed
+            for packed in packer.fill(name, shard):
+                del parameters[packed]
         # Only the tensors every checkpoint has: a quantized checkpoint adds scales, whose presence its method checks.
         missing = sorted(
             f"{name}[{shard}]" if shard is not None else name

@@ -85,6 +85,6 @@ def best_of_class(
     ruled_out = score == -torch.inf
     if ruled_out.any():
         # A token that has no probability is better than one that must not be written.
-        column = torch.where(ruled_out, allowed.long().argmax(dim=-1), column)
+        column = torch.where(ruled_out, allowed.byte().argmax(dim=-1), column)
         score = torch.where(ruled_out & allowed.any(dim=-1), torch.finfo(score.dtype).min, score)
     return score, column

@@ -1,11 +1,5 @@
 """What our workers have in common, whatever the device."""
 
-import multiprocessing
-import os
-import signal
-import threading
-import time
-
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
@@ -37,27 +31,3 @@ class DiffusionWorker:
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""
         return self.model_runner.masked_logprobs(sequences, masked)
-
-
-GRACE_SECONDS = 3
-_POLL_SECONDS = 0.1
-
-
-def end_with_parent() -> None:
-    """End this process soon after the one that started it, where it is an engine of vLLM's or one of its workers.
-
-    vLLM tells a worker that its engine is gone, and the worker ends after the step in hand. A step that waits for
-    another rank, or a model that is being loaded, does not end soon or at all. Nobody tells an engine that its front
-    end was killed.
-    """
-    if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
-        return
-    parent = os.getppid()  # not multiprocessing's, which is another one behind a fork server
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_POLL_SECONDS)
-        # The kernel's own end of a process: it waits for no thread, not even one that does not let Python run.
-        signal.alarm(GRACE_SECONDS)
-
-    threading.Thread(target=watch, name="ParentWatcher", daemon=True).start()

@@ -9,14 +9,15 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.warm_up import warm_up
-from dllm_engine.model_executor.workers.base import DiffusionWorker, end_with_parent
+from dllm_engine.model_executor.workers.base import DiffusionWorker
+from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
 
 class DiffusionGPUWorker(DiffusionWorker, Worker):
     """Differs from vLLM's in the runner it makes and in how that is warmed up."""
 
     def init_device(self) -> None:
-        end_with_parent()
+        end_vllm_process_with_parent()
         super().init_device()
 
     def _make_model_runner(self) -> DiffusionModelRunner:

@@ -10,6 +10,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.plan import byte_size, share
 from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.memory.machine import machine_memory
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.speed.gpus import GPUS
 
@@ -63,6 +64,24 @@ def test_a_guide_is_counted_and_served(capsys):
     assert sizing["serve"][-2:] == ["--guide-model", "demo"]
 
 
+ON_CPU = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--device", "cpu", "--cache-method", "dual"]
+
+
+def test_a_cpu_is_planned_with_packed_copies_and_a_pool(capsys):
+    argv = [*ON_CPU, "--memory", "24GiB", "--kv-cache-memory-bytes", "2GiB"]
+    out = planned(capsys, *argv)
+    assert "bfloat16 on a CPU with 24.0GiB" in out
+    assert out.index("packed copies") < out.index("page pool") < out.index("peak") < out.index("left")
+    plan = json.loads(planned(capsys, *argv, "--json"))
+    assert plan["pool_bytes"] == plan["needs"]["pages"] == 2 << 30
+    assert plan["serve"][-2:] == ["--kv-cache-memory-bytes", str(2 << 30)]
+    assert "--gpu-memory-utilization" not in plan["serve"]
+
+
+def test_a_cpu_is_this_machine_by_default(capsys):
+    assert json.loads(planned(capsys, "plan", "demo", "--device", "cpu", "--json"))["memory"] == machine_memory().total
+
+
 def test_speed_is_predicted_and_says_so(capsys):
     command = [*LLADA[:2], "--speed", "--gpu", "h200", "--batch", "1,2", "--response", "64", "--steps", "8"]
     text = planned(capsys, *command)
@@ -83,7 +102,14 @@ def test_a_gpu_that_is_not_known_is_refused_by_name(capsys):
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [(["--speed"], "--speed needs --gpu, one of H200, H100"), ([], "--gpu-memory is missing")],
+    [
+        (["--speed"], "--speed needs --gpu, one of H200, H100"),
+        ([], "--gpu-memory is missing"),
+        (["--device", "cpu", "--memory", "16GiB"], "needs 16.9GiB, and the machine has 16.0GiB: weights 14.9GiB"),
+        (["--device", "cpu", "--gpu-memory", "16GiB"], "--gpu-memory does not go with --device cpu"),
+        (["--gpu-memory", "80GiB", "--memory", "16GiB"], "--memory does not go with --device gpu"),
+        (["--device", "cpu", "--speed"], "`dllm bench` measures"),
+    ],
 )
 def test_what_a_plan_lacks_is_named(capsys, options, problem):
     assert main([*LLADA[:2], *options]) == 2

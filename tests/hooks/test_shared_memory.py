@@ -54,10 +54,10 @@ def test_queues_of_other_models_keep_their_names(queues):
 
 WORKER = """
 import multiprocessing, os, signal, time
-from dllm_engine.model_executor.workers.base import end_with_parent
+from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
 def work(started):
-    end_with_parent()
+    end_vllm_process_with_parent()
     started.send(os.getpid())
     while True:  # as a step that waits for a rank that is gone
         time.sleep(1)

@@ -3,6 +3,7 @@
 import ast
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,13 @@ def vllm_logger():
 
 
 @pytest.mark.parametrize("variable", [None, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
-def test_an_engine_is_quiet_where_nobody_says_what_to_log(monkeypatch, variable):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_engine_is_quiet_where_nobody_says_what_to_log(monkeypatch, variable, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert quiet.quiet_arguments({"log_level": "INFO"}) == {}
     if variable is not None:
         monkeypatch.setenv(variable, "INFO")
-    expected = {"log_level": "ERROR", "use_tqdm_on_load": False} if variable is None else {}
+    expected = {"log_level": "ERROR", "use_tqdm_on_load": is_terminal} if variable is None else {}
     assert quiet.quiet_arguments({}) == expected
 
 

@@ -31,7 +31,7 @@ METHODS = [name for name, method in CACHE_METHODS.items() if method.launches is 
 
 
 def predicted(model=LLADA, gpu="H200", batches=(1, 8, 64), steps=None, method="none", **changes):
-    lengths = {"prompt": 512, "response": 64, "gpu_memory": 0} | changes
+    lengths = {"prompt": 512, "response": 64, "memory": 0} | changes
     return predict(Deployment(model, options=EngineOptions(cache_method=method), **lengths), gpu, batches, steps)
 
 

@@ -2,9 +2,11 @@ import dataclasses
 import itertools
 import re
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +20,7 @@ from dllm_engine.structured_output.grammar import Grammar, grammar_of
 from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
 from tests.support.automaton_walks import accepts, laid_out
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
+from tests.support.preloaded import Program
 
 END = "<|end|>"
 LIMITS = Limits(4096, 30.0)
@@ -199,3 +202,44 @@ def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
     broken = Vocabulary(*laid_out([b"a"])[:1], np.array([0, 5]))
     with pytest.raises(RuntimeError, match="building an automaton failed"):
         automata._cache.automaton(Grammar("regex", "a"), broken, LIMITS)
+
+
+ENDS_DURING_A_BUILD = """
+import asyncio
+from types import SimpleNamespace
+import psutil
+from transformers import AutoTokenizer
+from vllm.sampling_params import StructuredOutputsParams
+from dllm_engine.demo import DEMO_MODEL_DIR
+from dllm_engine.structured_output.requests import prepare
+
+def builders():
+    return [child.pid for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
+
+async def main():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
+    hostile = StructuredOutputsParams(regex="(a|b)*a(a|b){25}")
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=len(tokenizer)))
+    limits = {"max_automaton_states": 1 << 20, "max_automaton_seconds": 600}
+    config = SimpleNamespace(additional_config=limits, model_config=model_config)
+    build = asyncio.create_task(prepare(hostile, tokenizer, config))
+    while not builders():
+        await asyncio.sleep(0.1)
+    print(*builders(), flush=True)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow  # a program ends
+def test_a_build_does_not_hold_up_the_end_of_the_program(tmp_path):
+    program, log = tmp_path / "program.py", tmp_path / "log"
+    program.write_text(ENDS_DURING_A_BUILD)
+    with log.open("wb") as output:
+        assert Program([program], stdout=output).wait(120) == 0
+    (builder,) = map(int, log.read_text().splitlines()[-1].split())
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(builder):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,34 @@
+"""Processes that end when the one that started them is gone. Imports nothing large."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+GRACE_SECONDS = 3
+_POLL_SECONDS = 0.1
+
+
+def end_with_parent() -> None:
+    """End this process soon after the one that started it."""
+    parent = os.getppid()  # not multiprocessing's, which is another one behind a fork server
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        # The kernel's own end of a process: it waits for no thread, not even one that does not let Python run.
+        signal.alarm(GRACE_SECONDS)
+
+    threading.Thread(target=watch, name="ParentWatcher", daemon=True).start()
+
+
+def end_vllm_process_with_parent() -> None:
+    """``end_with_parent`` in a process of vLLM's own: an engine or one of its workers.
+
+    vLLM tells a worker that its engine is gone, and the worker ends after the step in hand. A step that waits for
+    another rank, or a model that is being loaded, does not end soon or at all. Nobody tells an engine that its front
+    end was killed.
+    """
+    if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
+        end_with_parent()

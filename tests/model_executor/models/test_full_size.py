@@ -1,0 +1,126 @@
+"""A checkpoint takes the memory of its weights once, and is read ahead of what is done with it."""
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.make_checkpoint import make
+from dllm_engine.bench.memory import peak, resident, restart_peak
+from dllm_engine.checkpoints import load_config
+from dllm_engine.model_executor.loading import files
+from dllm_engine.model_executor.loading.checks import is_finite
+from dllm_engine.model_executor.loading.files import ReadAhead, mapped_tensors, with_progress
+from dllm_engine.sizing import weight_bytes
+from tests.support import tiny_checkpoints
+from tests.support.engines import runner_of, start_engine, tokens_of
+
+SLACK = 48 << 20
+"""Bytes of an engine beside its weights."""
+SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+
+
+def test_weights_are_held_once_while_they_are_loaded_and_afterwards(engines, tmp_path):
+    """At the peak, the head as well in both layouts: a third of these weights."""
+    make(tmp_path, "llada-8b/4", layers=2, num_shards=3)
+    weights = weight_bytes(load_config(str(tmp_path)), 1, 2)
+    before = restart_peak()
+    llm = engines(tmp_path, dtype="bfloat16", cache_method="dual")
+    head = runner_of(llm).model.embedding.weight.nbytes
+    assert resident() - before <= weights + SLACK
+    assert peak() - before <= weights + head + SLACK
+    assert len(tokens_of(llm, [11, 12, 13], **SETTINGS)) == 16
+    assert resident() - before <= weights + SLACK
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_are_not_packed_and_a_head_is_only_packed(engines, tmp_path, is_tied):
+    model = runner_of(engines(tiny_checkpoints.write_llada(tmp_path, weight_tying=is_tied))).model
+    assert not hasattr(model.embedding, "cpu_linear")
+    assert model.embedding.weight.shape == (192, 64)
+    assert model.lm_head.weight.numel() == (192 * 64 if is_tied else 0)
+    assert hasattr(model.lm_head, "cpu_linear")
+
+
+def test_vllms_own_ways_to_read_give_the_same_tokens(engines, tiny_llada):
+    """A strategy that is asked for is vLLM's."""
+    ours = tokens_of(engines(tiny_llada), [11, 12, 13], **SETTINGS)
+    assert tokens_of(engines(tiny_llada, safetensors_load_strategy="eager"), [11, 12, 13], **SETTINGS) == ours
+
+
+def test_a_tensor_that_comes_twice_is_named(tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path)
+    (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=r"attn_norm\.weight' comes twice"):
+        start_engine(folder)
+
+
+# Reading
+
+
+def test_tensors_are_those_of_the_files_in_their_order(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(files, "_BAR_DELAY_SECONDS", 0)
+    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path))
+    paths = sorted(folder.glob("*.safetensors"))
+    expected = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    found = dict(with_progress([str(path) for path in paths], shown=True))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [name for name, _ in mapped_tensors(paths)] == list(found)
+    assert "Loading weights" in capsys.readouterr().err
+
+
+def test_no_more_is_read_ahead_than_allowed(monkeypatch):
+    monkeypatch.setattr(files, "_BYTES_AHEAD", 10)
+    made = []
+
+    def tensors():
+        for number in range(9):
+            made.append(number)
+            yield str(number), torch.zeros(4, dtype=torch.uint8)
+
+    reader = ReadAhead(tensors())
+    assert [next(reader)[0] for _ in range(2)] == ["0", "1"]
+    for _ in range(100):
+        if made[-1] == 4:
+            break
+        threading.Event().wait(0.02)
+    assert made[-1] == 4  # two are ready, and one waits for room
+    assert [name for name, _ in reader] == [str(number) for number in range(2, 9)]
+
+
+def test_an_error_of_a_file_is_raised_where_its_tensors_are_used():
+    def tensors():
+        yield "good", torch.zeros(2)
+        raise OSError("the disk is gone")
+
+    reader = ReadAhead(tensors())
+    assert next(reader)[0] == "good"
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(reader)
+
+
+def test_a_reader_that_nobody_wants_ends(tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path)
+    weights = with_progress([str(folder / "model.safetensors")], shown=False)
+    next(weights)
+    weights.close()
+    for thread in threading.enumerate():
+        if thread.name == "CheckpointReader":
+            thread.join(timeout=5)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
+def test_one_number_that_is_none_is_found(dtype, value):
+    tensor = torch.ones(3, 1000).to(dtype)
+    assert is_finite(tensor)
+    tensor[1, 77] = value
+    assert not is_finite(tensor)
+
+
+def test_integers_and_no_numbers_are_finite():
+    assert is_finite(torch.zeros(3, dtype=torch.int32))
+    assert is_finite(torch.zeros(0))
