@@ -67,7 +67,9 @@ def test_every_step_shows_all_running_blocks(engines, checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("cache_method", "checkpoint"), zip(CACHE_METHODS, cycle(("llada-tiny-a", "dream-tiny-a"))), indirect=["checkpoint"]
+    ("cache_method", "checkpoint"),
+    list(zip(CACHE_METHODS, cycle(("llada-tiny-a", "dream-tiny-a")))),
+    indirect=["checkpoint"],
 )
 def test_sampled_requests_get_the_same_in_any_batch(engines, checkpoint, cache_method):
     llm = engines(checkpoint, cache_method=cache_method)

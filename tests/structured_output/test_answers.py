@@ -68,7 +68,7 @@ def openai(client):
 # Python
 
 
-@pytest.mark.parametrize(("kind", "params"), zip(ASKED, cycle((DiffusionParams, SamplingParams))))
+@pytest.mark.parametrize(("kind", "params"), list(zip(ASKED, cycle((DiffusionParams, SamplingParams)))))
 def test_answers_match(demo, kind, params):
     fields, matches = ASKED[kind]
     asked = params(structured_outputs=StructuredOutputsParams(**fields), max_tokens=48, temperature=1.0, n=3, seed=1)
@@ -165,7 +165,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize(("body", "stream"), zip(BODIES, cycle((False, True))))
+@pytest.mark.parametrize(("body", "stream"), list(zip(BODIES, cycle((False, True)))))
 def test_completions_and_chats_match(client, body, stream):
     fields, matches = BODIES[body]
     fields |= {"model": "demo", "max_tokens": 48, "n": 2, "temperature": 1.0, "seed": 3, "stream": stream}
