@@ -47,7 +47,6 @@ def test_every_cache_method(engines, tiny_llada, tiny_dream):
 
     requests = [
         {"prompt": prompt(10), "params": {"gen_length": 8, "block_length": 8, "steps": 4, "ignore_eos": True}},
-        {"prompt": prompt(4), "params": {"gen_length": 8, "block_length": 8, "steps": 4, "ignore_eos": True}},
         {"prompt": prompt(7), "params": {"gen_length": 6, "block_length": 4, "threshold": 0.03, "ignore_eos": True}},
     ]
     models = {"llada": tiny_llada, "dream": tiny_dream}

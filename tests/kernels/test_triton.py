@@ -31,7 +31,8 @@ from tests.kernels import checks
 from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, compile_launches, runs_triton
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
-each_type = pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16] if INTERPRETED else [FLOAT32, FLOAT16, BFLOAT16])
+each_type = pytest.mark.parametrize("dtype", [FLOAT16] if INTERPRETED else [FLOAT32, FLOAT16, BFLOAT16])
+"""Interpreted, float32 is what the engines of ``test_cuda_path.py`` run."""
 
 
 def in_each_type(test):

@@ -1,5 +1,7 @@
 """Requests that run several blocks at once: what callers see of them, beside ``tests/methods`` and the reference."""
 
+from itertools import cycle
+
 import pytest
 
 from dllm_engine import DiffusionParams
@@ -64,7 +66,11 @@ def test_every_step_shows_all_running_blocks(engines, checkpoint):
     assert not any(shown[-1].masked)
 
 
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
+@pytest.mark.parametrize(
+    ("cache_method", "checkpoint"),
+    list(zip(CACHE_METHODS, cycle(("llada-tiny-a", "dream-tiny-a")))),
+    indirect=["checkpoint"],
+)
 def test_sampled_requests_get_the_same_in_any_batch(engines, checkpoint, cache_method):
     llm = engines(checkpoint, cache_method=cache_method)
     asked = [{"temperature": 0.8, "seed": seed} for seed in (1, 2)] + [{"block_add_threshold": None}, {"steps": 7}]

@@ -29,7 +29,7 @@ from dllm_engine.sizing import (
 )
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import copy_renumbered
-from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, assert_nothing_left, runner_of, scheduler_of
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
 MEMORY = 64 << 20
@@ -66,10 +66,9 @@ def run_one(llm, response):
     return reserved, retained, rows
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_a_request_takes_what_a_running_engine_reserves(engines, request, family, method):
-    model = request.getfixturevalue(f"tiny_{family}")
+@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
+def test_a_request_takes_what_a_running_engine_reserves(engines, request, method, family):
+    model = request.getfixturevalue(f"tiny_{family.lower()}")
     llm = engines(model, cache_method=method, page_size=PAGE_SIZE)
     reserved, retained, _ = run_one(llm, RESPONSE)
     demand = plan(deployment(model, method)).demand

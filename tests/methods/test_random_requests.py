@@ -97,7 +97,8 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     ],
 }
 """Page size, steps per dispatch, cache options."""
-NUM_REQUESTS = {"es_dllm": 8, "none": 12, "prefix": 12, "dual": 12, "freecache": 8, "maskkv": 4, "dllm_cache": 4}
+NUM_REQUESTS = {"es_dllm": 6, "none": 8, "prefix": 8, "dual": 6, "freecache": 6}
+"""Where the default is too few for each kind of request, or for enough that rounding does not decide."""
 ENDS = (42, 74, 226, 316, 319, 409)
 """Tokens that the tiny models are quick to predict, as end tokens."""
 
@@ -113,7 +114,7 @@ def in_certain_order(requests: list[Request], number: int) -> list[Request]:
 
 
 def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: bool) -> list[Request]:
-    count = NUM_REQUESTS.get(method, 5)
+    count = NUM_REQUESTS.get(method, 4)
     if method == "es_dllm":
         # It measures plain probabilities; the other policies are not ES-dLLM's.
         requests = [

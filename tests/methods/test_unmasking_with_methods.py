@@ -149,8 +149,9 @@ def check_answer(tokens, figures):
 @pytest.mark.parametrize("cache_method", CACHE_METHODS)
 def test_a_policy_or_a_rule_answers_in_full_with_every_cache_method(engine, cache_method, family):
     llm = engine(cache_method, family)
-    for rule, value in SOME.items():
-        check_answer(*answer(llm, gen_length=7, block_length=4, **{rule: value}))
-    for unmasking in UNMASKING_POLICIES:
-        check_answer(*answer(llm, gen_length=7, block_length=4, unmasking=unmasking, seed=1))
+    asked = [{rule: value} for rule, value in SOME.items()]
+    asked += [{"unmasking": unmasking, "seed": 1} for unmasking in UNMASKING_POLICIES]
+    params = [DiffusionParams(gen_length=7, block_length=4, ignore_eos=True, **one) for one in asked]
+    for output in generate(llm, [PROMPT] * len(asked), params):
+        check_answer(list(output.outputs[0].token_ids), output.outputs[0].diffusion)
     assert_nothing_left(llm)

@@ -49,17 +49,13 @@ def test_cases_of_one_engine_in_one_batch_and_one_alone(engine, group):
     rows = GROUPS[group]
     llm = engine(rows[0])
     assert_answers(llm, rows)
-    assert_answers(llm, rows[-1:])
-
-
-@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "vanilla"][::3], ids=lambda row: row.name)
-def test_case_without_a_cache_alone(engine, row):
-    assert_answers(engine(row), [row])
+    if len(rows) > 1:
+        assert_answers(llm, [min(rows, key=lambda row: row.case["num_forward_passes"])])
 
 
 @pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
 def test_requests_that_queue_for_a_place_join_others_in_mid_block(engine, model):
-    rows = [row for row in ROWS if row.kind == "vanilla" and row.case["model"] == model][::2]
+    rows = [row for row in ROWS if row.kind == "vanilla" and row.case["model"] == model][::3]
     assert_answers(engine(rows[0], max_num_seqs=3), rows)
 
 

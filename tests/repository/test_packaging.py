@@ -135,10 +135,10 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
 def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     """The wheel goes into an environment of its own; what it needs comes from the one that runs this test."""
     environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    subprocess.run([*pip, wheel], check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--disable-pip-version-check", wheel], check=True, capture_output=True)
     (site_packages,) = environment.glob("lib/python3*/site-packages")
     # After the wheel's own folder, so that the wheel comes first; .pth files (an editable install) are not read.
     (site_packages / "needs.pth").write_text(distribution("numpy").locate_file("").as_posix() + "\n", encoding="utf-8")
