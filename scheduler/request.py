@@ -82,6 +82,9 @@ class DecodingSpec:
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
     """Options of ``parallel`` where it is SlowFast sampling."""
+    block_steps: int | None = None
+    """Denoising steps of each block, in place of ``steps``, as far as it has so many tokens. With ``parallel`` the
+    schedule of so many steps says how many tokens a step unmasks at least. None: by ``steps``."""
     tokens_per_step: int | None = None
     """Tokens that each step unmasks, whatever the schedule, or the least that ``parallel`` does; None: no such
     number."""
@@ -201,7 +204,10 @@ class DecodingSpec:
     def steps_per_block(self) -> tuple[int, ...]:
         if self.tokens_per_step is not None:
             return tuple(-(-masks // self.tokens_per_step) for masks in self.masks_per_block)
-        return split_steps(self.steps, [self.block_span(block).size for block in range(self.num_blocks)])
+        sizes = [self.block_span(block).size for block in range(self.num_blocks)]
+        if self.block_steps is not None:
+            return tuple(min(self.block_steps, size) for size in sizes)
+        return split_steps(self.steps, sizes)
 
     @cached_property
     def by_window(self) -> dict[Span, Any]:

@@ -13,6 +13,7 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.request_options import (
     CHECKPOINT_OPTIONS,
+    COUNT_OPTIONS,
     DEFAULTABLE_OPTIONS,
     GUIDE_OPTIONS,
     PARALLEL_OPTIONS,
@@ -108,10 +109,12 @@ def _uses_uniform_sampler(options: RequestOptions, engine: EngineOptions) -> boo
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
     policy, rule = _policy_and_rule(options, family)
-    if options.tokens_per_step is not None and options.steps is not None:
+    counts = [f"{name}={value}" for name in COUNT_OPTIONS if (value := getattr(options, name)) is not None]
+    if len(counts) > 1:
+        raise InvalidRequestError(f"{counts[0]} and {counts[1]} both say how many tokens a step unmasks; give one")
+    if options.steps_per_block is not None and options.slow_fast is not None:
         raise InvalidRequestError(
-            f"tokens_per_step={options.tokens_per_step} and steps={options.steps} both say how many tokens a step "
-            f"unmasks; give one"
+            f"steps_per_block={options.steps_per_block}: with slow_fast, passes do not count; leave one of them unset"
         )
     if options.certainty_sigma is not None and UNMASKING_POLICIES[policy].measures not in WEIGHTED_MEASURES:
         suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in WEIGHTED_MEASURES]
@@ -187,7 +190,7 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
     wanted = with_defaults(asked, engine.request_defaults)
     if wanted.get("guided") is False:
         return None
-    others = ("steps", "tokens_per_step", "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
+    others = (*COUNT_OPTIONS, "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
     for name in (*others, *PARALLEL_OPTIONS):
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
@@ -202,6 +205,11 @@ def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None
         raise InvalidRequestError(
             f"block_add_threshold={options.block_add_threshold} and slow_fast={options.slow_fast}: SlowFast sampling "
             f"runs one block at a time; leave one of them unset"
+        )
+    if options.block_add_threshold is not None and options.steps_per_block is not None:
+        raise InvalidRequestError(
+            f"block_add_threshold={options.block_add_threshold} and steps_per_block={options.steps_per_block}: blocks "
+            f"that run at once share their steps; leave one of them unset"
         )
     if options.block_add_threshold is not None and parallel is None:
         raise InvalidRequestError(
@@ -293,6 +301,7 @@ def resolve_decoding(
         block_length=block_length,
         # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
         steps=steps if parallel is None else gen_length,
+        block_steps=decides.steps_per_block,
         schedule=family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
@@ -317,7 +326,7 @@ def resolve_decoding(
     )
     if reason := engine.method.refusal(spec):
         raise InvalidRequestError(reason)
-    if spec.parallel is None and spec.tokens_per_step is not None:
+    if spec.parallel is None and (spec.tokens_per_step or spec.block_steps):
         return replace(spec, steps=sum(spec.steps_per_block))
     if spec.parallel is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(

@@ -206,13 +206,15 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
         ratio = count / max(progress.num_masked, 1)
         return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
     if step >= steps - 1:
-        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, guaranteed=guaranteed)
-    if spec.schedule == "uniform":
+        count, ratio = progress.num_masked, 1.0
+    elif spec.schedule == "uniform":
         count = uniform_count(spec.masks_per_block[progress.running.first], steps, step)
         ratio = count / max(progress.num_masked, 1)
     else:
         count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)
-    return UnmaskQuota(window, count, ratio, spec.parallel, guaranteed=guaranteed)
+    if spec.block_steps and spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].least_by_schedule:
+        least = count
+    return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
 
 
 def cut(progress: Progress, span: Span) -> Span:

@@ -208,7 +208,7 @@ class PlainCanvas:
         positions = self.masked(quota.candidates)
         predicting = (positions - 1).clamp(min=first_row) if self.spec.shifts_logits else positions
         statistics = self._statistics(self.model.logits(hidden[predicting - first_row]))
-        confidence = statistics.confidence(UNMASKING_POLICIES[self.spec.unmasking].measures)
+        confidence = statistics.confidence(UNMASKING_POLICIES[self.spec.unmasking].measures, positions)
         ordered, order = confidence.sort(descending=True, stable=True)
         if quota.parallel is not None:
             passes = PARALLEL_RULES[quota.parallel.kind](ordered, quota.parallel.value)
@@ -252,10 +252,10 @@ def check_baseline(spec: DecodingSpec) -> None:
         )
     if spec.slow_fast is not None:
         raise ValueError("the plain baseline knows no slow_fast; leave it unset")
-    if spec.certainty_sigma is not None or (spec.parallel is not None and spec.tokens_per_step is not None):
+    if spec.certainty_sigma is not None or (spec.parallel is not None and (spec.tokens_per_step or spec.block_steps)):
         raise ValueError(
-            "the plain baseline knows no certainty_sigma, and no tokens_per_step beside a rule of parallel unmasking; "
-            "leave them unset"
+            "the plain baseline knows no certainty_sigma, and no tokens_per_step or steps_per_block beside a rule of "
+            "parallel unmasking; leave them unset"
         )
 
 

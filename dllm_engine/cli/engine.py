@@ -134,6 +134,9 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
         help="denoising steps of the response, at most and by default one per token",
     )
     group.add_argument(
+        "--steps-per-block", type=whole_number, metavar="N", help="denoising steps of each block instead"
+    )
+    group.add_argument(
         "--tokens-per-step", type=whole_number, metavar="N", help="fill so many positions in each step, or at least"
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
@@ -152,6 +155,9 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     )
     parallel.add_argument(
         "--entropy-bound", type=float, metavar="NATS", help="fill positions whose entropies add up to little"
+    )
+    parallel.add_argument(
+        "--entropy-budget", type=float, metavar="NATS", help="the same, but the largest of them counts as well"
     )
     parallel.add_argument(
         "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"

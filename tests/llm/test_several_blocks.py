@@ -123,6 +123,7 @@ def test_early_stop_gives_up_what_is_behind_an_end_token(engines, llada):
     [
         ({"threshold": None}, "block_add_threshold=0.2: several blocks at once need a rule of parallel unmasking"),
         ({"unmasking": "random"}, "several blocks at once need a rule"),  # which ignores a threshold
+        ({"steps_per_block": 2}, "steps_per_block=2: blocks that run at once share their steps"),
         ({"block_add_threshold": 1.5}, "block_add_threshold=1.5"),
         ({"block_add_threshold": -0.1}, "block_add_threshold=-0.1"),
         ({"early_stop": True}, "early_stop=True: the request has no end token"),

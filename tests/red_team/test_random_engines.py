@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_ENGINES, NUM_REQUESTS = 33, 14
 """Three engines of each cache method."""
 GUIDE_DECIDES = (
-    *("steps", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
+    *("steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
     *("block_add_threshold", "delay_eos", "logprobs"),
 )
 """Options that a guided request cannot have."""
@@ -146,6 +146,9 @@ def draw_requests(
         if draw.random() < 0.2:
             asked.pop("steps", None)
             asked["tokens_per_step"] = draw.choice([1, 3])
+        elif not asked.keys() & {"block_add_threshold", "slow_fast"} and draw.random() < 0.2:
+            asked.pop("steps", None)
+            asked["steps_per_block"] = draw.choice([1, 3])
         if trims_suffix and draw.random() < 0.3:
             asked["suffix_blocks"] = draw.randrange(3)
         if has_guide and draw.random() < 0.3:
