@@ -285,7 +285,7 @@ def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan
     while progress.num_unmasked < spec.gen_length:
         plan = method.plan(spec, progress)
         yield plan, progress
-        progress.advance(spec, min(plan.quota.count, progress.num_masked))
+        progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
 
 
 def attention_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:

@@ -236,10 +236,7 @@ class DiffusionModelRunner:
                 break
             for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
                 assert isinstance(report, StepReport)
-                spec = self.canvases[request_id].spec
-                progress[request_id].advance(
-                    spec, report.num_unmasked, report.masked, ends=report.ends, seen=report.seen
-                )
+                report.advance(progress[request_id], self.canvases[request_id].spec)
             if any(its_progress.step == 0 for its_progress in progress.values()):
                 break  # a block has joined: other pages are needed
             plans = self._next_plans(progress)

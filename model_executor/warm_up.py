@@ -127,7 +127,7 @@ class WarmUp:
 
     def _answer(self, spec: DecodingSpec, num_requests: int, most_steps: int | None = None) -> None:
         """Run requests on pages from the pool's first on, to their end or for ``most_steps``."""
-        runner = self.runner
+        runner, method = self.runner, self.runner.options.method
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
         draw = torch.Generator().manual_seed(spec.canvas_length)
@@ -146,13 +146,16 @@ class WarmUp:
             for _ in itertools.count() if most_steps is None else range(most_steps):
                 if not progress:
                     break
-                output.plans = {request_id: runner.plan(spec, progress[request_id]) for request_id in progress}
+                output.plans = {
+                    request_id: method.fitted(runner.plan(spec, its), spec, self.max_rows)
+                    for request_id, its in progress.items()
+                }
                 (reports,) = runner.execute_model(output).reports
                 output = DiffusionSchedulerOutput.make_empty()
                 for request_id, report in reports.items():
                     # Weights that are made up as well may compute a NaN, which ends a request.
                     if isinstance(report, StepReport):
-                        progress[request_id].advance(spec, report.num_unmasked, report.masked)
+                        report.advance(progress[request_id], spec)
                     if not isinstance(report, StepReport) or progress[request_id].num_unmasked == spec.gen_length:
                         del progress[request_id]
                         runner.store.close(request_id)
@@ -175,7 +178,7 @@ def _plans(spec: DecodingSpec, runner: DiffusionModelRunner) -> Iterator[StepPla
         plan = runner.plan(spec, progress)
         yield plan
         count = min(max(plan.quota.count, 1), progress.num_masked)
-        progress.advance(spec, count)
+        progress.advance(spec, count, retained=plan.retained)
 
 
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:

@@ -252,6 +252,8 @@ class Progress:
     """Whether the response ends with the running blocks, so that no more join."""
     num_forwards: int = 0
     """Forward passes so far, over the whole response."""
+    num_prefills: int = 0
+    """Those of them that fed a part of a long prompt alone."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
     last_unmasked: int = 0
@@ -260,6 +262,8 @@ class Progress:
     """Rows fed to the model so far, summed over forward passes."""
     pages_held: int = 0
     """The most pages held so far."""
+    retained: int = 0
+    """Tokens per layer that pages hold."""
     tokens_retained: int = 0
     """The most tokens per layer that pages held so far."""
     trace: dict[str, list] = field(default_factory=dict)
@@ -276,6 +280,11 @@ class Progress:
     def num_masked(self) -> int:
         """Masked tokens left in the window."""
         return sum(self.masked)
+
+    @property
+    def num_denoised(self) -> int:
+        """Denoising steps so far, over the whole response."""
+        return self.num_forwards - self.num_prefills
 
     def passed_multiple_of(self, interval: int) -> bool:
         """Whether the tokens that the last pass unmasked brought their number to a multiple of ``interval``, or past
@@ -300,6 +309,8 @@ class Progress:
         *,
         ends: bool = False,
         seen: SeenOfBlock | None = None,
+        retained: int | None = None,
+        prefills: bool = False,
     ) -> None:
         """On to the next step. All that plans read is up to date then.
 
@@ -308,7 +319,14 @@ class Progress:
             masked: masked tokens left in each running block; None: in a single one, so many fewer.
             ends: whether the response ends with the running blocks.
             seen: where the request decodes by SlowFast sampling.
+            retained: tokens per layer that pages hold now; None: as before.
+            prefills: whether it only fed a part of a long prompt.
         """
+        if retained is not None:
+            self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)
+        if prefills:
+            self.num_forwards, self.num_prefills = self.num_forwards + 1, self.num_prefills + 1
+            return
         if self.span is not None and seen is not None:
             self.span = self.span.after(seen)
         self.num_forwards += 1

@@ -295,13 +295,14 @@ def resolve_decoding(
             f"logprobs={params.logprobs}: tokens of the guide have no log-probability of the model; leave it unset, "
             f"or set guide_fallback='draft' without guide_correction, or guided=False"
         )
+    scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
         # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
         steps=steps if parallel is None else gen_length,
-        block_steps=decides.steps_per_block,
+        block_steps=decides.steps_per_block if scheduled else None,
         schedule=family.schedule,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,

@@ -78,16 +78,21 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
         scheduler.scheduler_cls = SCHEDULER_CLASS
         scheduler.async_scheduling = False
-        scheduler.enable_chunked_prefill = False
-        # A FULL step computes the whole canvas at once.
-        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, model_config.max_model_len)
+        method = EngineOptions.from_vllm_config(vllm_config).method
+        scheduler.enable_chunked_prefill &= method.shortened is not None
+        if not scheduler.enable_chunked_prefill:
+            # A step computes the whole canvas at once.
+            scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, model_config.max_model_len)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
             from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
 
             parallel.distributed_executor_backend = RayCPUExecutor
-        vllm_config.cache_config.enable_prefix_caching = False
+        vllm_config.cache_config.enable_prefix_caching &= method.keeps_for_good
+        if vllm_config.cache_config.enable_prefix_caching:
+            # Tokens that vLLM hashes together.
+            vllm_config.cache_config.block_size = EngineOptions.from_vllm_config(vllm_config).page_size
         if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         compilation = vllm_config.compilation_config

@@ -2,6 +2,7 @@
 registry of each folder."""
 
 from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.block import BLOCK
 from dllm_engine.scheduler.methods.d2_cache import D2_CACHE
 from dllm_engine.scheduler.methods.delayed import DELAYED
 from dllm_engine.scheduler.methods.dkv import DKV
@@ -25,5 +26,6 @@ CACHE_METHODS: dict[str, CacheMethod] = {
     "freecache": FREECACHE,
     "delayed": DELAYED,
     "d2_cache": D2_CACHE,
+    "block": BLOCK,
 }
 """By the name that ``cache_method`` takes."""

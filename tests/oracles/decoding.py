@@ -185,6 +185,8 @@ class Decoding:
         sizes = [end - first for first, end in self.blocks]
         self.masks_of = [len(self.masked(*block)) for block in self.blocks]
         self.steps_of = steps_per_block(self.gen_length if self.steps is None else self.steps, sizes)
+        if self.entropy_budget is not None:
+            self.steps_per_block = None
         if self.steps_per_block:
             self.steps_of = [min(self.steps_per_block, size) for size in sizes]
         if self.tokens_per_step:
@@ -348,7 +350,8 @@ class Decoding:
         return begins and not several and (self.window_alone or in_blocks)
 
     def takes_several_passes(self) -> bool:
-        return self.steps_of[self.running[0]] > 1 or (self.parallel and not self.tokens_per_step)
+        counted = self.tokens_per_step or self.steps_per_block
+        return self.steps_of[self.running[0]] > 1 or (self.parallel and not counted)
 
     def held_to_constraint(self, logits: torch.Tensor, candidates: list[int] | None = None) -> dict[int, int]:
         """The tokens that the running pass predicts, by canvas position, where the response has a constraint.
@@ -417,7 +420,7 @@ class Decoding:
         """What a rule lets through, and one position of ``guaranteed`` at least. ``strict``: the threshold itself is
         not enough."""
         least = self.tokens_per_step or 0
-        if self.steps_per_block and self.entropy_budget is None:
+        if self.steps_per_block:
             least = self.count_by_schedule(len(scored))
         count = min(max(self.count_by_rule(scored, strict=strict), least), len(scored))
         if 0 < count < len(scored):

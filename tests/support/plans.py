@@ -57,7 +57,7 @@ def _plans(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None) -> It
         if steps:
             is_last = progress.step + 1 == steps[progress.running.first]
             count = progress.num_masked if is_last else 0
-        progress.advance(spec, count)
+        progress.advance(spec, count, retained=plan.retained)
 
 
 def pages_of(spec: DecodingSpec, method: str, block: int, geometry: PoolGeometry = GEOMETRY) -> dict[PageKind, list]:
