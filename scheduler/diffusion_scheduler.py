@@ -160,7 +160,8 @@ class DiffusionScheduler(RequestQueue):
                 self._fail(request, failure_of(request.request_id, error), output)
         # Those left out of the last steps first: a row budget too small for all must not starve anyone. A part of a
         # long prompt takes what the others leave.
-        return sorted(found, key=lambda of: (self.states[of[0].request_id].last_scheduled, of[1].max_rows))
+        by_rows = self.method.shortened is not None
+        return sorted(found, key=lambda of: (self.states[of[0].request_id].last_scheduled, by_rows * of[1].max_rows))
 
     def _next_plan(self, request: Request) -> StepPlan:
         state = self.states[request.request_id]
