@@ -119,8 +119,19 @@ class EngineOptions(BaseModel):
     def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
         """The cache options that were left open filled with what the method's paper has for a model.
 
-        Raises ``ValueError`` as ``parse``.
+        Raises ``ValueError`` as ``parse``, and where the method is not for the family's attention.
         """
+        if family.attention not in self.method.attention:
+            suited = ", ".join(repr(n) for n, method in CACHE_METHODS.items() if family.attention in method.attention)
+            reason = (
+                "a position attends to the whole canvas"
+                if family.attention == "full"
+                else "attention goes by blocks, whose keys and values are final once their tokens are; the method "
+                "approximates those of models that attend to the whole canvas"
+            )
+            raise ValueError(
+                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {suited}"
+            )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = self.method.settings_for(model, family)
         return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})

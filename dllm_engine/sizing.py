@@ -17,7 +17,7 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
-from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
+from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.text import one_line
@@ -290,8 +290,7 @@ def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan
 
 def attention_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:
     """Inputs and outputs of a layer's matrix products on one rank: q, k and v; the attention's output."""
-    tp, hidden = tensor_parallel_size, config.hidden_size
-    head_dim = hidden // config.num_attention_heads
+    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
     heads, kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
     return [(hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden)]
 
@@ -316,7 +315,7 @@ def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> in
     if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
         numbers += config.num_hidden_layers * attention[0][1]
     if getattr(config, "qk_layernorm", False):
-        numbers += config.num_hidden_layers * 2 * hidden // config.num_attention_heads
+        numbers += config.num_hidden_layers * 2 * head_dim_of(config)
     biases = 0
     for number, experts in layers_by_kind(config):
         widths = [config.intermediate_size]
@@ -348,13 +347,13 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     The larger of a layer's two halves over all rows, counted tensor by tensor (the fused projections, RoPE in
     float32), or a chunk of logits that are filtered, which every rank gathers whole.
     """
-    tp, hidden = tensor_parallel_size, config.hidden_size
-    q = hidden // tp
-    kv = max(1, config.num_key_value_heads // tp) * (hidden // config.num_attention_heads)
+    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
+    q = config.num_attention_heads // tp * head_dim
+    kv = max(1, config.num_key_value_heads // tp) * head_dim
     stream = 2 * hidden * dtype_bytes  # hidden states and their norm
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * 4 * q
     mlp = _mlp_numbers(config, tp) * dtype_bytes
-    phases = 2 * 4 * (hidden // config.num_attention_heads)
+    phases = 2 * 4 * head_dim
     head_rows = min(max(HEAD_CHUNK_NUMBERS // config.vocab_size, HEAD_CHUNK_ROWS), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FILTER_BYTES)
     return max(rows * (stream + max(attention, mlp) + phases), rows * stream + head)

@@ -118,8 +118,10 @@ def _logprobs(canvas: Canvas, sent: np.ndarray) -> LogprobsLists:
 
 
 def _change(canvas: Canvas, window: Span, changed: list[int], mask_token_id: int) -> WindowChange:
-    """``changed``: the canvas positions that the step filled."""
+    """``changed``: the canvas positions that the step filled. What lies behind the response is not shown."""
     assert canvas.confidences is not None
+    window = Span(window.start, min(window.stop, canvas.spec.response_span.stop))
+    changed = [position for position in changed if position < window.stop]
     here = slice(*window)
     known = [None if math.isnan(confidence) else confidence for confidence in canvas.confidences[here].tolist()]
     filled = [position - window.start for position in changed]

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from dllm_engine.families import ScheduleKind
+from dllm_engine.families import Attention, ScheduleKind
 from dllm_engine.scheduler.unmasking import SeenOfBlock, SlowFast, SpanState, split_steps
 
 
@@ -78,6 +78,9 @@ class DecodingSpec:
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
+    attention: Attention = "full"
+    """``block_causal``: by blocks of ``block_length``, on whose borders those of the response lie then. The response's
+    first block begins behind the prompt, and the canvas goes on to the end of the last one."""
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
@@ -123,27 +126,47 @@ class DecodingSpec:
         return self.streams_steps or self.num_logprobs is not None or self.guidance is not None
 
     @property
+    def response_span(self) -> Span:
+        """Canvas positions of the response."""
+        return Span(self.prompt_length, self.prompt_length + self.gen_length)
+
+    @property
     def canvas_length(self) -> int:
-        return self.prompt_length + self.gen_length
+        """Where the response ends, or the last block: positions between the two are decoded and never sent."""
+        return (
+            self.blocks_start + self.num_blocks * self.block_length if self.is_block_causal else self.response_span.stop
+        )
+
+    @property
+    def is_block_causal(self) -> bool:
+        return self.attention == "block_causal"
+
+    @property
+    def blocks_start(self) -> int:
+        """The canvas position that blocks of the response are counted from; it may lie in the prompt."""
+        return self.prompt_length - self.prompt_length % self.block_length * self.is_block_causal
 
     @property
     def canvas_span(self) -> Span:
         return Span(0, self.canvas_length)
 
     def visible(self, window: Span) -> Span:
-        """The canvas, without the masked blocks that are too far behind ``window`` to be computed with it."""
+        """The canvas, without the masked blocks that are too far behind ``window`` to be computed with it, or to which
+        nothing before them attends."""
+        if self.is_block_causal:
+            return Span(0, window.stop)
         if self.suffix_blocks is None:
             return self.canvas_span
         return Span(0, min(window.stop + self.suffix_blocks * self.block_length, self.canvas_length))
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.gen_length // self.block_length)
+        return -(-(self.response_span.stop - self.blocks_start) // self.block_length)
 
     def block_span(self, block: int) -> Span:
-        """Canvas positions of a block; the last one may be shorter."""
-        start = self.prompt_length + block * self.block_length
-        return Span(start, min(start + self.block_length, self.canvas_length))
+        """Canvas positions of a block that the response has; the first and the last one may be shorter."""
+        start = self.blocks_start + block * self.block_length
+        return Span(max(start, self.prompt_length), min(start + self.block_length, self.canvas_length))
 
     def first_span(self, block: int) -> SpanState | None:
         """Where SlowFast sampling begins a block."""
@@ -169,8 +192,8 @@ class DecodingSpec:
 
     @property
     def response_template(self) -> tuple[int | None, ...]:
-        """The response before its first step, with None for each mask."""
-        return self.template or (None,) * self.gen_length
+        """The response before its first step, and what the canvas has behind it, with None for each mask."""
+        return self.template or (None,) * (self.canvas_length - self.prompt_length)
 
     def is_given(self, position: int) -> bool:
         """Whether the canvas position of the response holds a token from the start."""
@@ -205,9 +228,18 @@ class DecodingSpec:
         if self.tokens_per_step is not None:
             return tuple(-(-masks // self.tokens_per_step) for masks in self.masks_per_block)
         sizes = [self.block_span(block).size for block in range(self.num_blocks)]
-        if self.block_steps is not None:
-            return tuple(min(self.block_steps, size) for size in sizes)
-        return split_steps(self.steps, sizes)
+        if self.block_steps is None:
+            return split_steps(self.steps, sizes)
+        whole = self.block_length if self.is_block_causal else 1
+        return tuple(min(self.block_steps, max(size, whole)) for size in sizes)
+
+    @property
+    def scheduled_per_block(self) -> tuple[int, ...]:
+        """Tokens that each block's steps share out: its masks. SDAR's and LLaDA2's ``block_steps`` are those of a whole
+        block, also where the prompt has a part of it."""
+        if self.block_steps is None or not self.is_block_causal:
+            return self.masks_per_block
+        return (self.block_length,) * self.num_blocks
 
     @cached_property
     def by_window(self) -> dict[Span, Any]:

@@ -58,27 +58,35 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
     return options
 
 
-def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
-    """(block_length, steps). What the request did not name itself is fitted to its response: no block is longer, and
-    each block gets a step, each token at most one."""
-    block_length, steps = options.block_length, options.steps
-    if own.block_length is None:
+def _fit(
+    options: RequestOptions, own: RequestOptions, family: ModelFamily, prompt_length: int, gen_length: int
+) -> tuple[int, int, int]:
+    """(block_length, steps, positions). What the request did not name itself is fitted to its response: no block is
+    longer, and each block gets a step, each token at most one. Blocks that attention goes by stay as long as they are,
+    and the last one may add positions behind the response."""
+    block_length, steps, positions, before = options.block_length, options.steps, gen_length, 0
+    if family.attention == "block_causal":
+        block_length = block_length or family.block_length_of(gen_length)
+        positions += -(prompt_length + gen_length) % block_length
+        before = prompt_length % block_length
+    elif own.block_length is None:
         block_length = min(block_length or family.block_length_of(gen_length), gen_length)
     assert block_length is not None
     if own.steps is None:
-        num_blocks = -(-gen_length // block_length)
-        steps = max(min(steps or gen_length, gen_length), num_blocks)
+        num_blocks = -(-(before + positions) // block_length)
+        steps = max(min(steps or positions, positions), num_blocks)
     assert steps is not None
-    if block_length > gen_length:
+    if block_length > gen_length and family.attention == "full":
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
-    if steps > gen_length:
+    if steps > positions:
+        behind = f" and {positions - gen_length} behind it in its last block" if positions > gen_length else ""
         raise InvalidRequestError(
-            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}; a step "
+            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}{behind}; a step "
             f"unmasks at least one token"
         )
-    return block_length, steps
+    return block_length, steps, positions
 
 
 def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
@@ -227,6 +235,20 @@ def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
         )
 
 
+def _check_attention(options: RequestOptions, family: ModelFamily) -> None:
+    """Refuse what needs attention to positions behind a block, or several blocks at once."""
+    if family.attention == "full":
+        return
+    reasons = {
+        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text",
+        "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
+        "block_add_threshold": "blocks run one at a time; the model was not trained for several",
+    }
+    for name, reason in reasons.items():
+        if getattr(options, name) is not None:
+            raise InvalidRequestError(f"{name}: attention of {family.name} goes by blocks: {reason}; leave it unset")
+
+
 def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
     """The request's given tokens; raises ``InvalidRequestError`` where they cannot be a response."""
     template = own.response_template
@@ -277,7 +299,7 @@ def resolve_decoding(
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
     template = _template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
-    block_length, steps = _fit(options, own, family, gen_length)
+    block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
     is_uniform = _uses_uniform_sampler(options, engine)
     unfiltered = is_uniform and params.temperature == 0
     if is_uniform:
@@ -286,6 +308,7 @@ def resolve_decoding(
     unmasking, parallel = resolve_unmasking(decides, family)
     _check_several_blocks(decides, parallel)
     _check_suffix(options, engine)
+    _check_attention(options, family)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
             "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
@@ -301,9 +324,10 @@ def resolve_decoding(
         gen_length=gen_length,
         block_length=block_length,
         # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
-        steps=steps if parallel is None else gen_length,
+        steps=steps if parallel is None else positions,
         block_steps=decides.steps_per_block if scheduled else None,
         schedule=family.schedule,
+        attention=family.attention,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
         temperature=params.temperature,

@@ -210,7 +210,7 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     if step >= steps - 1:
         count, ratio = progress.num_masked, 1.0
     elif spec.schedule == "uniform":
-        count = uniform_count(spec.masks_per_block[progress.running.first], steps, step)
+        count = uniform_count(spec.scheduled_per_block[progress.running.first], steps, step)
         ratio = count / max(progress.num_masked, 1)
     else:
         count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)

@@ -10,12 +10,14 @@ from dllm_engine.model_executor.models.configs import ExpertShape, check_config,
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder, Shard
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
+from dllm_engine.model_executor.models.llada2 import LLaDA2MoeModelLM
 from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
 from dllm_engine.model_executor.models.mlp import expert_shard
+from dllm_engine.model_executor.models.sdar import SDARForCausalLM
 
 INDEX = "model.safetensors.index.json"
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
-    model.__name__: model for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel)
+    model.__name__: model for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel, SDARForCausalLM, LLaDA2MoeModelLM)
 }
 """By the architecture that a checkpoint names."""
 _SIZES = (
@@ -111,13 +113,13 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
 def shapes_in_layer(shape: DecoderShape, experts: ExpertShape | None) -> dict[tuple[str, Shard], list[int]]:
     """Shapes of the tensors of a layer with ``experts`` or without, by parameter and shard, as a model's ``locate``
     names them."""
-    hidden, kv_size = shape.hidden_size, shape.num_kv_heads * shape.head_dim
+    hidden, q_size, kv_size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     shapes: dict[tuple[str, Shard], list[int]] = {
         ("attn_norm.weight", None): [hidden],
         ("mlp_norm.weight", None): [hidden],
-        ("out_proj.weight", None): [hidden, hidden],
+        ("out_proj.weight", None): [hidden, q_size],
     }
-    for shard, rows in (("q", hidden), ("k", kv_size), ("v", kv_size)):
+    for shard, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
         shapes["qkv_proj.weight", shard] = [rows, hidden]
         if shape.qkv_bias:
             shapes["qkv_proj.bias", shard] = [rows]

@@ -1,6 +1,6 @@
-"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP, bidirectional.
+"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP.
 
-LLaDA's block is Llama's, Dream's Qwen2's, and LLaDA-MoE has norms of each head and experts; they differ in what
+LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE and LLaDA2 have experts; they differ in what
 ``DecoderShape`` and the model files say. A layer exposes its *parts*. It has no ``forward``: the loop over the layers
 belongs to a layer pass (``model_executor/passes/base.py``), which may change the set of rows between and inside layers.
 """
@@ -28,6 +28,7 @@ from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard, expert_shards
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.scheduler.page_layout import head_dim_of
 
 Shard = str | int | tuple[str, int] | None
 """Part of a fused parameter, as vLLM's layers name it; with the number of an expert; None: the whole of a parameter."""
@@ -43,6 +44,9 @@ class DecoderShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Numbers of each head that RoPE turns, from the first on."""
     vocab_size: int
     rope_theta: float
     rms_norm_eps: float
@@ -55,12 +59,15 @@ class DecoderShape:
     @classmethod
     def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float, qk_norm: bool = False) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
+        head_dim = head_dim_of(config)
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size or 0,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1)),
             vocab_size=config.vocab_size,
             rope_theta=rope_theta,
             rms_norm_eps=config.rms_norm_eps,
@@ -73,10 +80,6 @@ class DecoderShape:
     def experts_of(self, layer: int) -> ExpertShape | None:
         """None: the layer has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,8 @@ class DiffusionDecoder(nn.Module, ABC):
     """What a checkpoint's names of tensors in layers begin with; the layer's number follows."""
     modules_in_layer: ClassVar[dict[str, tuple[str, Shard]]]
     """Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
+    fused_shards: ClassVar[dict[str, tuple[str | int, ...]]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
+    """Our modules that several modules of a checkpoint fill, and the shards."""
 
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
@@ -270,7 +275,7 @@ class DiffusionDecoder(nn.Module, ABC):
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
         device = self.final_norm.weight.device
-        return rotary_table(self.max_positions, self.shape.head_dim, self.shape.rope_theta, device)
+        return rotary_table(self.max_positions, self.shape.rotary_dim, self.shape.rope_theta, device)
 
     def rotary(self, positions: torch.Tensor) -> RotaryPhases:
         """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
@@ -343,7 +348,4 @@ class DiffusionDecoder(nn.Module, ABC):
     def _shards_of(self, parameter_name: str) -> Sequence[Shard]:
         """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
         of_experts = expert_shards(parameter_name, self.shape.experts.num_experts) if self.shape.experts else ()
-        return of_experts or _FUSED_SHARDS.get(parameter_name.rsplit(".", 2)[-2], (None,))
-
-
-_FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
+        return of_experts or self.fused_shards.get(parameter_name.rsplit(".", 2)[-2], (None,))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from dllm_engine.families import ModelFamily
+from dllm_engine.families import Attention, ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -43,6 +43,9 @@ class CacheMethod:
     so that they can be reserved."""
     options: type[CacheOptions] = CacheOptions
     """What ``cache_options`` are validated with."""
+    attention: tuple[Attention, ...] = ("full",)
+    """Kinds of attention that the method is for. Methods for full attention approximate keys and values that may change
+    with every token."""
     trims_suffix: bool = False
     """Whether its steps can leave out masked blocks far behind the window (``suffix_blocks``)."""
     shortened: Callable[[StepPlan, DecodingSpec, int], StepPlan | None] | None = None

@@ -76,4 +76,11 @@ def test_nothing_smaller_than_a_block_is_a_part():
 
 def test_pages_come_as_blocks_come():
     spec = block_spec(10, 21)
-    assert [sum(map(sum, pages_of(spec, "block", b).values())) // 4 for b in range(spec.num_blocks)] == [2, 3, 4, 5, 6, 7]
+    assert [sum(map(sum, pages_of(spec, "block", b).values())) // 4 for b in range(spec.num_blocks)] == [
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]

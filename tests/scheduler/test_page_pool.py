@@ -111,7 +111,13 @@ def sharing() -> PagePool:
 @pytest.mark.parametrize(
     ("block_length", "num_tokens", "covered"),
     # By how many tokens each page's key is told.
-    [(16, 48, [16, 32, 48]), (4, 48, [16, 32, 48]), (32, 64, [32, 32, 64, 64]), (24, 48, [32, 48, 48]), (96, 32, [96] * 2)],
+    [
+        (16, 48, [16, 32, 48]),
+        (4, 48, [16, 32, 48]),
+        (32, 64, [32, 32, 64, 64]),
+        (24, 48, [32, 48, 48]),
+        (96, 32, [96] * 2),
+    ],
 )
 def test_a_key_is_of_all_tokens_up_to_the_end_of_the_last_block_in_the_page(block_length, num_tokens, covered):
     keys = keys_of(num_tokens, block_length)

@@ -12,8 +12,9 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 
 
 @torch.inference_mode()
-def dense_logits(llm, *sequences: list[int]) -> list[torch.Tensor]:
-    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass."""
+def dense_logits(llm, *sequences: list[int], block_length: int | None = None) -> list[torch.Tensor]:
+    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass. With ``block_length``, a row sees
+    its own block and those before it."""
     from dllm_engine.model_executor.passes.dense import DensePass
     from dllm_engine.model_executor.step_batch import RowBounds
 
@@ -21,7 +22,8 @@ def dense_logits(llm, *sequences: list[int]) -> list[torch.Tensor]:
     sizes = [len(sequence) for sequence in sequences]
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-    shard = model.compute_logits(model(ids, positions, DensePass(RowBounds(sizes, ids.device))))
+    limits = None if block_length is None else (positions // block_length + 1).int() * block_length
+    shard = model.compute_logits(model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits))))
     assert shard.first_token == 0
     return list(shard.logits.split(sizes))
 
@@ -38,7 +40,7 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     case = FORWARD_CASES[name]
     llm = engines(reference_checkpoints / case["model"], max_model_len=512)
     (ids,) = case["input_ids"]
-    (logits,) = dense_logits(llm, ids)
+    (logits,) = dense_logits(llm, ids, block_length=case.get("block_length"))
     assert_close(logits[case["full_logits_rows"]], torch.tensor(case["full_logits"]))
     top = logits.topk(8)
     assert_close(top.values, torch.tensor(case["top8_logits"]))
