@@ -15,7 +15,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
@@ -118,6 +118,8 @@ def plan(deployment: Deployment) -> Sizing:
     """
     d = deployment
     config, max_model_len = checked_config(d)
+    family = family_of(config)
+    d = replace(d, options=d.options.with_paper_settings(d.model, family))
     dtype = dtype_of(d.dtype, config)
     rows = max(d.max_num_batched_tokens, max_model_len)
     models, notes = [config], []
@@ -136,7 +138,7 @@ def plan(deployment: Deployment) -> Sizing:
     page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
 
     def demand(options: EngineOptions) -> RequestDemand:
-        options = options.with_paper_settings(d.model, family_of(config))
+        options = options.with_paper_settings(d.model, family)
         if geometry.guide is not None:
             options.method.check(options.cache, geometry.num_layers, True)
         spec = request_spec(d, config, options)
@@ -160,7 +162,7 @@ def plan(deployment: Deployment) -> Sizing:
     if not chosen.requests:
         raise SizingError(f"cache_method={chosen.cache_method!r}: {chosen.limit}")
     others = []
-    for method in CACHE_METHODS:
+    for method in methods_for(family.attention):
         if method != d.options.cache_method:
             options = EngineOptions.parse(d.options.model_dump() | {"cache_method": method, "cache_options": {}})
             try:

@@ -42,7 +42,8 @@ class CanvasStore:
         canvas.masked.copy_(on_device(canvas.known < 0, device))
         if spec.constraint is not None:
             constraint = constraint_of(spec.constraint, spec.end_tokens)
-            canvas.constrained = ConstrainedResponse(constraint, spec.prompt_length, spec.response_template)
+            response = spec.response_template[: spec.gen_length]
+            canvas.constrained = ConstrainedResponse(constraint, spec.prompt_length, response)
         if spec.num_logprobs is not None:
             canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs)
         if spec.streams_steps:

@@ -148,6 +148,8 @@ def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str,
         raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
     if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
         rule = rule._replace(kind="strict_entropy_threshold")
+    if rule.kind == "threshold" and family.attention == "block_causal":
+        rule = rule._replace(kind="exceeded_threshold")  # as SDAR's and LLaDA2's code
     measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
     suited = [policy for policy in UNMASKING_POLICIES.values() if PARALLEL_RULES[rule.kind].suits(policy)]
     if options.unmasking is None:
@@ -243,6 +245,7 @@ def _check_attention(options: RequestOptions, family: ModelFamily) -> None:
         "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text",
         "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
         "block_add_threshold": "blocks run one at a time; the model was not trained for several",
+        "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
     }
     for name, reason in reasons.items():
         if getattr(options, name) is not None:
@@ -340,7 +343,8 @@ def resolve_decoding(
         guidance=guidance,
         block_add_threshold=decides.block_add_threshold,
         suffix_blocks=options.suffix_blocks,
-        early_stop=bool(options.early_stop),
+        # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
+        early_stop=bool(options.early_stop) and family.attention == "full",
         delay_eos=bool(options.delay_eos),
         template=template,
         return_given=own.return_given is not False,

@@ -17,7 +17,7 @@ from dllm_engine.cli.arguments import (
     whole_number,
 )
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
+from dllm_engine.options import AUTO, GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
@@ -43,7 +43,10 @@ BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     group.add_argument(
-        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_METHODS)} (default: none)"
+        "--cache-method",
+        metavar="NAME",
+        default=AUTO,
+        help=f"{', '.join(CACHE_METHODS)} (default: none; block where attention goes by blocks)",
     )
     group.add_argument(
         "--cache-option",

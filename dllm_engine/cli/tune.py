@@ -23,7 +23,7 @@ from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
 from dllm_engine.evaluation.tradeoff_plot import plot_beside
 from dllm_engine.families import family_of
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.tuning.questions import OwnQuestions, Questions
 from dllm_engine.tuning.report import chosen, draw, report
 from dllm_engine.tuning.runner import EngineRunner
@@ -151,7 +151,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace) -> list[str]:
-    return list(CACHE_METHODS) if args.methods in (None, "all") else args.methods.split(",")
+    return methods_for("full") if args.methods in (None, "all") else args.methods.split(",")
 
 
 def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:

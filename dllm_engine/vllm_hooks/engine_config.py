@@ -131,8 +131,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     check_request_defaults(options)
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     options = options.model_copy(update={"request_defaults": defaults})
-    _tell_of_guessed_settings(options, model_config)
-    options = options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
+    asked, options = options, options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
+    _tell_of_guessed_settings(asked, options, model_config)
     if options.guide_model is not None:
         options = _with_guide_shape(options, model_config)
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
@@ -144,11 +144,11 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
 
 
-def _tell_of_guessed_settings(options: EngineOptions, model_config: "ModelConfig") -> None:
+def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: "ModelConfig") -> None:
     """Say which cache options are taken where papers have others for other models, and the name does not tell."""
     family, model = family_of(model_config.hf_config), model_config.model
     told, settings = options.method.settings_for(model, family)
-    guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in options.cache_options)
+    guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in asked.cache_options)
     if guessed and not told:
         parts = [repr(part) for part in options.method.paper_settings[family.name]]
         logger.warning(

@@ -1,6 +1,7 @@
 """Cache methods without their tensors. A new one is a file here, one in ``model_executor/passes/``, and an entry in the
 registry of each folder."""
 
+from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.methods.block import BLOCK
 from dllm_engine.scheduler.methods.d2_cache import D2_CACHE
@@ -29,3 +30,10 @@ CACHE_METHODS: dict[str, CacheMethod] = {
     "block": BLOCK,
 }
 """By the name that ``cache_method`` takes."""
+DEFAULT_METHODS: dict[Attention, str] = {"full": "none", "block_causal": "block"}
+"""What ``cache_method="auto"`` means; both are exact."""
+
+
+def methods_for(attention: Attention) -> list[str]:
+    """The names of the methods for a kind of attention."""
+    return [name for name, method in CACHE_METHODS.items() if attention in method.attention]

@@ -3,9 +3,9 @@
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.llm.test_step_streaming import stream
 from tests.support.engines import assert_nothing_left, generate
+from tests.support.plans import FULL_METHODS
 
 PROMPT = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
 SETTINGS = {"gen_length": 32, "block_length": 8, "ignore_eos": True, "threshold": 0.2, "block_add_threshold": 0.2}
@@ -64,7 +64,7 @@ def test_every_step_shows_all_running_blocks(engines, checkpoint):
     assert not any(shown[-1].masked)
 
 
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
+@pytest.mark.parametrize("cache_method", FULL_METHODS)
 def test_sampled_requests_get_the_same_in_any_batch(engines, checkpoint, cache_method):
     llm = engines(checkpoint, cache_method=cache_method)
     asked = [{"temperature": 0.8, "seed": seed} for seed in (1, 2)] + [{"block_add_threshold": None}, {"steps": 7}]

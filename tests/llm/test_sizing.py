@@ -16,7 +16,6 @@ from dllm_engine.families import FAMILIES
 from dllm_engine.kernels.noise import filtered_logits, gumbel_max
 from dllm_engine.model_executor.passes.d2_cache import Rollout
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.sizing import (
     GIB,
     Deployment,
@@ -29,6 +28,7 @@ from dllm_engine.sizing import (
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import copy_renumbered
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+from tests.support.plans import FULL_METHODS
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
 MEMORY = 64 << 20
@@ -65,7 +65,7 @@ def run_one(llm, response):
     return reserved, retained, rows
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize("method", FULL_METHODS)
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_a_request_takes_what_a_running_engine_reserves(engines, request, family, method):
     model = request.getfixturevalue(f"tiny_{family}")
@@ -80,7 +80,7 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, request, family
         assert pages_of_pool(MEMORY, page_bytes) == scheduler_of(llm).pages.num_pages
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize("method", FULL_METHODS)
 def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_llada, method):
     """Whole blocks, so that each step unmasks one token."""
     llm = engines(tiny_llada, cache_method=method, page_size=PAGE_SIZE)
@@ -139,7 +139,7 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada, 
     monkeypatch.setattr(gumbel_max, "kernel", lambda logits, *_: logits.double()[:, :1].max(dim=-1))
     runner.profile_run()
     estimate = activation_bytes(load_config(str(tiny_llada)), 1, 4, rows)
-    assert 0.7 < (estimate + CACHE_METHODS[method].pass_bytes(rows, longest)) / most_bytes(runner.profile_run) < 1.5
+    assert 0.7 < (estimate + FULL_METHODS[method].pass_bytes(rows, longest)) / most_bytes(runner.profile_run) < 1.5
 
 
 def test_a_rollout_holds_what_is_said():
@@ -150,7 +150,7 @@ def test_a_rollout_holds_what_is_said():
         for rollout, of_request in zip(rollouts, probabilities, strict=True):
             rollout.add_layer(of_request)
 
-    assert 0.7 < most_bytes(roll) / CACHE_METHODS["d2_cache"].pass_bytes(512, 256) < 1
+    assert 0.7 < most_bytes(roll) / FULL_METHODS["d2_cache"].pass_bytes(512, 256) < 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
 
 def test_other_methods_have_their_papers_options():
     sizing = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", gpu_memory=80 * GIB))
-    assert {d.cache_method for d in sizing.others} == set(CACHE_METHODS) - {"none"}
+    assert {d.cache_method for d in sizing.others} == set(FULL_METHODS) - {"none"}
     (dkv,) = (d for d in sizing.others if d.cache_method == "dkv")
     assert dkv.cache_options == {"refresh_interval": 4}
 

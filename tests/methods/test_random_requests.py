@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
+from tests.support.plans import FULL_METHODS
 from tests.support.random_requests import Request, assert_answers_as, in_constraints, in_spans, random_requests
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
@@ -144,7 +144,7 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
     if method != "dkv":  # which feeds what an end token has given up once more
         for _, asked in requests[1::4]:
             asked |= {"stop_token_ids": list(ENDS), "early_stop": True}
-    if CACHE_METHODS[method].trims_suffix:
+    if FULL_METHODS[method].trims_suffix:
         for number, (_, asked) in enumerate(requests[::3]):
             asked["suffix_blocks"] = number % 3
     if options.get("similarity") == "random":
@@ -195,4 +195,4 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
 
 
 def test_every_method_is_among_them():
-    assert set(ENGINES) == set(METHODS) == set(CACHE_METHODS)
+    assert set(ENGINES) == set(METHODS) == set(FULL_METHODS)

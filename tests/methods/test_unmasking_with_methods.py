@@ -11,6 +11,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from tests.support.engines import assert_nothing_left, generate
+from tests.support.plans import FULL_METHODS
 from tests.support.tiny_checkpoints import MASK
 
 PROMPT = [(7 * i * i + 3) % 100 for i in range(21)]
@@ -150,7 +151,7 @@ def check_answer(tokens, figures):
     assert figures.tokens_unmasked == 7
 
 
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
+@pytest.mark.parametrize("cache_method", FULL_METHODS)
 def test_a_policy_or_a_rule_answers_in_full_with_every_cache_method(engine, cache_method, family):
     llm = engine(cache_method, family)
     for rule, value in SOME.items():

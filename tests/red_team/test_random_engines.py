@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.plans import FULL_METHODS
 from tests.support.random_requests import in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
@@ -85,7 +85,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
 
 
 def test_every_cache_method_has_choices():
-    assert CHOICES.keys() == CACHE_METHODS.keys()
+    assert CHOICES.keys() == FULL_METHODS.keys()
 
 
 @pytest.fixture(scope="session")
@@ -209,7 +209,7 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
     method = list(CHOICES)[number % len(CHOICES)]
     model, is_dream = draw_model(draw, request)
     settings = draw_engine(draw, method, tiny_guide)
-    trims_suffix = CACHE_METHODS[method].trims_suffix
+    trims_suffix = FULL_METHODS[method].trims_suffix
     requests = draw_requests(draw, is_dream, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
     llm = engines(model, **settings)
 

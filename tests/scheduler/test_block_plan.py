@@ -3,6 +3,7 @@
 import pytest
 
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Progress
 from tests.support.plans import pages_of, plans_of, spec_of
 
@@ -58,14 +59,14 @@ def test_a_long_prompt_is_kept_in_parts_of_whole_blocks(room, stop):
 def test_parts_are_no_denoising_steps():
     spec, progress = block_spec(43, 8, temperature=1.0), Progress.begin(block_spec(43, 8))
     whole = BLOCK.plan(spec, progress)
-    for kept in (16, 32, 40):
+    for kept in (16, 32):
         part = BLOCK.fitted(BLOCK.plan(spec, progress), spec, 16)
         assert part.retained == kept
         progress.advance(spec, 0, [1], retained=part.retained, prefills=part.prefills)
     plan = BLOCK.plan(spec, progress)
-    assert fed(plan) == ("reuse", (40, 44), 40, 40)
+    assert fed(plan) == ("update", (32, 44), 32, 40)
     assert (plan.forward, plan.quota) == (whole.forward, whole.quota), "the same tokens, however they were fed"
-    assert (progress.num_forwards, progress.num_denoised, progress.step) == (3, 0, 0)
+    assert (progress.num_forwards, progress.num_denoised, progress.step) == (2, 0, 0)
 
 
 def test_nothing_smaller_than_a_block_is_a_part():
@@ -76,11 +77,5 @@ def test_nothing_smaller_than_a_block_is_a_part():
 
 def test_pages_come_as_blocks_come():
     spec = block_spec(10, 21)
-    assert [sum(map(sum, pages_of(spec, "block", b).values())) // 4 for b in range(spec.num_blocks)] == [
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-    ]
+    held = [pages_of(spec, "block", block)[PageKind.KV] for block in range(spec.num_blocks)]
+    assert held == [[pages] * 4 for pages in (2, 3, 4, 5, 6, 7)]

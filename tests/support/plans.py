@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheOptions
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 
+FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
+"""Cache methods for models that attend to the whole canvas."""
 GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
 """A page holds 4 tokens: 8 slots of one head each, or 4 rows of features."""
 
