@@ -102,7 +102,9 @@ def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_
     decoder = Decoder(config, DTYPE_BYTES[dtype])
     _check(d, decoder)
     steps, speeds = [], []
-    others = [EngineOptions(cache_method=name) for name in CACHE_METHODS if name != d.options.cache_method]
+    attention, own = family_of(config).attention, d.options.cache_method
+    suited = [name for name, method in CACHE_METHODS.items() if attention in method.attention and name != own]
+    others = [EngineOptions(cache_method=name) for name in suited]
     for options in (d.options, *others):
         if options.method.launches is None:
             continue
@@ -197,7 +199,7 @@ def _check(d: Deployment, decoder: Decoder) -> None:
 
 
 def _checked_steps(spec: DecodingSpec, steps: int | None) -> int:
-    if steps is not None and not spec.num_blocks <= steps <= spec.gen_length:
-        allowed = f"{spec.num_blocks} (one per block) … {spec.gen_length} (one per token)"
+    if steps is not None and not spec.num_blocks <= steps <= spec.num_masks:
+        allowed = f"{spec.num_blocks} (one per block) … {spec.num_masks} (one per token)"
         raise SizingError(f"--steps {steps} is out of range: {allowed}")
-    return steps or spec.gen_length
+    return steps or spec.num_masks

@@ -24,7 +24,7 @@ def short(rows: list[ReferenceRow], most: int = 3) -> list[ReferenceRow]:
     """Some rows of each kind, model and method that are soon done by a plain version."""
     found: dict[tuple[str, str, str], list[ReferenceRow]] = {}
     for row in rows:
-        if row.case["num_forward_passes"] <= 32 and len(row.prompt) <= 17:
+        if row.case["num_forward_passes"] <= 32 and len(row.prompt) <= 17 and row.kind != "block":
             found.setdefault((row.kind, row.case["model"], row.engine["cache_method"]), []).append(row)
     return [row for group in found.values() for row in group[:most]]
 
