@@ -36,9 +36,12 @@ class ModelFamily:
 
     def block_length_of(self, gen_length: int) -> int:
         """Block length of a request that names none. Attention by blocks has the same for responses of any length."""
-        if self.attention == "block_causal" and self.default_block_length is not None:
-            return self.default_block_length
-        return min(self.default_block_length or gen_length, gen_length)
+        return self.attention_block or min(self.default_block_length or gen_length, gen_length)
+
+    @property
+    def attention_block(self) -> int | None:
+        """The length of the blocks that attention goes by, unless a request names another; None: there are none."""
+        return self.default_block_length if self.attention == "block_causal" else None
 
 
 LLADA = ModelFamily(
@@ -116,7 +119,7 @@ def family_of(hf_config: object) -> ModelFamily:
         )
     if family.attention == "full":
         return family
-    return replace(family, default_block_length=hf_config.block_size)  # type: ignore[attr-defined]
+    return replace(family, default_block_length=getattr(hf_config, "block_size"))  # noqa: B009 - configs of transformers
 
 
 def model_end_tokens(hf_config: object) -> list[int]:

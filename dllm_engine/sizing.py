@@ -245,7 +245,7 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     block_length = deployment.block_length
     if block_length is None:
         default = checkpoint_section(config).get("block_length") or family.block_length_of(deployment.response)
-        block_length = min(default, deployment.response)
+        block_length = default if family.attention_block else min(default, deployment.response)
     spec = DecodingSpec(
         prompt_length=deployment.prompt,
         gen_length=deployment.response,
@@ -257,9 +257,11 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
         top_p=1.0,
         top_k=0,
         shifts_logits=family.shifts_logits,
+        attention=family.attention,
         guidance=None if options.guide_model is None else Guidance(),
         cache=options.cache,
     )
+    spec = replace(spec, steps=spec.num_masks)
     if reason := options.method.refusal(spec):
         raise SizingError(reason)
     return spec
@@ -284,7 +286,7 @@ def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan
     """The plan of each step and how far the request is then, where every step unmasks the schedule's count. The
     progress is one object, which goes on."""
     progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.gen_length:
+    while progress.num_unmasked < spec.num_masks:
         plan = method.plan(spec, progress)
         yield plan, progress
         progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
@@ -318,17 +320,18 @@ def weight_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int) -> in
         numbers += config.num_hidden_layers * attention[0][1]
     if getattr(config, "qk_layernorm", False):
         numbers += config.num_hidden_layers * 2 * head_dim_of(config)
-    biases = 0
+    in_float32 = 0
     for number, experts in layers_by_kind(config):
         widths = [config.intermediate_size]
         if experts is not None:
             widths = [experts.intermediate_size] * experts.num_experts + [experts.shared_intermediate_size]
-            numbers += number * hidden * experts.num_experts
-            biases += number * experts.num_experts * experts.has_bias
+            router = number * hidden * experts.num_experts
+            numbers += router if experts.groups is None else 0
+            in_float32 += number * experts.num_experts * experts.has_bias + (router if experts.groups else 0)
         numbers += number * sum(i * o for width in widths for i, o in mlp_matrices(hidden, width, tp))
     table = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp * hidden
     tables = 1 if config.tie_word_embeddings else 2
-    return dtype_bytes * (numbers + tables * table + hidden) + FLOAT32_BYTES * biases
+    return dtype_bytes * (numbers + tables * table + hidden) + FLOAT32_BYTES * in_float32
 
 
 def _mlp_numbers(config: Any, tensor_parallel_size: int) -> int:
@@ -394,6 +397,8 @@ def _requests(
 
 def _max_model_len(d: Deployment, config: Any) -> int:
     canvas, most = d.prompt + d.response, config.max_position_embeddings
+    if attention_block := family_of(config).attention_block:
+        canvas += -canvas % (d.block_length or attention_block)
     if canvas > most:
         raise SizingError(
             f"--prompt {d.prompt} and --response {d.response} need a canvas of {canvas}, the model has {most} "
@@ -417,7 +422,7 @@ def _check_tensor_parallel(d: Deployment, config: Any) -> None:
             f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads ({kv_heads} KV heads) "
             f"evenly; choose one of {', '.join(map(str, fitting))}"
         )
-    if d.block_length is not None and not 1 <= d.block_length <= d.response:
+    if d.block_length is not None and not 1 <= d.block_length <= d.response and not family_of(config).attention_block:
         raise SizingError(f"--block-length {d.block_length} is out of range: 1 … {d.response} (--response)")
 
 

@@ -181,7 +181,8 @@ class StepBatch:
         if any(spec.attention == "full" for spec in specs):
             return None
         lengths = np.repeat([spec.block_length for spec in specs], np.diff(self.cu_seqlens))
-        return on_device(block_ends(self.host_positions, lengths), self.positions.device, torch.int32)
+        ends = (self.host_positions // lengths + 1) * lengths
+        return on_device(ends, self.positions.device, torch.int32)
 
     def row_bounds(self) -> RowBounds:
         sizes = [self.num_rows(i) for i in range(len(self.canvases))]
@@ -199,11 +200,6 @@ class StepBatch:
         """``[num_rows]`` int64: the request that each row belongs to."""
         sizes = np.diff(self.cu_seqlens)
         return on_device(np.repeat(np.arange(len(sizes)), sizes), self.positions.device)
-
-
-def block_ends(positions: np.ndarray, block_length: np.ndarray | int) -> np.ndarray:
-    """Where the blocks of positions end, counted from position 0."""
-    return (positions // block_length + 1) * block_length
 
 
 def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

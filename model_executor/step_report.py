@@ -99,7 +99,8 @@ def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -
 
 def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
     """What a step did, by the names of ``DiffusionFigures.trace``."""
-    whole = batch.num_rows(index) == batch.canvases[index].spec.canvas_length
+    spec = batch.canvases[index].spec
+    whole = batch.num_rows(index) == spec.canvas_length == spec.response_span.stop
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": unmasked,

@@ -192,8 +192,8 @@ class DecodingSpec:
 
     @property
     def response_template(self) -> tuple[int | None, ...]:
-        """The response before its first step, and what the canvas has behind it, with None for each mask."""
-        return self.template or (None,) * (self.canvas_length - self.prompt_length)
+        """The response before its first step, with None for each mask."""
+        return self.template or (None,) * self.gen_length
 
     def is_given(self, position: int) -> bool:
         """Whether the canvas position of the response holds a token from the start."""

@@ -200,7 +200,7 @@ def _check(d: Deployment, decoder: Decoder) -> None:
 
 
 def _checked_steps(spec: DecodingSpec, steps: int | None) -> int:
-    if steps is not None and not spec.num_blocks <= steps <= spec.gen_length:
-        allowed = f"{spec.num_blocks} (one per block) … {spec.gen_length} (one per token)"
+    if steps is not None and not spec.num_blocks <= steps <= spec.num_masks:
+        allowed = f"{spec.num_blocks} (one per block) … {spec.num_masks} (one per token)"
         raise SizingError(f"--steps {steps} is out of range: {allowed}")
-    return steps or spec.gen_length
+    return steps or spec.num_masks

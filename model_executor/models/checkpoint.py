@@ -91,6 +91,8 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
             ("embedding.weight", None): [shape.vocab_size, shape.hidden_size],
             ("lm_head.weight", None): [shape.vocab_size, shape.hidden_size],
             ("final_norm.weight", None): [shape.hidden_size],
+            # Some checkpoints have one projection for all three.
+            ("qkv_proj.weight", None): [(shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size],
         }
     )
     is_quantized = getattr(config, "quantization_config", None) is not None

@@ -48,7 +48,7 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     assert_close(logits.logsumexp(-1, keepdim=True), torch.tensor(case["logsumexp"])[:, None])
 
 
-@pytest.mark.parametrize("model", ["llada-tiny-a", "llada-moe-tiny-a", "dream-tiny-a"])
+@pytest.mark.parametrize("model", ["llada-tiny-a", "llada-moe-tiny-a", "dream-tiny-a", "llada2-moe-tiny-a"])
 def test_logits_do_not_depend_on_the_other_sequences_of_a_batch(engines, reference_checkpoints, model):
     llm = engines(reference_checkpoints / model, max_model_len=512)
     sequences = [case["input_ids"][0] for case in FORWARD_CASES.values() if case["model"] == model]
@@ -77,6 +77,20 @@ LAYOUTS = {
         tiny_checkpoints.write_llada_moe,
         {"num_experts_per_tok": 1, "expert_intermediate_size": 37},
     ),
+    "sdar": (tiny_checkpoints.write_sdar, {}),
+    "sdar tied, one KV head": (tiny_checkpoints.write_sdar, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llada2": (tiny_checkpoints.write_llada2, {}),
+    "llada2 one expert, no bias, no shared one, no dense layer": (
+        tiny_checkpoints.write_llada2,
+        {
+            "num_experts_per_tok": 1,
+            "moe_router_enable_expert_bias": False,
+            "num_shared_experts": 0,
+            "first_k_dense_replace": 0,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
     "dream": (tiny_checkpoints.write_dream, {}),
     "dream all heads": (tiny_checkpoints.write_dream, {"num_key_value_heads": 4}),
     "dream tied": (tiny_checkpoints.write_dream, {"tie_word_embeddings": True}),
@@ -93,7 +107,7 @@ def test_logits_of_each_checkpoint_layout(engines, tmp_path, layout, files):
     if files > 1:
         tiny_checkpoints.shard(folder, files)
     ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert_close(dense_logits(engines(folder), ids)[0], plain.logits(ids))
+    assert_close(dense_logits(engines(folder), ids, block_length=plain.block_length)[0], plain.logits(ids))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
@@ -108,7 +122,7 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "llada2"])
 def test_half_precision_generates_a_full_response(engines, request, family, served):
     from tests.support.engines import tokens_of
 
@@ -125,6 +139,7 @@ def test_half_precision_generates_a_full_response(engines, request, family, serv
         (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
         (tiny_checkpoints.write_llada_moe, {"num_key_value_heads": 2}),
         (tiny_checkpoints.write_dream, {}),
+        (tiny_checkpoints.write_llada2, {}),
     ],
 )
 @torch.inference_mode()
