@@ -62,6 +62,5 @@ BLOCK = CacheMethod(
     check=check,
     shortened=shortened,
     keeps_for_good=True,
-    recordable=True,
     launches=LAUNCHES_TO_RETAIN,
 )
