@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions
@@ -121,16 +121,16 @@ class EngineOptions(BaseModel):
 
         Raises ``ValueError`` as ``parse``, and where the method is not for the family's attention.
         """
-        if family.attention not in self.method.attention:
-            suited = ", ".join(repr(n) for n, method in CACHE_METHODS.items() if family.attention in method.attention)
+        if self.cache_method not in (suited := methods_for(family.attention)):
             reason = (
                 "a position attends to the whole canvas"
                 if family.attention == "full"
                 else "attention goes by blocks, whose keys and values are final once their tokens are; the method "
                 "approximates those of models that attend to the whole canvas"
             )
+            chosen = " or ".join(map(repr, suited))
             raise ValueError(
-                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {suited}"
+                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {chosen}"
             )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = self.method.settings_for(model, family)

@@ -15,7 +15,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
@@ -160,7 +160,7 @@ def plan(deployment: Deployment) -> Sizing:
     if not chosen.requests:
         raise SizingError(f"cache_method={chosen.cache_method!r}: {chosen.limit}")
     others = []
-    for method in CACHE_METHODS:
+    for method in methods_for(family_of(config).attention):
         if method != d.options.cache_method:
             options = EngineOptions.parse(d.options.model_dump() | {"cache_method": method, "cache_options": {}})
             try:

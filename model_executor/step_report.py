@@ -99,7 +99,7 @@ def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -
 
 def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
     """What a step did, by the names of ``DiffusionFigures.trace``."""
-    whole = batch.num_rows(index) == batch.canvases[index].spec.canvas_length
+    whole = batch.num_rows(index) == batch.canvases[index].spec.response_span.stop
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": unmasked,

@@ -8,7 +8,7 @@ from dllm_engine.bench.floor import PassShape
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.recording.forward import padded_size
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -102,9 +102,8 @@ def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_
     decoder = Decoder(config, DTYPE_BYTES[dtype])
     _check(d, decoder)
     steps, speeds = [], []
-    attention, own = family_of(config).attention, d.options.cache_method
-    suited = [name for name, method in CACHE_METHODS.items() if attention in method.attention and name != own]
-    others = [EngineOptions(cache_method=name) for name in suited]
+    suited = methods_for(family_of(config).attention)
+    others = [EngineOptions(cache_method=name) for name in suited if name != d.options.cache_method]
     for options in (d.options, *others):
         if options.method.launches is None:
             continue

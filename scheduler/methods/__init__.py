@@ -1,6 +1,7 @@
 """Cache methods without their tensors. A new one is a file here, one in ``model_executor/passes/``, and an entry in the
 registry of each folder."""
 
+from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.methods.d2_cache import D2_CACHE
 from dllm_engine.scheduler.methods.delayed import DELAYED
@@ -27,3 +28,8 @@ CACHE_METHODS: dict[str, CacheMethod] = {
     "d2_cache": D2_CACHE,
 }
 """By the name that ``cache_method`` takes."""
+
+
+def methods_for(attention: Attention) -> list[str]:
+    """Names of the methods for models that attend so."""
+    return [name for name, method in CACHE_METHODS.items() if attention in method.attention]

@@ -110,7 +110,7 @@ def reference_cases(file: str) -> list[Case]:
 def request_fields(case: Case) -> dict[str, Any]:
     """What a case asks for, as fields of ``DiffusionParams``."""
     h = case["hyperparameters"]
-    if "mask_id" in h:
+    if is_of_blocks(case):
         return block_fields(h)
     if "block_add_threshold" in h:
         fields = {name: h[name] for name in ("gen_length", "block_length", "block_add_threshold")}
@@ -137,6 +137,10 @@ def request_fields(case: Case) -> dict[str, Any]:
     return fields | {name: h[name] for name in ("threshold", "top_p", "top_k") if h.get(name) is not None}
 
 
+def is_of_blocks(case: Case) -> bool:
+    return case["model"] in ("sdar-tiny-a", "llada2-moe-tiny-a")
+
+
 def block_fields(h: dict[str, Any]) -> dict[str, Any]:
     """Of a model whose attention goes by blocks. A block's steps fill equally many tokens at least, or one."""
     ends = h.get("stopping_criteria_idx") or ([h["eos_id"]] if "eos_id" in h else [])
@@ -153,11 +157,14 @@ def steps_of_block(h: dict[str, Any]) -> int:
 def can_be_asked_for(case: Case) -> bool:
     """Whether requests have what a case needs: steps that divide a block, no order but by confidence. And whether its
     authors' code does what it says: that it overwrites known tokens, or ends at a token of the prompt, does not."""
-    h = case["hyperparameters"]
-    if "mask_id" not in h:
+    if not is_of_blocks(case):
         return True
+    h = case["hyperparameters"]
     steps, length = steps_of_block(h), h["block_length"]
-    by_confidence = h.get("remasking_strategy", "low_confidence") in ("low_confidence_static", "low_confidence_dynamic")
+    by_confidence = h.get("remasking_strategy", "low_confidence_dynamic") in (
+        "low_confidence_static",
+        "low_confidence_dynamic",
+    )
     odd = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"} & {*case.get("quirks", ())}
     return by_confidence and (steps >= length or length % steps == 0) and not odd
 
