@@ -128,9 +128,8 @@ class EngineOptions(BaseModel):
                 else "attention goes by blocks, whose keys and values are final once their tokens are; the method "
                 "approximates those of models that attend to the whole canvas"
             )
-            chosen = " or ".join(map(repr, suited))
             raise ValueError(
-                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {chosen}"
+                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {', '.join(suited)}"
             )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = self.method.settings_for(model, family)
