@@ -127,8 +127,7 @@ class EngineOptions(BaseModel):
         if self.cache_method == AUTO:
             raw = self.model_dump() | {"cache_method": DEFAULT_METHODS[family.attention]}
             return self.parse(raw).with_paper_settings(model, family)
-        if family.attention not in self.method.attention:
-            suited = ", ".join(map(repr, methods_for(family.attention)))
+        if self.cache_method not in (suited := methods_for(family.attention)):
             reason = (
                 "a position attends to the whole canvas"
                 if family.attention == "full"
@@ -136,7 +135,7 @@ class EngineOptions(BaseModel):
                 "approximates those of models that attend to the whole canvas"
             )
             raise ValueError(
-                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {suited}"
+                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {', '.join(suited)}"
             )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = self.method.settings_for(model, family)

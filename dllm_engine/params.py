@@ -35,7 +35,8 @@ class DiffusionParams(SamplingParams):
     """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or what fits the context if that
     is less."""
     block_length: int | None = None
-    """Response tokens denoised together, at most ``gen_length``. The last block may be shorter."""
+    """Response tokens denoised together, at most ``gen_length``. The last block may be shorter. SDAR and LLaDA2 attend
+    by blocks of this length, counted from the prompt's first token; it may be longer than the response."""
     steps: int | None = None
     """Denoising steps over the whole response, at most ``gen_length``. Blocks share them by their length; each block
     gets at least one."""

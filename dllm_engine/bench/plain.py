@@ -54,6 +54,12 @@ class PlainDecoder:
             with safe_open(file, "pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
                     weights[locate(name)] = tensors.get_tensor(name).to(dtype)
+        shape = decoder_shape(config)
+        rows = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        for name, shard in list(weights):
+            if name.endswith("qkv_proj.weight") and shard is None:  # the checkpoint has one for all three
+                parts = weights.pop((name, shard)).split(rows)
+                weights |= {(name, part): weight for part, weight in zip("qkv", parts, strict=True)}
         return cls(config, weights)
 
     @classmethod
@@ -101,11 +107,10 @@ class PlainDecoder:
         Returns the rows, their queries ``[num_heads, num_rows, head_dim]`` and their own keys and values.
         """
         y = self._norm(x, f"layers.{number}.attn_norm")
-        name, shape = f"layers.{number}.qkv_proj", self.shape
-        fused = (f"{name}.weight", None) in self.weights
-        parts = [self._linear(y, name, shard) for shard in ((None,) if fused else "qkv")]
-        heads = torch.cat(parts, dim=-1).unflatten(-1, (-1, shape.head_dim)).transpose(0, 1)
-        q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
+        q, k, v = (
+            self._linear(y, f"layers.{number}.qkv_proj", shard).unflatten(-1, (-1, self.shape.head_dim)).transpose(0, 1)
+            for shard in "qkv"
+        )
         if self.shape.qk_norm:
             q, k = self._norm(q, f"layers.{number}.q_norm"), self._norm(k, f"layers.{number}.k_norm")
         q, k = _rotate(q, phases), _rotate(k, phases)
@@ -294,7 +299,9 @@ def decode(
     num_forwards = num_unmasked = num_rows = 0
     for block in range(spec.num_blocks):
         span, step = spec.block_span(block), 0
-        while left := canvas.masked(span).numel():
+        of_response = Span(span.start, min(span.stop, spec.response_span.stop))
+        while canvas.masked(of_response).numel():
+            left = canvas.masked(span).numel()
             quota = unmask_quota(spec, Progress(Blocks(block, block + 1), step, [left]), window_alone=False)
             num_positions = span.stop if spec.is_block_causal else spec.canvas_length
             positions = torch.arange(num_positions, device=model.device)
@@ -308,7 +315,7 @@ def decode(
             num_forwards += 1
             num_rows += len(positions)
             step += 1
-        token_ids = canvas.tokens[spec.prompt_length : min(span.stop, spec.response_span.stop)].tolist()
+        token_ids = canvas.tokens[spec.prompt_length : of_response.stop].tolist()
         end = next((i for i, token in enumerate(token_ids) if token in end_tokens), None)
         made = token_ids if end is None else token_ids[: end + 1]
         yield PlainResponse(made, num_forwards, num_rows, num_unmasked)

@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -140,7 +140,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--loss {args.loss:g} is out of range: give percentage points from 0 to 100")
     if args.budget is not None and not args.budget > 0:
         raise ValueError(f"--budget {args.budget:g} is out of range: give minutes, more than 0")
-    for method in _methods(args):
+    for method in _methods(args, CACHE_METHODS):
         if method not in CACHE_METHODS:
             raise ValueError(f"--methods: unknown cache method {method!r}; choose some of {', '.join(CACHE_METHODS)}")
     if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model != DEMO_MODEL:
@@ -150,8 +150,8 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _methods(args: argparse.Namespace) -> list[str]:
-    return methods_for("full") if args.methods in (None, "all") else args.methods.split(",")
+def _methods(args: argparse.Namespace, suited: Iterable[str]) -> list[str]:
+    return list(suited) if args.methods in (None, "all") else args.methods.split(",")
 
 
 def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
@@ -204,7 +204,7 @@ def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunne
     space = Space.of_model(
         args.model,
         family,
-        _methods(args),
+        _methods(args, methods_for(family.attention)),
         default_block=min(own_block or family.block_length_of(longest), longest),
         longest_block=longest,
         rules=_rules(args),

@@ -12,10 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.families import FAMILIES
+from dllm_engine.families import FAMILIES, family_of
 from dllm_engine.kernels.noise import filtered_logits, gumbel_max
 from dllm_engine.model_executor.passes.d2_cache import Rollout
 from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.sizing import (
     GIB,
     Deployment,
@@ -170,7 +171,9 @@ def test_released_models_have_their_published_sizes(model, billions, kib_per_tok
 
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)
 def test_every_released_model_can_be_planned(model):
-    assert plan(deployment(model, dtype="auto", gpu_memory=80 * GIB)).demand.requests > 0
+    *_, method = methods_for(family_of(load_config(model)).attention)
+    sizing = plan(deployment(model, method, dtype="auto", gpu_memory=80 * GIB))
+    assert sizing.demand.requests > 0
 
 
 @pytest.mark.parametrize("model", [name for family in FAMILIES.values() for name in family.checkpoints])
@@ -180,7 +183,7 @@ def test_every_listed_checkpoint_is_known_or_asked_of_hugging_face(model, monkey
 
     config = RELEASED_CONFIGS["Dream-org/Dream-v0-Instruct-7B"]
     monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name, **_: ({**config, "of": name}, {}))
-    assert load_config(model).num_hidden_layers in (16, 28, 32)
+    assert load_config(model).num_hidden_layers in (16, 20, 28, 32, 36)
 
 
 def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):

@@ -52,7 +52,7 @@ def plans_of(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None = No
 
 def _plans(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None) -> Iterator[StepPlan]:
     progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.gen_length:
+    while progress.num_unmasked < spec.num_masks:
         plan = plan_of(spec, method, progress)
         yield plan
         count = plan.quota.count

@@ -110,7 +110,7 @@ def reference_cases(file: str) -> list[Case]:
 def request_fields(case: Case) -> dict[str, Any]:
     """What a case asks for, as fields of ``DiffusionParams``."""
     h = case["hyperparameters"]
-    if "mask_id" in h:
+    if is_of_blocks(case):
         return block_fields(h)
     if "block_add_threshold" in h:
         fields = {name: h[name] for name in ("gen_length", "block_length", "block_add_threshold")}
@@ -135,6 +135,10 @@ def request_fields(case: Case) -> dict[str, Any]:
     if h.get("delay_eos_generation"):
         fields["delay_eos"] = True
     return fields | {name: h[name] for name in ("threshold", "top_p", "top_k") if h.get(name) is not None}
+
+
+def is_of_blocks(case: Case) -> bool:
+    return case["model"] in ("sdar-tiny-a", "llada2-moe-tiny-a")
 
 
 def block_fields(h: dict[str, Any]) -> dict[str, Any]:
