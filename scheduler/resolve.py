@@ -310,8 +310,8 @@ def resolve_decoding(
     decides = options if guidance is None else own
     unmasking, parallel = resolve_unmasking(decides, family)
     _check_several_blocks(decides, parallel)
-    _check_suffix(options, engine)
     _check_attention(options, family)
+    _check_suffix(options, engine)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
             "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"

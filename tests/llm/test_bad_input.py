@@ -154,7 +154,7 @@ def test_lora_request(llm, healthy):
     ("settings", "fragments"),
     [
         ({"cache_method": "best"}, ("cache_method", "'best'", "none")),
-        ({"cache_options": {"retention": 0.5}}, ("'retention'", "0.5", "cache_method='none'")),
+        ({"cache_options": {"retention": 0.5}}, ("'retention'", "0.5", "cache_method='auto'")),
         ({"trace": "often"}, ("trace", "'often'")),
         ({"max_automaton_states": 0}, ("max_automaton_states=0", "greater than or equal to 1")),
         ({"max_automaton_seconds": 0}, ("max_automaton_seconds=0", "greater than 0")),

@@ -151,7 +151,7 @@ def test_what_a_request_names_itself_is_not_fitted():
         ({"steps": "many"}, ("request default steps='many'",)),
         ({"threshold": 1.5}, ("request default threshold=1.5",)),
         ({"unmasking": "best"}, ("unmasking='best' is unknown", "low_confidence")),
-        ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='none' evicts nothing")),
+        ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='auto' evicts nothing")),
         ({"stream_granularity": "step"}, ("no 'stream_granularity'", "block_length, steps")),
         ({"steps": 8, "tokens_per_step": 2}, ("tokens_per_step=2 and steps=8",)),
         ({"block_add_threshold": 0.1}, ("block_add_threshold=0.1", "need a rule")),
