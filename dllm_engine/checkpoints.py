@@ -57,6 +57,40 @@ _LLADA_MOE_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_SDAR_8B: dict[str, Any] = {
+    "model_type": "sdar",
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_LLADA2_MINI: dict[str, Any] = {
+    "model_type": "llada2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "vocab_size": 157_184,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
     "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,
@@ -65,6 +99,8 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": _LLADA_MOE_7B,
     "Dream-org/Dream-v0-Base-7B": _DREAM_7B,
     "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
+    "JetLM/SDAR-8B-Chat": _SDAR_8B,
+    "inclusionAI/LLaDA2.0-mini": _LLADA2_MINI,
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 ScheduleKind = Literal["uniform", "timestep"]
+Attention = Literal["full", "block_causal"]
+"""What a position attends to. ``full``: the whole canvas. ``block_causal``: its own block and those before it,
+where blocks are counted from the start of the canvas, prompt included."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +26,22 @@ class ModelFamily:
     """Whether position ``p`` is predicted by the hidden state of ``p - 1`` rather than of ``p``."""
     default_unmasking: str
     default_block_length: int | None
-    """None: the whole response is one block."""
+    """None: the whole response is one block. Where attention goes by blocks, ``family_of`` takes it from the config."""
     checkpoints: tuple[str, ...]
+    attention: Attention = "full"
     strict_entropy_threshold: bool = False
     """Whether ``entropy_threshold`` itself is too much, and may let no position pass, as in d3LLM's code for Dream."""
     slow_fast: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Defaults of ``SlowFast``'s options that differ from LLaDA's, in the code of its authors."""
 
     def block_length_of(self, gen_length: int) -> int:
-        """Block length of a request that names none."""
-        return min(self.default_block_length or gen_length, gen_length)
+        """Block length of a request that names none. Attention by blocks has the same for responses of any length."""
+        return self.attention_block or min(self.default_block_length or gen_length, gen_length)
+
+    @property
+    def attention_block(self) -> int | None:
+        """The length of the blocks that attention goes by, unless a request names another; None: there are none."""
+        return self.default_block_length if self.attention == "block_causal" else None
 
 
 LLADA = ModelFamily(
@@ -68,7 +77,24 @@ DREAM = ModelFamily(
     strict_entropy_threshold=True,
     slow_fast={"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2},
 )
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (LLADA, LLADA_MOE, DREAM)}
+SDAR = replace(
+    LLADA,
+    name="SDAR",
+    model_type="sdar",
+    architecture="SDARForCausalLM",
+    default_block_length=4,
+    checkpoints=("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
+    attention="block_causal",
+)
+LLADA2 = replace(
+    SDAR,
+    name="LLaDA2",
+    model_type="llada2_moe",
+    architecture="LLaDA2MoeModelLM",
+    default_block_length=32,
+    checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash"),
+)
+FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (LLADA, LLADA_MOE, DREAM, SDAR, LLADA2)}
 
 
 def find_family(model_type: object, architectures: object) -> ModelFamily | None:
@@ -80,7 +106,10 @@ def find_family(model_type: object, architectures: object) -> ModelFamily | None
 
 
 def family_of(hf_config: object) -> ModelFamily:
-    """The family of a checkpoint's config; raises ``ValueError`` naming the supported ones."""
+    """The family of a checkpoint's config, with the config's own block length where attention goes by blocks.
+
+    Raises ``ValueError`` naming the supported families.
+    """
     model_type = getattr(hf_config, "model_type", None)
     family = find_family(model_type, getattr(hf_config, "architectures", None))
     if family is None:
@@ -88,7 +117,9 @@ def family_of(hf_config: object) -> ModelFamily:
         raise ValueError(
             f"model_type={model_type!r} is not a supported diffusion language model; supported: {supported}"
         )
-    return family
+    if family.attention == "full":
+        return family
+    return replace(family, default_block_length=getattr(hf_config, "block_size"))  # noqa: B009 - configs of transformers
 
 
 def model_end_tokens(hf_config: object) -> list[int]:

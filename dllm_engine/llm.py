@@ -65,7 +65,7 @@ class LLM(vllm.LLM):
         self,
         model: str,
         *,
-        cache_method: str = "none",
+        cache_method: str = "auto",
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
         page_size: int = 32,
         dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions
@@ -67,6 +67,8 @@ GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
 STEPS_ON_GPU = 8
 """Steps per dispatch, unless asked for otherwise: the scheduler's part of each is then small beside a step of some
 milliseconds, and a new request waits for a fraction of a block."""
+AUTO = "auto"
+"""As ``cache_method``: what suits the model."""
 PAPER = "paper"
 """As ``cache_options``: the settings of the method's paper, which are the defaults."""
 
@@ -76,8 +78,9 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    cache_method: str = "none"
-    """What steps compute and what they keep in pages."""
+    cache_method: str = "auto"
+    """What steps compute and what they keep in pages. ``"auto"``: ``"block"`` for models whose attention goes by
+    blocks, ``"none"`` for others."""
     cache_options: dict[str, Any] | Literal["paper"] = {}
     """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
     page_size: int = Field(default=32, ge=1)
@@ -122,8 +125,21 @@ class EngineOptions(BaseModel):
     def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
         """The cache options that were left open filled with what the method's paper has for a model.
 
-        Raises ``ValueError`` as ``parse``.
+        Raises ``ValueError`` as ``parse``, and where the method is not for the family's attention.
         """
+        if self.cache_method == AUTO:
+            raw = self.model_dump() | {"cache_method": DEFAULT_METHODS[family.attention]}
+            return self.parse(raw).with_paper_settings(model, family)
+        if self.cache_method not in (suited := methods_for(family.attention)):
+            reason = (
+                "a position attends to the whole canvas"
+                if family.attention == "full"
+                else "attention goes by blocks, whose keys and values are final once their tokens are; the method "
+                "approximates those of models that attend to the whole canvas"
+            )
+            raise ValueError(
+                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {', '.join(suited)}"
+            )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = self.method.settings_for(model, family)
         return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})
@@ -145,8 +161,8 @@ class EngineOptions(BaseModel):
     @field_validator("cache_method")
     @classmethod
     def _known_method(cls, value: str) -> str:
-        if value not in CACHE_METHODS:
-            raise ValueError(f"unknown cache method; choose one of {', '.join(CACHE_METHODS)}")
+        if value not in (AUTO, *CACHE_METHODS):
+            raise ValueError(f"unknown cache method; choose one of {', '.join((AUTO, *CACHE_METHODS))}")
         return value
 
     @classmethod
@@ -158,7 +174,7 @@ class EngineOptions(BaseModel):
             known = [name for name in cls.model_fields if name != "guide_shape"]
             raise ValueError(f"{explain(error, 'engine option', known)} (engine options: {', '.join(known)})") from None
         _ = options.cache
-        if options.cuda_graphs and not options.method.recordable:
+        if options.cuda_graphs and options.cache_method != AUTO and not options.method.recordable:
             recordable = ", ".join(name for name, method in CACHE_METHODS.items() if method.recordable)
             raise ValueError(
                 f"cuda_graphs=True records steps of the cache methods {recordable}, not of "
@@ -168,7 +184,7 @@ class EngineOptions(BaseModel):
 
     @property
     def method(self) -> CacheMethod:
-        return CACHE_METHODS[self.cache_method]
+        return CACHE_METHODS[DEFAULT_METHODS["full"] if self.cache_method == AUTO else self.cache_method]
 
     @property
     def uses_pages(self) -> bool:

@@ -35,10 +35,15 @@ class DiffusionParams(SamplingParams):
     """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or what fits the context if that
     is less."""
     block_length: int | None = None
-    """Response tokens denoised together, at most ``gen_length``. The last block may be shorter."""
+    """Response tokens denoised together, at most ``gen_length``. The last block may be shorter. SDAR and LLaDA2 attend
+    by blocks of this length, counted from the prompt's first token; it may be longer than the response."""
     steps: int | None = None
     """Denoising steps over the whole response, at most ``gen_length``. Blocks share them by their length; each block
     gets at least one."""
+    steps_per_block: int | None = None
+    """Denoising steps of each block, in place of ``steps``; a block of fewer tokens takes a step for each. With a rule
+    of parallel unmasking, each step fills at least what the schedule of so many steps does. ``entropy_budget`` takes no
+    such count."""
     tokens_per_step: int | None = None
     """Tokens that each step unmasks, in place of ``steps`` and of a family's schedule, or with a rule of parallel
     unmasking the least (d2Cache)."""
@@ -58,6 +63,9 @@ class DiffusionParams(SamplingParams):
     entropy_bound: float | None = None
     """Parallel unmasking (EB-Sampler): fill the lowest-entropy positions while their total, excluding the largest,
     stays within this bound (in nats). For the policies ``entropy`` and ``low_entropy``."""
+    entropy_budget: float | None = None
+    """Parallel unmasking (SDAR): fill the lowest-entropy positions while their total, including the last one, stays
+    below this budget (in nats). For the policies ``entropy`` and ``low_entropy``."""
     margin: float | None = None
     """Parallel unmasking: fill every position whose two likeliest tokens differ in probability by at least this. For
     the policy ``topk_margin``."""

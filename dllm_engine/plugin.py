@@ -31,8 +31,10 @@ def _register_models() -> None:
     from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 
-    AutoConfig.register("llada", configs.LLaDAConfig, exist_ok=True)
-    AutoConfig.register("Dream", configs.DreamConfig, exist_ok=True)
+    # Of those that share a model type the first, which knows the others.
+    by_type = {config.model_type: config for config in reversed(configs.CONFIG_CLASSES.values())}
+    for model_type, config in by_type.items():
+        AutoConfig.register(model_type, config, exist_ok=True)
     for architecture, model in MODEL_CLASSES.items():
         # The class, not its import path: vLLM inspects a path in a subprocess, for 16 s.
         ModelRegistry.register_model(architecture, model)

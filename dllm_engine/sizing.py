@@ -13,9 +13,9 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
-from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
+from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.text import one_line, readable_size
@@ -169,6 +169,8 @@ def plan(deployment: Deployment) -> Sizing:
     """
     d = deployment
     config, max_model_len = checked_config(d)
+    family = family_of(config)
+    d = replace(d, options=d.options.with_paper_settings(d.model, family))
     dtype = dtype_of(d.dtype, config)
     rows = max(d.max_num_batched_tokens, max_model_len)
     models, notes = [config], []
@@ -191,7 +193,7 @@ def plan(deployment: Deployment) -> Sizing:
     page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
 
     def demand(options: EngineOptions) -> RequestDemand:
-        options = options.with_paper_settings(d.model, family_of(config))
+        options = options.with_paper_settings(d.model, family)
         if geometry.guide is not None:
             options.method.check(options.cache, geometry.num_layers, True)
         spec = request_spec(d, config, options)
@@ -215,7 +217,7 @@ def plan(deployment: Deployment) -> Sizing:
     if not chosen.requests:
         raise SizingError(f"cache_method={chosen.cache_method!r}: {chosen.limit}")
     others = []
-    for method in CACHE_METHODS:
+    for method in methods_for(family.attention):
         if method != d.options.cache_method:
             options = EngineOptions.parse(d.options.model_dump() | {"cache_method": method, "cache_options": {}})
             try:
@@ -298,7 +300,7 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     block_length = deployment.block_length
     if block_length is None:
         default = checkpoint_section(config).get("block_length") or family.block_length_of(deployment.response)
-        block_length = min(default, deployment.response)
+        block_length = default if family.attention_block else min(default, deployment.response)
     spec = DecodingSpec(
         prompt_length=deployment.prompt,
         gen_length=deployment.response,
@@ -310,9 +312,11 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
         top_p=1.0,
         top_k=0,
         shifts_logits=family.shifts_logits,
+        attention=family.attention,
         guidance=None if options.guide_model is None else Guidance(),
         cache=options.cache,
     )
+    spec = replace(spec, steps=spec.num_masks)
     if reason := options.method.refusal(spec):
         raise SizingError(reason)
     return spec
@@ -337,16 +341,15 @@ def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan
     """The plan of each step and how far the request is then, where every step unmasks the schedule's count. The
     progress is one object, which goes on."""
     progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.gen_length:
+    while progress.num_unmasked < spec.num_masks:
         plan = method.plan(spec, progress)
         yield plan, progress
-        progress.advance(spec, min(plan.quota.count, progress.num_masked))
+        progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
 
 
 def attention_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:
     """Inputs and outputs of a layer's matrix products on one rank: q, k and v; the attention's output."""
-    tp, hidden = tensor_parallel_size, config.hidden_size
-    head_dim = hidden // config.num_attention_heads
+    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
     heads, kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
     return [(hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden)]
 
@@ -385,18 +388,20 @@ def weight_bytes(
     if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
         numbers += config.num_hidden_layers * attention[0][1]
     if getattr(config, "qk_layernorm", False):
-        numbers += config.num_hidden_layers * 2 * hidden // config.num_attention_heads
-    biases = 0
+        numbers += config.num_hidden_layers * 2 * head_dim_of(config)
+    in_float32 = 0
     for number, experts in layers_by_kind(config):
         widths = [config.intermediate_size]
         if experts is not None:
             widths = [experts.intermediate_size] * experts.num_experts + [experts.shared_intermediate_size]
-            numbers += number * hidden * experts.num_experts
-            biases += number * experts.num_experts * experts.has_bias
+            router = number * hidden * experts.num_experts
+            numbers += router if experts.groups is None else 0
+            in_float32 += number * experts.num_experts * experts.has_bias + (router if experts.groups else 0)
         sizes = [matrix for width in widths if width for matrix in mlp_matrices(hidden, width, tp)]
         linears += number * sum(quantization.matrix_bytes(*matrix) for matrix in sizes)
     tables = 1 if config.tie_word_embeddings else 2
-    return linears + dtype_bytes * (numbers + tables * table_numbers(config, tp) + hidden) + FLOAT32_BYTES * biases
+    numbers += tables * table_numbers(config, tp) + hidden
+    return linears + dtype_bytes * numbers + FLOAT32_BYTES * in_float32
 
 
 def table_numbers(config: Any, tensor_parallel_size: int) -> int:
@@ -423,13 +428,13 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     The larger of a layer's two halves over all rows, counted tensor by tensor (the fused projections, RoPE in
     float32), or a chunk of logits that are filtered, which every rank gathers whole.
     """
-    tp, hidden = tensor_parallel_size, config.hidden_size
-    q = hidden // tp
-    kv = max(1, config.num_key_value_heads // tp) * (hidden // config.num_attention_heads)
+    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
+    q = config.num_attention_heads // tp * head_dim
+    kv = max(1, config.num_key_value_heads // tp) * head_dim
     stream = 2 * hidden * dtype_bytes  # hidden states and their norm
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * 4 * q
     mlp = _mlp_numbers(config, tp) * dtype_bytes
-    phases = 2 * 4 * (hidden // config.num_attention_heads)
+    phases = 2 * 4 * head_dim
     head_rows = min(max(HEAD_CHUNK_NUMBERS // config.vocab_size, HEAD_CHUNK_ROWS), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FILTER_BYTES)
     return max(rows * (stream + max(attention, mlp) + phases), rows * stream + head)
@@ -468,6 +473,8 @@ def _requests(
 
 def _max_model_len(d: Deployment, config: Any) -> int:
     canvas, most = d.prompt + d.response, config.max_position_embeddings
+    if attention_block := family_of(config).attention_block:
+        canvas += -canvas % (d.block_length or attention_block)
     if canvas > most:
         raise SizingError(
             f"--prompt {d.prompt} and --response {d.response} need a canvas of {canvas}, the model has {most} "
@@ -491,7 +498,7 @@ def _check_tensor_parallel(d: Deployment, config: Any) -> None:
             f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads ({kv_heads} KV heads) "
             f"evenly; choose one of {', '.join(map(str, fitting))}"
         )
-    if d.block_length is not None and not 1 <= d.block_length <= d.response:
+    if d.block_length is not None and not 1 <= d.block_length <= d.response and not family_of(config).attention_block:
         raise SizingError(f"--block-length {d.block_length} is out of range: 1 … {d.response} (--response)")
 
 

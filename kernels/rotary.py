@@ -1,6 +1,6 @@
 r"""Rotary position embedding in the half-split layout, in float32 whatever the type of the rows.
 
-For a head x of a row at position p, with angles θ_j = p · base^(−2j/d), j < d/2:
+For the first d numbers x of a head of a row at position p, with angles θ_j = p · base^(−2j/d), j < d/2:
 
     out_j         = x_j · cos θ_j − x_{j+d/2} · sin θ_j
     out_{j + d/2} = x_{j+d/2} · cos θ_j + x_j · sin θ_j
@@ -15,9 +15,9 @@ from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels.vllm_operators import vllm_kernel
 
 
-def rotary_table(num_positions: int, head_dim: int, base: float, device: torch.device) -> torch.Tensor:
-    """float32 ``[num_positions, head_dim]``: a position's cosines, then its sines."""
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+def rotary_table(num_positions: int, rotary_dim: int, base: float, device: torch.device) -> torch.Tensor:
+    """float32 ``[num_positions, rotary_dim]``: a position's cosines, then its sines."""
+    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
     positions = torch.arange(num_positions, device=device, dtype=torch.float32)
     angles = positions[:, None] * (1.0 / base**exponents)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
@@ -25,7 +25,7 @@ def rotary_table(num_positions: int, head_dim: int, base: float, device: torch.d
 
 @operator("rotate_", mutates=("x",), triton="rotary")
 def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """Rotate every head of every row, in place.
+    """Rotate every head of every row, in place, as far as the table is wide; the rest of a head stays as it is.
 
     Args:
         x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
@@ -37,6 +37,7 @@ def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> 
     """
     # vLLM's compiled rotation takes one pass, but computes in the rows' own type. vLLM may not have loaded it.
     num_rows, num_heads, head_dim = x.shape
+    rotary_dim = cos_sin.shape[1]
     together = x.stride(1) == head_dim or num_heads == 1
     fits = x.dtype == torch.float32 and together and not x.is_cuda
     if fits and (rotary_embedding := vllm_kernel("rotary_embedding", x.device)):
@@ -44,16 +45,17 @@ def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> 
         rotary_embedding(positions, heads, None, head_dim, cos_sin, True)
         return
     cos, sin = cos_sin[positions, None].chunk(2, dim=-1)
-    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    first, second = x[..., :rotary_dim].to(torch.float32).chunk(2, dim=-1)
     # Two passes for each half; the plain formula takes three, and as many temporaries.
     rotated = torch.mul(first, cos).addcmul_(second, sin, value=-1)
-    x[..., head_dim // 2 :] = torch.mul(second, cos).addcmul_(first, sin)
-    x[..., : head_dim // 2] = rotated
+    x[..., rotary_dim // 2 : rotary_dim] = torch.mul(second, cos).addcmul_(first, sin)
+    x[..., : rotary_dim // 2] = rotated
 
 
 @rotate_.register_check
 def _(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    if x.dim() != 3 or x.shape[2] % 2 or positions.shape != x.shape[:1] or cos_sin.shape[1:] != x.shape[2:]:
+    rotary_dim = cos_sin.shape[1] if cos_sin.dim() == 2 else 0
+    if x.dim() != 3 or positions.shape != x.shape[:1] or rotary_dim % 2 or not 0 < rotary_dim <= x.shape[2]:
         shapes = f"x {list(x.shape)}, positions {list(positions.shape)} and cos_sin {list(cos_sin.shape)}"
         raise ValueError(f"{shapes} do not belong together")
     if positions.dtype != torch.int64 or not positions.is_contiguous():

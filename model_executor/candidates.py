@@ -256,7 +256,7 @@ class BatchCandidates:
         requests = range(len(self.batch.plans))
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
         for (measure, rule), of_requests in self.choices(plans).items():
-            confidence = statistics.confidence(measure)
+            confidence = statistics.confidence(measure, self.offsets)
             if self.certainty is not None:
                 confidence = confidence * self.certainty
             confidence = confidence.masked_fill(barred, -torch.inf)

@@ -37,7 +37,8 @@ class CanvasStore:
             self._make_room(spec.canvas_length)
         self._place(canvas)
         response = [-1 if token is None else token for token in spec.response_template]
-        canvas.known = np.array([*request.prompt_token_ids, *response])
+        behind = [-1] * (spec.canvas_length - spec.response_span.stop)
+        canvas.known = np.array([*request.prompt_token_ids, *response, *behind])
         canvas.tokens.copy_(on_device(np.where(canvas.known < 0, self.mask_token_id, canvas.known), device))
         canvas.masked.copy_(on_device(canvas.known < 0, device))
         if spec.constraint is not None:

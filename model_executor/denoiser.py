@@ -229,7 +229,7 @@ def _constrained_rows(group: BatchCandidates, plans: list[StepPlan]) -> list[Con
     for index in group.members:
         canvas, rows = canvases[index], slice(bounds[index], bounds[index + 1])
         assert canvas.constrained is not None
-        stop = plans[index].window.stop
+        stop = min(plans[index].window.stop, canvas.spec.response_span.stop)
         found.append(constrained_rows(canvas.constrained, canvas.known, stop, rows, positions[rows], group.rows.device))
     return found
 

@@ -63,6 +63,7 @@ class DiffusionModelRunner:
             raise ValueError(f"cuda_graphs=True needs a CUDA device, and the engine runs on {device}; leave it out")
         head_dim = self.model_config.get_head_size()
         use_dense_backend(choose_backend(self.options.dense_attention, device, self.model_config.dtype, head_dim))
+        self.family = family_of(self.model_config.hf_config)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = PASSES[self.options.cache_method]
         self.plan = self.options.method.plan
@@ -185,20 +186,25 @@ class DiffusionModelRunner:
         """The largest batch that may be asked for, for vLLM to measure its memory."""
         num_rows, longest = self.vllm_config.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len
         held = torch.empty(self.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=self.device)
-        probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, self.device)
+        block_length = self.family.attention_block
+        probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, block_length, self.device)
         del held
 
     @torch.inference_mode()
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
         """Importance of each layer in a forward pass over a prompt and a masked response."""
+        if self.family.attention_block is not None:
+            raise ValueError(
+                f"layers are profiled for models that attend to the whole canvas, not for {self.family.name}"
+            )
         tokens = prompt_token_ids + [self.mask_token_id] * gen_length
         return probes.profile_of_layers(self.model, torch.tensor(tokens, device=self.device))
 
     @torch.inference_mode()
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """Log-probability of each token that is masked, given the rest of its sequence; one forward pass for all."""
-        shift = int(family_of(self.model_config.hf_config).shifts_logits)
-        return probes.masked_logprobs(self.model, self.predictor, sequences, masked, shift, self.device)
+        shift, block_length = int(self.family.shifts_logits), self.family.attention_block
+        return probes.masked_logprobs(self.model, self.predictor, sequences, masked, shift, block_length, self.device)
 
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""
@@ -232,10 +238,7 @@ class DiffusionModelRunner:
                 break
             for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
                 assert isinstance(report, StepReport)
-                spec = self.canvases[request_id].spec
-                progress[request_id].advance(
-                    spec, report.num_unmasked, report.masked, ends=report.ends, seen=report.seen
-                )
+                report.advance(progress[request_id], self.canvases[request_id].spec)
             if any(its_progress.step == 0 for its_progress in progress.values()):
                 break  # a block has joined: other pages are needed
             plans = self._next_plans(progress)

@@ -76,15 +76,16 @@ class Canvas:
 
     def take_sendable(self) -> np.ndarray:
         """Canvas positions to be sent now: what is decided with no mask before it, up to its first end token, or else
-        as far as blocks are complete."""
-        masked = np.flatnonzero(self.known[self.sent :] < 0)
-        decided = self.sent + int(masked[0]) if masked.size else self.spec.canvas_length
+        as far as blocks are complete. Nothing behind the response."""
+        last = self.spec.response_span.stop
+        masked = np.flatnonzero(self.known[self.sent : last] < 0)
+        decided = self.sent + int(masked[0]) if masked.size else last
         tokens = self.known[self.sent : decided].tolist()
         end = next((i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None)
         if end is not None:
             stop = self.sent + end + 1
         elif masked.size:
-            stop = decided - (decided - self.spec.prompt_length) % self.spec.block_length
+            stop = decided - (decided - self.spec.blocks_start) % self.spec.block_length
         else:
             stop = decided
         start, self.sent = self.sent, max(stop, self.sent)
@@ -113,9 +114,13 @@ class Canvas:
 class RowBounds:
     """Where the rows of each request lie among rows that lie end to end."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        """``sizes``: rows of each request."""
-        self.sizes, self.device = sizes, device
+    def __init__(self, sizes: Sequence[int], device: torch.device, limits: torch.Tensor | None = None) -> None:
+        """
+        Args:
+            sizes: rows of each request.
+            limits: how many of its request's keys each row attends to, int32 ``[num_rows]``; None: all of them.
+        """
+        self.sizes, self.device, self.limits = sizes, device, limits
         self.bounds = list(accumulate(sizes, initial=0))
         """First row of each request and, last, the number of rows."""
         self.max_seqlen = max(sizes, default=0)
@@ -133,15 +138,22 @@ class RowBounds:
 class SplitRows(RowBounds):
     """Rows of which the last requests attend to nothing but their own rows, and those before to pages as well."""
 
-    def __init__(self, sizes: Sequence[int], alone: Sequence[bool], device: torch.device) -> None:
+    def __init__(
+        self, sizes: Sequence[int], alone: Sequence[bool], device: torch.device, limits: torch.Tensor | None = None
+    ) -> None:
         """``alone``: which requests need no pages. Those that are followed by one that does are taken to need them."""
-        super().__init__(sizes, device)
+        super().__init__(sizes, device, limits)
         num_alone = len(list(takewhile(bool, reversed(alone))))
         num_paged = len(sizes) - num_alone
         self.num_paged_rows = self.bounds[num_paged]
-        self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device)
+        of_paged, of_alone = (
+            (None, None)
+            if limits is None
+            else limits.split_with_sizes([self.num_paged_rows, limits.shape[0] - self.num_paged_rows])
+        )
+        self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device, of_paged)
         """Of all requests, without the rows of those that attend alone."""
-        self.alone = RowBounds(sizes[num_paged:], device)
+        self.alone = RowBounds(sizes[num_paged:], device, of_alone)
         """Of the requests that attend alone, after the first ``num_paged_rows``."""
 
 
@@ -164,12 +176,25 @@ class StepBatch:
         """Rows of a request."""
         return slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
 
+    @cached_property
+    def limits(self) -> torch.Tensor | None:
+        """The canvas position before which each row's block ends, int32 ``[num_rows]``; None where all positions attend
+        to each other. Keys that lie by position are limited by it."""
+        specs = [canvas.spec for canvas in self.canvases]
+        if any(spec.attention == "full" for spec in specs):
+            return None
+        lengths = np.repeat([spec.block_length for spec in specs], np.diff(self.cu_seqlens))
+        ends = (self.host_positions // lengths + 1) * lengths
+        return on_device(ends, self.positions.device, torch.int32)
+
     def row_bounds(self) -> RowBounds:
-        return RowBounds([self.num_rows(i) for i in range(len(self.canvases))], self.positions.device)
+        sizes = [self.num_rows(i) for i in range(len(self.canvases))]
+        return RowBounds(sizes, self.positions.device, self.limits)
 
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
         """``alone``: which requests need no pages."""
-        return SplitRows([self.num_rows(i) for i in range(len(self.canvases))], alone, self.positions.device)
+        sizes = [self.num_rows(i) for i in range(len(self.canvases))]
+        return SplitRows(sizes, alone, self.positions.device, self.limits)
 
     def num_rows(self, index: int) -> int:
         return self.cu_seqlens[index + 1] - self.cu_seqlens[index]

@@ -102,7 +102,8 @@ def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -
 
 def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
     """What a step did, by the names of ``DiffusionFigures.trace``."""
-    whole = batch.num_rows(index) == batch.canvases[index].spec.canvas_length
+    spec = batch.canvases[index].spec
+    whole = batch.num_rows(index) == spec.canvas_length == spec.response_span.stop
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": unmasked,
@@ -127,8 +128,10 @@ def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
 
 
 def _change(canvas: Canvas, window: Span, changed: list[int], mask_token_id: int) -> WindowChange:
-    """``changed``: the canvas positions that the step filled."""
+    """``changed``: the canvas positions that the step filled. What lies behind the response is not shown."""
     assert canvas.confidences is not None
+    window = Span(window.start, min(window.stop, canvas.spec.response_span.stop))
+    changed = [position for position in changed if position < window.stop]
     here = slice(*window)
     known = [None if math.isnan(confidence) else confidence for confidence in canvas.confidences[here].tolist()]
     filled = [position - window.start for position in changed]

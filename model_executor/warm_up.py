@@ -54,7 +54,9 @@ class WarmUp:
         response, or less."""
         gen_length = min(DEFAULT_GEN_LENGTH, canvas_length // 2)
         params = SamplingParams(max_tokens=gen_length, temperature=temperature)
-        spec = resolve_decoding(params, canvas_length - gen_length, self.family, self.runner.options)
+        # Whole blocks must fit as well.
+        prompt_length = max(1, canvas_length - gen_length - (self.family.attention_block or 1) + 1)
+        spec = resolve_decoding(params, prompt_length, self.family, self.runner.options)
         steps = max(spec.num_blocks, spec.steps // TOKENS_PER_STEP)
         return replace(spec, steps=steps, block_add_threshold=None)
 
@@ -77,7 +79,8 @@ class WarmUp:
         """Responses of one block, of each size."""
         for length in BLOCK_LENGTHS:
             if length <= spec.gen_length:
-                self._answer(replace(spec, gen_length=length, block_length=length, steps=min(length, 4)), 1)
+                of_block = replace(spec, gen_length=length, block_length=length)
+                self._answer(replace(of_block, steps=max(of_block.num_blocks, min(length, 4))), 1)
 
     @torch.inference_mode()
     def record(self, recorder: Recorder, show_progress: bool) -> None:
@@ -127,7 +130,7 @@ class WarmUp:
 
     def _answer(self, spec: DecodingSpec, num_requests: int, most_steps: int | None = None) -> None:
         """Run requests on pages from the pool's first on, to their end or for ``most_steps``."""
-        runner = self.runner
+        runner, method = self.runner, self.runner.options.method
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
         draw = torch.Generator().manual_seed(spec.canvas_length)
@@ -146,14 +149,17 @@ class WarmUp:
             for _ in itertools.count() if most_steps is None else range(most_steps):
                 if not progress:
                     break
-                output.plans = {request_id: runner.plan(spec, progress[request_id]) for request_id in progress}
+                output.plans = {
+                    request_id: method.fitted(runner.plan(spec, its), spec, self.max_rows)
+                    for request_id, its in progress.items()
+                }
                 (reports,) = runner.execute_model(output).reports
                 output = DiffusionSchedulerOutput.make_empty()
                 for request_id, report in reports.items():
                     # Weights that are made up as well may compute a NaN, which ends a request.
                     if isinstance(report, StepReport):
-                        progress[request_id].advance(spec, report.num_unmasked, report.masked)
-                    if not isinstance(report, StepReport) or progress[request_id].num_unmasked == spec.gen_length:
+                        report.advance(progress[request_id], spec)
+                    if not isinstance(report, StepReport) or progress[request_id].num_unmasked == spec.num_masks:
                         del progress[request_id]
                         runner.store.close(request_id)
         finally:
@@ -171,11 +177,11 @@ class WarmUp:
 def _plans(spec: DecodingSpec, runner: DiffusionModelRunner) -> Iterator[StepPlan]:
     """Those of a request whose steps unmask what their plans say."""
     progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.gen_length:
+    while progress.num_unmasked < spec.num_masks:
         plan = runner.plan(spec, progress)
         yield plan
         count = min(max(plan.quota.count, 1), progress.num_masked)
-        progress.advance(spec, count)
+        progress.advance(spec, count, retained=plan.retained)
 
 
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:

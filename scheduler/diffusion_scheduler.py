@@ -4,6 +4,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import replace
 
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.utils import remove_all
@@ -21,6 +22,7 @@ from dllm_engine.scheduler.messages import (
 )
 from dllm_engine.scheduler.methods.base import guide_pages
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, pages_for
+from dllm_engine.scheduler.page_pool import Tables, prefix_keys
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.request_queue import RequestQueue
 from dllm_engine.scheduler.request_state import RequestState
@@ -46,12 +48,12 @@ class DiffusionScheduler(RequestQueue):
         if self._pause_state == PauseState.PAUSED_ALL:
             return output
         self._num_steps += 1
+        self._being_filled.clear()
         self.refreshes.begin_step(self._canvases())
         budget = self.max_rows
-        # Those left out of the last steps first: a row budget too small for all must not starve anyone.
-        for request in sorted(self.running, key=lambda r: self.states[r.request_id].last_scheduled):
+        for request, plan in self._plans_in_order(output):
             try:
-                plan = self._next_plan(request)
+                plan = self.method.fitted(plan, self.states[request.request_id].spec, budget)
                 if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
                     self._schedule_one(request, plan, output)
                     budget -= plan.max_rows
@@ -70,17 +72,30 @@ class DiffusionScheduler(RequestQueue):
         while self.waiting and len(self.running) < self.max_num_running:
             request = self.waiting.peek_request()
             try:
-                demand, plan = self.page_demand(self.states[request.request_id].spec), self._next_plan(request)
-                if not self.pages.can_reserve(demand) or plan.max_rows > budget:
+                state = self.states[request.request_id]
+                keys = [] if request.skip_reading_prefix_cache else self._new_keys(state, state.spec.prompt_length)
+                found = self.pages.find(keys, self.geometry.num_layers)
+                num_found = len(found[0]) if found else 0
+                if self._being_filled.intersection(keys[num_found : num_found + 1]):
+                    break  # another request fills the next page in this step
+                state.progress.retained = num_found * self.geometry.page_size
+                demand = self.page_demand(state.spec)
+                plan = self.method.fitted(self._next_plan(request), state.spec, budget)
+                if not self.pages.can_reserve(demand, found) or plan.max_rows > budget:
                     break
-                self._admit_one(request, demand, plan, output)
+                self._admit_one(request, demand, found, plan, output)
                 budget -= plan.max_rows
             except Exception as error:
                 self._fail(request, failure_of(request.request_id, error), output)
 
-    def _admit_one(self, request: Request, demand: int, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:
+    def _admit_one(
+        self, request: Request, demand: int, found: Tables, plan: StepPlan, output: DiffusionSchedulerOutput
+    ) -> None:
+        """``found``: pages that begin its tables."""
         state = self.states[request.request_id]
-        self.pages.reserve(request.request_id, demand)
+        self.pages.reserve(request.request_id, demand, found)
+        if self.shares_prefixes and not request.skip_reading_prefix_cache:
+            self.prefix_stats.record(request.num_prompt_tokens, state.progress.retained, preempted=False)
         self.waiting.pop_request()
         request.status = RequestStatus.RUNNING
         self.running.append(request)
@@ -89,7 +104,7 @@ class DiffusionScheduler(RequestQueue):
         if request.prefill_stats is not None:
             request.prefill_stats.set(
                 num_prompt_tokens=request.num_prompt_tokens,
-                num_local_cached_tokens=0,
+                num_local_cached_tokens=state.progress.retained,
                 num_external_cached_tokens=0,
             )
         assert request.prompt_token_ids is not None
@@ -126,6 +141,28 @@ class DiffusionScheduler(RequestQueue):
         """Canvas lengths of the running requests."""
         return {r.request_id: self.states[r.request_id].spec.canvas_length for r in self.running}
 
+    def _new_keys(self, state: RequestState, num_tokens: int) -> list[BlockHash]:
+        """Keys of the pages that the first tokens of a request fill for good, without those that others can find
+        already."""
+        if not self.shares_prefixes:
+            return []
+        request, size = state.request, self.geometry.page_size
+        pages = range(self.pages.num_keyed(request.request_id), num_tokens // size)
+        return prefix_keys(request.block_hashes, size, state.spec.block_length, pages)
+
+    def _plans_in_order(self, output: DiffusionSchedulerOutput) -> list[tuple[Request, StepPlan]]:
+        """The next step of each running request, in the order in which they get rows of the budget."""
+        found = []
+        for request in list(self.running):
+            try:
+                found.append((request, self._next_plan(request)))
+            except Exception as error:
+                self._fail(request, failure_of(request.request_id, error), output)
+        # Those left out of the last steps first: a row budget too small for all must not starve anyone. A part of a
+        # long prompt takes what the others leave.
+        by_rows = self.method.shortened is not None
+        return sorted(found, key=lambda of: (self.states[of[0].request_id].last_scheduled, by_rows * of[1].max_rows))
+
     def _next_plan(self, request: Request) -> StepPlan:
         state = self.states[request.request_id]
         return self.method.plan(state.spec, state.progress)
@@ -135,7 +172,11 @@ class DiffusionScheduler(RequestQueue):
         state = self.states[request.request_id]
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
-        self._hold_pages(state, output, of_window=plan.state is RefreshState.UPDATE)
+        # What it reads without having written it was found.
+        of_window = plan.state is RefreshState.UPDATE or (plan.read > 0 and not state.page_counts)
+        self._hold_pages(state, output, of_window=of_window)
+        if plan.state is RefreshState.UPDATE:
+            self._being_filled.update(self._new_keys(state, plan.retained))
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
 
     def _hold_pages(self, state: RequestState, output: DiffusionSchedulerOutput, *, of_window: bool) -> None:
@@ -194,6 +235,9 @@ class DiffusionScheduler(RequestQueue):
             if result.kv_slots is not None:
                 self._settle_pages(state, result.kv_slots)
             self._stats.add_step(state.spec, result)
-            return state.advance(result), state.no_progress()
+            output = state.advance(result)
+            if keys := self._new_keys(state, state.progress.retained):
+                self.pages.add_keys(state.request.request_id, keys)
+            return output, state.no_progress()
         except Exception as error:
             return None, failure_of(state.request.request_id, error)

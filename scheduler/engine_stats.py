@@ -48,7 +48,7 @@ class EngineStats:
         """Count one denoising step of one request."""
         plan = report.plan
         self.denoising_steps[plan.state.value] += 1
-        steps_of_vllm = 1 if report.tokens is None else 2
+        steps_of_vllm = 0 if plan.prefills else 1 if report.tokens is None else 2
         self.num_denoising_steps += steps_of_vllm
         self.num_canvas_positions += steps_of_vllm * plan.window.size
         self.num_committed_tokens += report.num_unmasked

@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Progress
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 from dllm_engine.scheduler.unmasking import SeenOfBlock
 
 logger = init_logger(f"vllm.{__name__}")
@@ -127,6 +127,18 @@ class StepReport:
     change: WindowChange | None = None
     """What the step changed in the running blocks, if the request streams by step."""
 
+    def advance(self, progress: Progress, spec: DecodingSpec) -> None:
+        """Take a request on by this step."""
+        progress.advance(
+            spec,
+            self.num_unmasked,
+            self.masked,
+            ends=self.ends,
+            seen=self.seen,
+            retained=self.plan.retained if self.plan.state is RefreshState.UPDATE else None,
+            prefills=self.plan.prefills,
+        )
+
 
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]
 FAILURE_CAUSES: tuple[str, ...] = get_args(FailureCause)
@@ -175,7 +187,7 @@ def figures_message(
 ) -> dict[str, Any]:
     """A request's figures, the fields of ``DiffusionFigures``, for ``EngineCoreOutput.kv_transfer_params``."""
     figures = {
-        "denoising_steps": progress.num_forwards,
+        "denoising_steps": progress.num_denoised,
         "forward_passes": progress.num_forwards,
         "tokens_unmasked": progress.num_unmasked,
         "tokens_computed": progress.num_rows_computed,
@@ -198,7 +210,7 @@ def provisional_message(spec: DecodingSpec, progress: Progress, change: WindowCh
             "num_blocks": spec.num_blocks,
             "gen_length": spec.gen_length,
             "block_length": spec.block_length,
-            "template": list(spec.template) if progress.num_forwards == 0 else None,
+            "template": list(spec.template) if progress.num_denoised == 0 else None,
             "step": progress.step + 1,
             "forward_pass": progress.num_forwards + 1,
             **asdict(change),

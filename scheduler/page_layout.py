@@ -74,7 +74,7 @@ class PoolGeometry:
             num_layers=hf_config.num_hidden_layers,
             # With more ranks than KV heads each head is on several of them.
             num_kv_heads=max(1, hf_config.num_key_value_heads // tensor_parallel_size),
-            head_dim=hf_config.hidden_size // hf_config.num_attention_heads,
+            head_dim=head_dim_of(hf_config),
             hidden_size=hf_config.hidden_size,
             total_kv_heads=hf_config.num_key_value_heads,
             guide=guide and guide.of_rank(tensor_parallel_size),
@@ -122,3 +122,9 @@ class PoolGeometry:
 def pages_for(amount: int, per_page: int) -> int:
     """Pages that hold ``amount`` of what one page holds ``per_page`` of."""
     return -(-amount // per_page)
+
+
+def head_dim_of(hf_config: Any) -> int:
+    """The size of a model's heads, which need not fill its hidden size."""
+    stated: int | None = getattr(hf_config, "head_dim", None)
+    return stated or hf_config.hidden_size // hf_config.num_attention_heads

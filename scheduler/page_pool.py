@@ -1,7 +1,46 @@
-"""Pages: fixed-size blocks of cache memory, owned by vLLM's ``BlockPool`` and handed out per request."""
+"""Pages: fixed-size blocks of cache memory, owned by vLLM's ``BlockPool`` and handed out per request.
+
+Requests share pages that hold the same, by vLLM's prefix caching: a page that is filled for good gets a key, stays in
+the pool when its request ends, and is found by the next request with that key until the pool needs its memory.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import cast
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.request import Request
+
+Tables = Sequence[Sequence[KVCacheBlock]]
+"""The pages of each table of a request."""
+
+
+@dataclass(frozen=True)
+class _Keyed:
+    """What ``BlockPool`` reads of a request whose pages it is to find again."""
+
+    block_hashes: Sequence[BlockHash]
+
+
+def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range) -> list[BlockHash]:
+    """Keys of these pages of a text, as far as its hashes tell.
+
+    What a page holds depends on all tokens up to the end of the last block that it touches, and on the block length.
+
+    Args:
+        hashes: vLLM's, of every ``page_size`` tokens and all before them.
+    """
+    keys = []
+    for page in pages:
+        block_end = -(-(page + 1) * page_size // block_length) * block_length
+        last = -(-block_end // page_size) - 1
+        if last >= len(hashes):
+            break
+        keys.append(BlockHash(hashes[last] + struct.pack("<II", block_length, last - page)))
+    return keys
 
 
 class PagePool:
@@ -10,11 +49,18 @@ class PagePool:
     A request may only allocate what it reserved, so a running request never finds the pool empty: no preemption.
     """
 
-    def __init__(self, num_pages: int, hash_block_size: int) -> None:
-        """``num_pages`` counts vLLM's null block, which is never handed out."""
-        self._blocks = BlockPool(num_pages, enable_caching=False, hash_block_size=hash_block_size)
+    def __init__(self, num_pages: int, hash_block_size: int, *, shares: bool = False) -> None:
+        """
+        Args:
+            num_pages: counts vLLM's null block, which is never handed out.
+            hash_block_size: tokens that a hash of vLLM's is of; those of a page where requests share pages.
+            shares: whether they do.
+        """
+        self._blocks = BlockPool(num_pages, enable_caching=shares, hash_block_size=hash_block_size)
         self._reserved: dict[str, int] = {}
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
+        self._num_keyed: dict[str, int] = {}
+        """Pages of each table of a request that have their keys."""
 
     @property
     def num_pages(self) -> int:
@@ -23,7 +69,9 @@ class PagePool:
 
     @property
     def num_reserved(self) -> int:
-        return sum(self._reserved.values())
+        """Pages that requests hold, shared ones once, and those that they may still allocate."""
+        held = sum(map(len, chain.from_iterable(self._tables.values())))
+        return self.num_allocated + sum(self._reserved.values()) - held
 
     @property
     def num_allocated(self) -> int:
@@ -34,17 +82,49 @@ class PagePool:
         """Share of the pages that is reserved, 0 to 1."""
         return self.num_reserved / self.num_pages if self.num_pages else 0.0
 
-    def can_reserve(self, num_pages: int) -> bool:
-        return self.num_reserved + num_pages <= self.num_pages
+    def find(self, keys: Sequence[BlockHash], num_tables: int) -> list[list[KVCacheBlock]]:
+        """The pages of a prefix for each of ``num_tables`` tables, as far as all tables have them."""
+        found = []
+        for key in keys:
+            pages = self._blocks.get_cached_block(key, list(range(num_tables)))
+            if pages is None:
+                break
+            found.append(pages)
+        return [list(table) for table in zip(*found, strict=True)]
 
-    def reserve(self, request_id: str, num_pages: int) -> None:
-        """Set ``num_pages`` aside for a request; raises ``ValueError`` where they are not there."""
+    def can_reserve(self, num_pages: int, found: Tables = ()) -> bool:
+        """``found``: those of them that the request takes from ``find``."""
+        held_by_others = sum(page.ref_cnt > 0 for page in chain.from_iterable(found))
+        return self.num_reserved + num_pages - held_by_others <= self.num_pages
+
+    def reserve(self, request_id: str, num_pages: int, found: Tables = ()) -> None:
+        """Set ``num_pages`` aside for a request, whose tables begin with ``found``; raises ``ValueError`` where they
+        are not there."""
         if request_id in self._reserved:
             raise ValueError(f"request {request_id} has reserved pages already")
-        if not self.can_reserve(num_pages):
+        if not self.can_reserve(num_pages, found):
             raise ValueError(f"{num_pages} pages wanted, {self.num_pages - self.num_reserved} of {self.num_pages} left")
         self._reserved[request_id] = num_pages
-        self._tables[request_id] = []
+        self._blocks.touch([*chain.from_iterable(found)])
+        self._tables[request_id] = [list(table) for table in found]
+        self._num_keyed[request_id] = len(found[0]) if found else 0
+
+    def num_keyed(self, request_id: str) -> int:
+        """Pages of each table of a request that others can find."""
+        return self._num_keyed.get(request_id, 0)
+
+    def add_keys(self, request_id: str, keys: Sequence[BlockHash]) -> None:
+        """Let others find the next pages of each table of a request, which are filled for good."""
+        before = self._num_keyed[request_id]
+        after, size = before + len(keys), self._blocks.hash_block_size
+        request = cast(Request, _Keyed([BlockHash(b"")] * before + [*keys]))
+        for number, table in enumerate(self._tables[request_id]):
+            self._blocks.cache_full_blocks(request, table, before, after, size, number)
+        self._num_keyed[request_id] = after
+
+    def forget_keys(self) -> bool:
+        """Let no page be found any more; whether that could be done, which it cannot while requests hold pages."""
+        return self._blocks.reset_prefix_cache()
 
     def resize(self, request_id: str, table_sizes: list[int]) -> list[list[int]]:
         """Resize a request's page tables, in pages; returns the page ids of each.
@@ -72,5 +152,7 @@ class PagePool:
     def free(self, request_id: str) -> None:
         """Return a request's pages and its reservation; nothing happens for a request that has none."""
         self._reserved.pop(request_id, None)
-        for table in self._tables.pop(request_id, []):
-            self._blocks.free_blocks(table)
+        self._num_keyed.pop(request_id, None)
+        pages = chain.from_iterable(map(enumerate, self._tables.pop(request_id, [])))
+        # What is freed first is used again first: a page is of no use without those before it.
+        self._blocks.free_blocks(page for _, page in sorted(pages, key=lambda numbered: -numbered[0]))

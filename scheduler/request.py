@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from dllm_engine.families import ScheduleKind
+from dllm_engine.families import Attention, ScheduleKind
 from dllm_engine.scheduler.unmasking import SeenOfBlock, SlowFast, SpanState, split_steps
 
 
@@ -78,10 +78,16 @@ class DecodingSpec:
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
+    attention: Attention = "full"
+    """``block_causal``: by blocks of ``block_length``, on whose borders those of the response lie then. The response's
+    first block begins behind the prompt, and the canvas goes on to the end of the last one."""
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
     """Options of ``parallel`` where it is SlowFast sampling."""
+    block_steps: int | None = None
+    """Denoising steps of each block, in place of ``steps``, as far as it has so many tokens. With ``parallel`` the
+    schedule of so many steps says how many tokens a step unmasks at least. None: by ``steps``."""
     tokens_per_step: int | None = None
     """Tokens that each step unmasks, whatever the schedule, or the least that ``parallel`` does; None: no such
     number."""
@@ -127,27 +133,47 @@ class DecodingSpec:
         return 0 if self.return_order and self.num_logprobs is None else self.num_logprobs
 
     @property
+    def response_span(self) -> Span:
+        """Canvas positions of the response."""
+        return Span(self.prompt_length, self.prompt_length + self.gen_length)
+
+    @property
     def canvas_length(self) -> int:
-        return self.prompt_length + self.gen_length
+        """Where the response ends, or the last block: positions between the two are decoded and never sent."""
+        return (
+            self.blocks_start + self.num_blocks * self.block_length if self.is_block_causal else self.response_span.stop
+        )
+
+    @property
+    def is_block_causal(self) -> bool:
+        return self.attention == "block_causal"
+
+    @property
+    def blocks_start(self) -> int:
+        """The canvas position that blocks of the response are counted from; it may lie in the prompt."""
+        return self.prompt_length - self.prompt_length % self.block_length * self.is_block_causal
 
     @property
     def canvas_span(self) -> Span:
         return Span(0, self.canvas_length)
 
     def visible(self, window: Span) -> Span:
-        """The canvas, without the masked blocks that are too far behind ``window`` to be computed with it."""
+        """The canvas, without the masked blocks that are too far behind ``window`` to be computed with it, or to which
+        nothing before them attends."""
+        if self.is_block_causal:
+            return Span(0, window.stop)
         if self.suffix_blocks is None:
             return self.canvas_span
         return Span(0, min(window.stop + self.suffix_blocks * self.block_length, self.canvas_length))
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.gen_length // self.block_length)
+        return -(-(self.response_span.stop - self.blocks_start) // self.block_length)
 
     def block_span(self, block: int) -> Span:
-        """Canvas positions of a block; the last one may be shorter."""
-        start = self.prompt_length + block * self.block_length
-        return Span(start, min(start + self.block_length, self.canvas_length))
+        """Canvas positions of a block that the response has; the first and the last one may be shorter."""
+        start = self.blocks_start + block * self.block_length
+        return Span(max(start, self.prompt_length), min(start + self.block_length, self.canvas_length))
 
     def first_span(self, block: int) -> SpanState | None:
         """Where SlowFast sampling begins a block."""
@@ -208,7 +234,19 @@ class DecodingSpec:
     def steps_per_block(self) -> tuple[int, ...]:
         if self.tokens_per_step is not None:
             return tuple(-(-masks // self.tokens_per_step) for masks in self.masks_per_block)
-        return split_steps(self.steps, [self.block_span(block).size for block in range(self.num_blocks)])
+        sizes = [self.block_span(block).size for block in range(self.num_blocks)]
+        if self.block_steps is None:
+            return split_steps(self.steps, sizes)
+        whole = self.block_length if self.is_block_causal else 1
+        return tuple(min(self.block_steps, max(size, whole)) for size in sizes)
+
+    @property
+    def scheduled_per_block(self) -> tuple[int, ...]:
+        """Tokens that each block's steps share out: its masks. SDAR's and LLaDA2's ``block_steps`` are those of a whole
+        block, also where the prompt has a part of it."""
+        if self.block_steps is None or not self.is_block_causal:
+            return self.masks_per_block
+        return (self.block_length,) * self.num_blocks
 
     @cached_property
     def by_window(self) -> dict[Span, Any]:
@@ -253,6 +291,8 @@ class Progress:
     """Whether the response ends with the running blocks, so that no more join."""
     num_forwards: int = 0
     """Forward passes so far, over the whole response."""
+    num_prefills: int = 0
+    """Those of them that fed a part of a long prompt alone."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
     last_unmasked: int = 0
@@ -261,6 +301,8 @@ class Progress:
     """Rows fed to the model so far, summed over forward passes."""
     pages_held: int = 0
     """The most pages held so far."""
+    retained: int = 0
+    """Tokens per layer that pages hold."""
     tokens_retained: int = 0
     """The most tokens per layer that pages held so far."""
     trace: dict[str, list] = field(default_factory=dict)
@@ -277,6 +319,11 @@ class Progress:
     def num_masked(self) -> int:
         """Masked tokens left in the window."""
         return sum(self.masked)
+
+    @property
+    def num_denoised(self) -> int:
+        """Denoising steps so far, over the whole response."""
+        return self.num_forwards - self.num_prefills
 
     def passed_multiple_of(self, interval: int) -> bool:
         """Whether the tokens that the last pass unmasked brought their number to a multiple of ``interval``, or past
@@ -301,6 +348,8 @@ class Progress:
         *,
         ends: bool = False,
         seen: SeenOfBlock | None = None,
+        retained: int | None = None,
+        prefills: bool = False,
     ) -> None:
         """On to the next step. All that plans read is up to date then.
 
@@ -309,7 +358,14 @@ class Progress:
             masked: masked tokens left in each running block; None: in a single one, so many fewer.
             ends: whether the response ends with the running blocks.
             seen: where the request decodes by SlowFast sampling.
+            retained: tokens per layer that pages hold now; None: as before.
+            prefills: whether it only fed a part of a long prompt.
         """
+        if retained is not None:
+            self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)
+        if prefills:
+            self.num_forwards, self.num_prefills = self.num_forwards + 1, self.num_prefills + 1
+            return
         if self.span is not None and seen is not None:
             self.span = self.span.after(seen)
         self.num_forwards += 1

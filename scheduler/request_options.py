@@ -13,12 +13,17 @@ from dllm_engine.scheduler.unmasking import SlowFast
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
-PARALLEL_OPTIONS = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold", "slow_fast")
+PARALLEL_OPTIONS = (
+    *("threshold", "factor", "entropy_bound", "entropy_budget", "margin", "entropy_threshold", "slow_fast"),
+)
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
+COUNT_OPTIONS = ("tokens_per_step", "steps_per_block", "steps")
+"""Request options that say how many tokens a step unmasks; a request may set one of them."""
 GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
 """Request options about how the guide decides; the fields of ``Guidance`` have their names without ``guide_``."""
 CHECKPOINT_OPTIONS = (
-    *("block_length", "steps", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
+    *("block_length", "steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma"),
+    *PARALLEL_OPTIONS,
     *("block_add_threshold", "early_stop"),
 )
 """Request options that a checkpoint may have a default for: those that mean the same in every engine."""
@@ -62,12 +67,14 @@ class RequestOptions(BaseModel):
 
     block_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     steps: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    steps_per_block: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     tokens_per_step: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
     unmasking: str | None = None
     certainty_sigma: float | None = Field(default=None, ge=0.01, le=1e6)
     threshold: float | None = Field(default=None, gt=0, le=1)
     factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    entropy_budget: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     margin: float | None = Field(default=None, gt=0, le=1)
     entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(read_slow_fast)] = None
@@ -125,9 +132,11 @@ def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
     unmasking are alternatives: who names one of them gets no default rule and number, and who names steps, tokens per
     step or SlowFast sampling runs one block at a time. Who says how the guide decides wants it."""
     left_out: set[str] = set()
-    counts = chosen.keys() & {"steps", "tokens_per_step"}
+    counts = chosen.keys() & {*COUNT_OPTIONS}
     if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
-        left_out.update(("tokens_per_step", *PARALLEL_OPTIONS))
+        left_out.update(("steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS))
+    if "block_add_threshold" in chosen:
+        left_out.add("steps_per_block")
     if counts:
         left_out.update(("steps", "block_add_threshold"))
     if chosen.keys() & {*GUIDE_OPTIONS}:

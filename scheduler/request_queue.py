@@ -9,6 +9,7 @@ from pydantic import ByteSize
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
@@ -60,8 +61,18 @@ class RequestQueue(SchedulerInterface):
         self.log_stats = log_stats
         self.method = self.options.method
         self.geometry = self.options.geometry(self.hf_config, vllm_config.parallel_config.tensor_parallel_size)
-        self.refreshes = RefreshBudget(self.options.refresh_ratio)
-        self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size)
+        self.refreshes = RefreshBudget(None if self.method.keeps_for_good else self.options.refresh_ratio)
+        self.shares_prefixes = self.method.keeps_for_good and vllm_config.cache_config.enable_prefix_caching
+        if self.shares_prefixes and hash_block_size != self.geometry.page_size:
+            raise ValueError(
+                f"block_size={hash_block_size}: prefixes are shared by pages of page_size={self.geometry.page_size} "
+                f"tokens; leave block_size unset"
+            )
+        self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size, shares=self.shares_prefixes)
+        self.prefix_stats = PrefixCacheStats()
+        """Of the prefixes looked up since the last message."""
+        self._being_filled: set[BlockHash] = set()
+        """Keys of the pages that the step in hand fills for good."""
         self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
         self.running: list[Request] = []
         self.states: dict[str, RequestState] = {}
@@ -115,10 +126,10 @@ class RequestQueue(SchedulerInterface):
             raise ValueError("a prompt of token ids and sampling parameters are needed")
         spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
         spec = replace(spec, end_tokens=end_token_ids(params, self.hf_config))
-        if spec.canvas_length > self.max_rows:
-            raise ValueError(
-                f"prompt and response need {spec.canvas_length} rows, max_num_batched_tokens={self.max_rows} has fewer"
-            )
+        num_rows = spec.canvas_length if self.method.shortened is None else spec.block_length
+        if num_rows > self.max_rows:
+            what = "prompt and response" if self.method.shortened is None else "a block"
+            raise ValueError(f"{what} of {num_rows} rows: max_num_batched_tokens={self.max_rows} has fewer")
         check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         return RequestState(request, spec, Progress.begin(spec), seed)
@@ -216,19 +227,22 @@ class RequestQueue(SchedulerInterface):
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
             kv_cache_usage=self.pages.usage,
-            prefix_cache_stats=PrefixCacheStats(),
+            prefix_cache_stats=self.prefix_stats,
         )
+        self.prefix_stats = PrefixCacheStats()
         stats, self._stats = self._stats, EngineStats()
         stats.pages_total = self.pages.num_pages
         stats.pages_reserved = self.pages.num_reserved
         stats.pages_allocated = self.pages.num_allocated
-        stats.tokens_retained = sum(state.tokens_retained for state in self.states.values())
+        stats.tokens_retained = sum(state.progress.retained for state in self.states.values())
         attach_stats(scheduler_stats, stats)
         return scheduler_stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Nothing is shared between requests, so there is nothing to reset."""
-        return True
+        """Let no request find the pages of those before it; whether that could be done, which it cannot while requests
+        run."""
+        self.prefix_stats.reset = self.shares_prefixes and self.pages.forget_keys()
+        return self.prefix_stats.reset or not self.shares_prefixes
 
     def reset_encoder_cache(self) -> None:
         """There is no encoder."""

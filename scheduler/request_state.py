@@ -10,7 +10,6 @@ from vllm.v1.request import Request, RequestStatus
 from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, figures_message, provisional_message
 from dllm_engine.scheduler.page_layout import PageCounts
 from dllm_engine.scheduler.request import DecodingSpec, Progress
-from dllm_engine.scheduler.step_plan import RefreshState
 
 
 @dataclass
@@ -25,8 +24,6 @@ class RequestState:
     """Pages per table that the request holds."""
     pages_settled: bool = False
     """Whether the runner has said how many pages the request needs for good."""
-    tokens_retained: int = 0
-    """Tokens per layer that they hold."""
     commits: Commits | None = None
     """Of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
@@ -34,15 +31,12 @@ class RequestState:
 
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
-        progress, spec, plan = self.progress, self.spec, report.plan
+        progress, spec = self.progress, self.spec
         shown = provisional_message(spec, progress, report.change) if report.change is not None else {}
-        if plan.state is RefreshState.UPDATE:
-            self.tokens_retained = plan.retained
-            progress.tokens_retained = max(progress.tokens_retained, plan.retained)
         progress.num_rows_computed += report.rows_computed
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
-        progress.advance(spec, report.num_unmasked, report.masked, ends=report.ends, seen=report.seen)
+        report.advance(progress, spec)
         if report.tokens is not None:
             tokens = self._accept(report.tokens)
             if report.commits is not None:

@@ -13,6 +13,7 @@ from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.request_options import (
     CHECKPOINT_OPTIONS,
+    COUNT_OPTIONS,
     DEFAULTABLE_OPTIONS,
     GUIDE_OPTIONS,
     PARALLEL_OPTIONS,
@@ -57,27 +58,35 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
     return options
 
 
-def _fit(options: RequestOptions, own: RequestOptions, family: ModelFamily, gen_length: int) -> tuple[int, int]:
-    """(block_length, steps). What the request did not name itself is fitted to its response: no block is longer, and
-    each block gets a step, each token at most one."""
-    block_length, steps = options.block_length, options.steps
-    if own.block_length is None:
+def _fit(
+    options: RequestOptions, own: RequestOptions, family: ModelFamily, prompt_length: int, gen_length: int
+) -> tuple[int, int, int]:
+    """(block_length, steps, positions). What the request did not name itself is fitted to its response: no block is
+    longer, and each block gets a step, each token at most one. Blocks that attention goes by stay as long as they are,
+    and the last one may add positions behind the response."""
+    block_length, steps, positions, before = options.block_length, options.steps, gen_length, 0
+    if family.attention == "block_causal":
+        block_length = block_length or family.block_length_of(gen_length)
+        positions += -(prompt_length + gen_length) % block_length
+        before = prompt_length % block_length
+    elif own.block_length is None:
         block_length = min(block_length or family.block_length_of(gen_length), gen_length)
     assert block_length is not None
     if own.steps is None:
-        num_blocks = -(-gen_length // block_length)
-        steps = max(min(steps or gen_length, gen_length), num_blocks)
+        num_blocks = -(-(before + positions) // block_length)
+        steps = max(min(steps or positions, positions), num_blocks)
     assert steps is not None
-    if block_length > gen_length:
+    if block_length > gen_length and family.attention == "full":
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
-    if steps > gen_length:
+    if steps > positions:
+        behind = f" and {positions - gen_length} behind it in its last block" if positions > gen_length else ""
         raise InvalidRequestError(
-            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}; a step "
+            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}{behind}; a step "
             f"unmasks at least one token"
         )
-    return block_length, steps
+    return block_length, steps, positions
 
 
 def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
@@ -108,10 +117,12 @@ def _uses_uniform_sampler(options: RequestOptions, engine: EngineOptions) -> boo
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
     policy, rule = _policy_and_rule(options, family)
-    if options.tokens_per_step is not None and options.steps is not None:
+    counts = [f"{name}={value}" for name in COUNT_OPTIONS if (value := getattr(options, name)) is not None]
+    if len(counts) > 1:
+        raise InvalidRequestError(f"{counts[0]} and {counts[1]} both say how many tokens a step unmasks; give one")
+    if options.steps_per_block is not None and options.slow_fast is not None:
         raise InvalidRequestError(
-            f"tokens_per_step={options.tokens_per_step} and steps={options.steps} both say how many tokens a step "
-            f"unmasks; give one"
+            f"steps_per_block={options.steps_per_block}: with slow_fast, passes do not count; leave one of them unset"
         )
     if options.certainty_sigma is not None and UNMASKING_POLICIES[policy].measures not in WEIGHTED_MEASURES:
         suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in WEIGHTED_MEASURES]
@@ -137,6 +148,8 @@ def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str,
         raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
     if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
         rule = rule._replace(kind="strict_entropy_threshold")
+    if rule.kind == "threshold" and family.attention == "block_causal":
+        rule = rule._replace(kind="exceeded_threshold")  # as SDAR's and LLaDA2's code
     measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
     suited = [policy for policy in UNMASKING_POLICIES.values() if PARALLEL_RULES[rule.kind].suits(policy)]
     if options.unmasking is None:
@@ -187,7 +200,7 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
     wanted = with_defaults(asked, engine.request_defaults)
     if wanted.get("guided") is False:
         return None
-    others = ("steps", "tokens_per_step", "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
+    others = (*COUNT_OPTIONS, "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
     for name in (*others, *PARALLEL_OPTIONS):
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
@@ -203,6 +216,11 @@ def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None
             f"block_add_threshold={options.block_add_threshold} and slow_fast={options.slow_fast}: SlowFast sampling "
             f"runs one block at a time; leave one of them unset"
         )
+    if options.block_add_threshold is not None and options.steps_per_block is not None:
+        raise InvalidRequestError(
+            f"block_add_threshold={options.block_add_threshold} and steps_per_block={options.steps_per_block}: blocks "
+            f"that run at once share their steps; leave one of them unset"
+        )
     if options.block_add_threshold is not None and parallel is None:
         raise InvalidRequestError(
             f"block_add_threshold={options.block_add_threshold}: several blocks at once need a rule of parallel "
@@ -217,6 +235,21 @@ def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
             f"suffix_blocks={options.suffix_blocks}: cache_method={engine.cache_method!r} keeps the whole canvas; "
             f"leave suffix_blocks unset, or start the engine with another cache method"
         )
+
+
+def _check_attention(options: RequestOptions, family: ModelFamily) -> None:
+    """Refuse what needs attention to positions behind a block, or several blocks at once."""
+    if family.attention == "full":
+        return
+    reasons = {
+        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text",
+        "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
+        "block_add_threshold": "blocks run one at a time; the model was not trained for several",
+        "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
+    }
+    for name, reason in reasons.items():
+        if getattr(options, name) is not None:
+            raise InvalidRequestError(f"{name}: attention of {family.name} goes by blocks: {reason}; leave it unset")
 
 
 def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
@@ -269,7 +302,7 @@ def resolve_decoding(
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
     template = _template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
-    block_length, steps = _fit(options, own, family, gen_length)
+    block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
     is_uniform = _uses_uniform_sampler(options, engine)
     unfiltered = is_uniform and params.temperature == 0
     if is_uniform:
@@ -277,6 +310,7 @@ def resolve_decoding(
     decides = options if guidance is None else own
     unmasking, parallel = resolve_unmasking(decides, family)
     _check_several_blocks(decides, parallel)
+    _check_attention(options, family)
     _check_suffix(options, engine)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
@@ -289,13 +323,16 @@ def resolve_decoding(
             f"{asked}: tokens of the guide have no log-probability of the model; leave it unset, "
             f"or set guide_fallback='draft' without guide_correction, or guided=False"
         )
+    scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     spec = DecodingSpec(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
         # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
-        steps=steps if parallel is None else gen_length,
+        steps=steps if parallel is None else positions,
+        block_steps=decides.steps_per_block if scheduled else None,
         schedule=family.schedule,
+        attention=family.attention,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
         temperature=params.temperature,
@@ -308,7 +345,8 @@ def resolve_decoding(
         guidance=guidance,
         block_add_threshold=decides.block_add_threshold,
         suffix_blocks=options.suffix_blocks,
-        early_stop=bool(options.early_stop),
+        # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
+        early_stop=bool(options.early_stop) and family.attention == "full",
         delay_eos=bool(options.delay_eos),
         template=template,
         return_given=own.return_given is not False,
@@ -320,7 +358,7 @@ def resolve_decoding(
     )
     if reason := engine.method.refusal(spec):
         raise InvalidRequestError(reason)
-    if spec.parallel is None and spec.tokens_per_step is not None:
+    if spec.parallel is None and (spec.tokens_per_step or spec.block_steps):
         return replace(spec, steps=sum(spec.steps_per_block))
     if spec.parallel is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(

@@ -118,7 +118,7 @@ class StepPlan:
     """Of the running blocks."""
     quota: UnmaskQuota
     forward: int
-    """Number of this forward pass over the whole response, from 0; also the counter of its random numbers."""
+    """Number of this denoising step over the whole response, from 0; also the counter of its random numbers."""
     read: int = 0
     """Tokens per layer that the rows attend to in pages."""
     retained: int = 0
@@ -132,6 +132,8 @@ class StepPlan:
     num_updated: int | None = None
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV). One of no rows still renews what
     the rows are compared by; None: no adaptive update."""
+    prefills: bool = False
+    """Whether it only adds to pages, as a part of a long step, and is no denoising step."""
     skips: bool = False
     """Whether layers drop rows (ES-dLLM)."""
     retained_copy: RetainedCopy = RetainedCopy.NONE
@@ -206,13 +208,15 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
         ratio = count / max(progress.num_masked, 1)
         return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
     if step >= steps - 1:
-        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, guaranteed=guaranteed)
-    if spec.schedule == "uniform":
-        count = uniform_count(spec.masks_per_block[progress.running.first], steps, step)
+        count, ratio = progress.num_masked, 1.0
+    elif spec.schedule == "uniform":
+        count = uniform_count(spec.scheduled_per_block[progress.running.first], steps, step)
         ratio = count / max(progress.num_masked, 1)
     else:
         count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)
-    return UnmaskQuota(window, count, ratio, spec.parallel, guaranteed=guaranteed)
+    if spec.block_steps and spec.parallel is not None:
+        least = count
+    return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
 
 
 def cut(progress: Progress, span: Span) -> Span:
@@ -244,7 +248,7 @@ def step_plan(
         max_rows=span.size,
         window=spec.span_of(progress.running),
         quota=unmask_quota(spec, progress, window_alone),
-        forward=progress.num_forwards,
+        forward=progress.num_denoised,
         read=read,
         retained=read + sum(retention.count for retention in adds),
         adds=tuple(retention for retention in adds if retention.count),

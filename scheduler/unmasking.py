@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Measure = Literal["probability", "entropy", "margin", "noise"]
+Measure = Literal["probability", "entropy", "margin", "noise", "position"]
 """What a position's confidence is: the predicted token's probability, the negative entropy, the difference between the
-probabilities of the two likeliest tokens, or a random number."""
+probabilities of the two likeliest tokens, a random number, or how far left it is."""
 WEIGHTED_MEASURES = ("probability", "margin")
 """Those that a prior can weight: they are not negative, and mean something."""
 
@@ -44,6 +44,8 @@ class ParallelUnmasking:
     """Whether it goes by the plain softmax, in every family."""
     may_pass_none: bool = False
     """Whether it lets no position pass where none is confident enough."""
+    least_by_schedule: bool = True
+    """Whether ``steps_per_block`` says how many positions a step fills at least."""
     tuned: tuple[float, ...] = ()
     """Values that `dllm tune` tries, the most careful first. Empty where requests do not name the rule, or name it with
     several numbers."""
@@ -61,6 +63,8 @@ UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
         UnmaskingPolicy("random", "noise"),
         # d3LLM's, for both families
         UnmaskingPolicy("low_entropy", "entropy"),
+        # SDAR's
+        UnmaskingPolicy("sequential", "position"),
         # Dream's
         UnmaskingPolicy("maskgit_plus", "probability", tempered=True),
         UnmaskingPolicy("entropy", "entropy", tempered=True),
@@ -80,6 +84,8 @@ PARALLEL_RULES: dict[str, ParallelUnmasking] = {
         # d3LLM's (arXiv 2601.07568), for LLaDA and for Dream; requests name the first.
         ParallelUnmasking("entropy_threshold", "entropy", untempered=True, tuned=(0.2, 0.5, 1.0)),
         ParallelUnmasking("strict_entropy_threshold", "entropy", untempered=True, may_pass_none=True),
+        # SDAR's (arXiv 2510.06303)
+        ParallelUnmasking("entropy_budget", "entropy", least_by_schedule=False, tuned=(0.1, 0.35, 1.0)),
         # SlowFast sampling's (arXiv 2506.10848), within a span (``SpanState``).
         ParallelUnmasking("slow_fast", "probability", untempered=True),
         # ES-dLLM's (arXiv 2603.10088) in place of `threshold`; no request names it.

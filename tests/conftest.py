@@ -114,6 +114,18 @@ def tiny_llada_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_sdar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random SDAR checkpoint: blocks of 4, vocabulary 150, canvas up to 256."""
+    return tiny_checkpoints.write_sdar(tmp_path_factory.mktemp("sdar"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LLaDA2 checkpoint: blocks of 8, eight experts, a dense layer, vocabulary 150, canvas up to 256."""
+    return tiny_checkpoints.write_llada2(tmp_path_factory.mktemp("llada2"))
+
+
+@pytest.fixture(scope="session")
 def tiny_dream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Dream checkpoint: grouped queries, vocabulary 150, canvas up to 256."""
     return tiny_checkpoints.write_dream(tmp_path_factory.mktemp("dream"))

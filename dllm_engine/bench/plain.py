@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, shapes_in_layer
+from dllm_engine.model_executor.models.configs import ExpertGroups
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.mlp import expert_shard
 from dllm_engine.model_executor.models.names import Shard
@@ -54,6 +55,12 @@ class PlainDecoder:
             with safe_open(file, "pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
                     weights[locate(name)] = tensors.get_tensor(name).to(dtype)
+        shape = decoder_shape(config)
+        rows = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        for name, shard in list(weights):
+            if name.endswith("qkv_proj.weight") and shard is None:  # the checkpoint has one for all three
+                parts = weights.pop((name, shard)).split(rows)
+                weights |= {(name, part): weight for part, weight in zip("qkv", parts, strict=True)}
         return cls(config, weights)
 
     @classmethod
@@ -81,16 +88,22 @@ class PlainDecoder:
         return F.embedding(token_ids, self.weights["embedding.weight", None])
 
     def phases(self, positions: torch.Tensor) -> KeysValues:
-        """Cosines and sines of RoPE at ``positions``, float32 ``[num_rows, head_dim]`` each."""
-        exponents = torch.arange(0, self.shape.head_dim, 2, device=positions.device).float() / self.shape.head_dim
+        """Cosines and sines of RoPE at ``positions``, float32 ``[num_rows, rotary_dim]`` each."""
+        exponents = torch.arange(0, self.shape.rotary_dim, 2, device=positions.device).float() / self.shape.rotary_dim
         angles = positions.float()[:, None] * self.shape.rope_theta**-exponents
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 
     def layer(
-        self, number: int, x: torch.Tensor, phases: KeysValues, kept: KeysValues | None = None
+        self,
+        number: int,
+        x: torch.Tensor,
+        phases: KeysValues,
+        kept: KeysValues | None = None,
+        visible: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, KeysValues]:
-        """One layer over rows that attend to themselves and to what is ``kept``.
+        """One layer over rows that attend to themselves and to what is ``kept``, as far as it is ``visible``: bool
+        ``[num_rows, num_keys]``.
 
         Returns the rows, their queries ``[num_heads, num_rows, head_dim]`` and their own keys and values.
         """
@@ -106,7 +119,7 @@ class PlainDecoder:
         group = self.shape.num_heads // self.shape.num_kv_heads
         if group > 1:
             keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
-        attended = F.scaled_dot_product_attention(q[None], keys[None], values[None])[0]
+        attended = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=visible)[0]
         x = x + self._linear(attended.transpose(0, 1).flatten(1), f"layers.{number}.out_proj")
         y = self._norm(x, f"layers.{number}.mlp_norm")
         has_experts = self.shape.experts_of(number) is not None
@@ -120,9 +133,16 @@ class PlainDecoder:
         """One expert after the other, each on the rows that chose it."""
         name, experts = f"layers.{number}.mlp", self.shape.experts
         assert experts is not None
-        shares = self._linear(y, f"{name}.gate").softmax(dim=-1, dtype=torch.float32)
-        shares = shares + self.weights.get((f"{name}.expert_bias", None), 0)
-        weights, chosen = shares.topk(experts.top_k, dim=-1)
+        bias = self.weights.get((f"{name}.expert_bias", None), 0)
+        if experts.groups is None:
+            shares = self._linear(y, f"{name}.gate").softmax(dim=-1, dtype=torch.float32) + bias
+            weights, chosen = shares.topk(experts.top_k, dim=-1)
+        else:
+            shares = F.linear(y.float(), self.weights[f"{name}.gate.weight", None].float()).sigmoid()
+            chosen = _best_of_groups(shares + bias, experts.top_k, experts.groups)
+            weights = shares.gather(1, chosen)
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-20) if experts.top_k > 1 else weights
+            weights = weights * experts.groups.scale
         out = self._mlp(y, f"{name}.shared_expert") if experts.shared_intermediate_size else torch.zeros_like(y)
         for expert in chosen.unique().tolist():
             rows, place = (chosen == expert).nonzero(as_tuple=True)
@@ -171,9 +191,19 @@ def _sizes(shape: DecoderShape) -> dict[Part, list[int]]:
 
 
 def _rotate(x: torch.Tensor, phases: KeysValues) -> torch.Tensor:
-    first, second = x.float().chunk(2, dim=-1)
     cos, sin = phases
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.float().chunk(2, dim=-1)
+    turned = (turned * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def _best_of_groups(shares: torch.Tensor, top_k: int, groups: ExpertGroups) -> torch.Tensor:
+    """The ``top_k`` best experts of each row in the groups whose two best are the best."""
+    grouped = shares.unflatten(-1, (groups.num_groups, -1))
+    of_groups = grouped.topk(2).values.sum(dim=-1)
+    kept = of_groups >= of_groups.topk(groups.num_kept).values[:, -1:]
+    return grouped.where(kept[..., None], -torch.inf).flatten(1).topk(top_k).indices
 
 
 # Decoding
@@ -196,7 +226,7 @@ class PlainCanvas:
 
     def __init__(self, model: PlainDecoder, prompt: list[int], spec: DecodingSpec) -> None:
         self.model, self.spec = model, spec
-        tokens = prompt + [model.mask_token_id] * spec.gen_length
+        tokens = prompt + [model.mask_token_id] * spec.num_masks
         self.tokens = torch.tensor(tokens, device=model.device)
 
     def masked(self, span: Span) -> torch.Tensor:
@@ -209,7 +239,7 @@ class PlainCanvas:
         positions = self.masked(quota.candidates)
         predicting = (positions - 1).clamp(min=first_row) if self.spec.shifts_logits else positions
         statistics = self._statistics(self.model.logits(hidden[predicting - first_row]))
-        confidence = statistics.confidence(UNMASKING_POLICIES[self.spec.unmasking].measures)
+        confidence = statistics.confidence(UNMASKING_POLICIES[self.spec.unmasking].measures, positions)
         ordered, order = confidence.sort(descending=True, stable=True)
         if quota.parallel is not None:
             passes = PARALLEL_RULES[quota.parallel.kind](ordered, quota.parallel.value)
@@ -253,10 +283,10 @@ def check_baseline(spec: DecodingSpec) -> None:
         )
     if spec.slow_fast is not None:
         raise ValueError("the plain baseline knows no slow_fast; leave it unset")
-    if spec.certainty_sigma is not None or (spec.parallel is not None and spec.tokens_per_step is not None):
+    if spec.certainty_sigma is not None or (spec.parallel is not None and (spec.tokens_per_step or spec.block_steps)):
         raise ValueError(
-            "the plain baseline knows no certainty_sigma, and no tokens_per_step beside a rule of parallel unmasking; "
-            "leave them unset"
+            "the plain baseline knows no certainty_sigma, and no tokens_per_step or steps_per_block beside a rule of "
+            "parallel unmasking; leave them unset"
         )
 
 
@@ -264,24 +294,31 @@ def check_baseline(spec: DecodingSpec) -> None:
 def decode(
     model: PlainDecoder, prompt: list[int], spec: DecodingSpec, end_tokens: frozenset[int] = frozenset()
 ) -> Iterator[PlainResponse]:
-    """Recompute the whole canvas in every step; yields after each block what there is so far."""
+    """Recompute the whole canvas in every step, or what a block attends to; yields after each block what there is so
+    far."""
     canvas = PlainCanvas(model, prompt, spec)
-    positions = torch.arange(spec.canvas_length, device=model.device)
-    num_forwards = num_unmasked = 0
+    num_forwards = num_unmasked = num_rows = 0
     for block in range(spec.num_blocks):
         span, step = spec.block_span(block), 0
-        while left := canvas.masked(span).numel():
+        of_response = Span(span.start, min(span.stop, spec.response_span.stop))
+        while canvas.masked(of_response).numel():
+            left = canvas.masked(span).numel()
             quota = unmask_quota(spec, Progress(Blocks(block, block + 1), step, [left]), window_alone=False)
-            x, phases = model.embed(canvas.tokens), model.phases(positions)
+            num_positions = span.stop if spec.is_block_causal else spec.canvas_length
+            positions = torch.arange(num_positions, device=model.device)
+            of_blocks = positions // spec.block_length
+            visible = of_blocks <= of_blocks[:, None] if spec.is_block_causal else None
+            x, phases = model.embed(canvas.tokens[: len(positions)]), model.phases(positions)
             for number in range(model.shape.num_layers):
-                x, _, _ = model.layer(number, x, phases)
+                x, _, _ = model.layer(number, x, phases, visible=visible)
             if quota.parallel is not None or quota.count:
                 num_unmasked += canvas.fill(x, 0, quota)
             num_forwards += 1
+            num_rows += len(positions)
             step += 1
-        token_ids = canvas.tokens[spec.prompt_length : span.stop].tolist()
+        token_ids = canvas.tokens[spec.prompt_length : of_response.stop].tolist()
         end = next((i for i, token in enumerate(token_ids) if token in end_tokens), None)
         made = token_ids if end is None else token_ids[: end + 1]
-        yield PlainResponse(made, num_forwards, num_forwards * spec.canvas_length, num_unmasked)
+        yield PlainResponse(made, num_forwards, num_rows, num_unmasked)
         if end is not None:
             return

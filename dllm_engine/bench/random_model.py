@@ -17,11 +17,13 @@ NAMED_SHAPES: dict[str, str] = {
     "llada-8b": "GSAI-ML/LLaDA-8B-Base",
     "llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
     "dream-7b": "Dream-org/Dream-v0-Base-7B",
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "llada2-mini": "inclusionAI/LLaDA2.0-mini",
 }
 _SCALED = (
     *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
-    "expert_intermediate_size",
+    *("expert_intermediate_size", "moe_intermediate_size"),
 )
 
 

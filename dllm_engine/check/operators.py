@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from dllm_engine.check.checks import CannotRunError, Check, compare
 from dllm_engine.check.paged_case import paged_case
+from dllm_engine.families import find_family
 from dllm_engine.kernels.eviction import mean_query_scores
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
 from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max, uniform
@@ -26,6 +27,7 @@ from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.kernels.vllm_operators import vllm_kernel
 from dllm_engine.kernels.voting import summed_probabilities, voting_scores
 from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.page_layout import head_dim_of
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 64, 96, 128, 256)
@@ -51,13 +53,18 @@ class Sizes:
     hidden_size: int
     vocab_size: int
     slots_per_page: int
+    limited: bool = False
+    """Whether rows have limits in attention: in a guide, and in a model whose attention goes by blocks."""
 
     @classmethod
     def of_model(cls, config: Any, page_size: int = EngineOptions().page_size, num_ranks: int = 1) -> "Sizes":
         """Those of one of ``num_ranks`` tensor-parallel ranks. ``config``: as ``load_config`` gives it."""
         heads, hidden = config.num_attention_heads, config.hidden_size
         kv_heads, vocab_size = max(1, config.num_key_value_heads // num_ranks), -(-config.vocab_size // num_ranks)
-        return cls(heads // num_ranks, kv_heads, hidden // heads, hidden, vocab_size, page_size * kv_heads)
+        family = find_family(config.model_type, config.architectures)
+        limited = family is None or family.attention == "block_causal"
+        slots = page_size * kv_heads
+        return cls(heads // num_ranks, kv_heads, head_dim_of(config), hidden, vocab_size, slots, limited)
 
     def with_head_dim(self, head_dim: int) -> "Sizes":
         """Other heads, few of them: four that share two KV heads."""
@@ -126,9 +133,10 @@ def _similarity_sums(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
 
 def _rotate(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     q, k = draw.queries_and_keys(sizes)
-    # A table of the CPU: what is compared is the rotation alone.
-    table = rotary_table(POSITIONS, sizes.head_dim, 500_000.0, torch.device("cpu")).to(draw.device)
-    rotate_(q, draw.integers(0, POSITIONS, ROWS), table)
+    for rotary_dim in (sizes.head_dim, sizes.head_dim // 4 * 2):  # of a head, and of a part of it
+        # A table of the CPU: what is compared is the rotation alone.
+        table = rotary_table(POSITIONS, rotary_dim, 500_000.0, torch.device("cpu")).to(draw.device)
+        rotate_(q, draw.integers(0, POSITIONS, ROWS), table)
     return [q, k]
 
 
@@ -199,7 +207,7 @@ def _noise(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     return [uniform(*counters), gumbel(*counters)]
 
 
-def _paged_attention(draw: Draw, sizes: Sizes, packed: bool, causal: Sequence[bool]) -> list[torch.Tensor]:
+def _paged_attention(draw: Draw, sizes: Sizes, packed: bool, limited: Sequence[bool]) -> list[torch.Tensor]:
     """``packed``: heads have tokens of their own, and a range of slots each."""
     results: list[torch.Tensor] = []
     for seed, (rows, retained) in enumerate(PAGED):
@@ -208,9 +216,10 @@ def _paged_attention(draw: Draw, sizes: Sizes, packed: bool, causal: Sequence[bo
             rows, lengths, sizes.num_heads, sizes.head_dim, sizes.slots_per_page // sizes.num_kv_heads, packed,
             draw.dtype, seed, draw.device, draw.held,
         )  # fmt: skip
-        for attend_fresh, masked in itertools.product((True, False), causal):
-            results += paged_attention_with_lse(*case, attend_fresh=attend_fresh, causal=masked)
-            results.append(paged_attention(*case, attend_fresh=attend_fresh, causal=masked))
+        for attend_fresh, has_limits in itertools.product((True, False), limited):
+            limits = case.limits() if has_limits else None
+            results += paged_attention_with_lse(*case, attend_fresh=attend_fresh, limits=limits)
+            results.append(paged_attention(*case, attend_fresh=attend_fresh, limits=limits))
     return results
 
 
@@ -272,23 +281,23 @@ _BY_VOCABULARY: dict[str, _Case] = {
 _OF_VLLM = {"silu_and_mul": _silu_and_mul, "rms_norm": _rms_norm, "fused_add_rms_norm": _fused_add_rms_norm}
 
 
-def _paged_cases(causal: Sequence[bool]) -> dict[str, _Case]:
-    return {name: partial(case, causal=causal) for name, case in _PAGED_CASES.items()}
+def _paged_cases(limited: Sequence[bool]) -> dict[str, _Case]:
+    return {name: partial(case, limited=limited) for name, case in _PAGED_CASES.items()}
 
 
-def triton_cases(causal: Sequence[bool]) -> dict[str, _Case]:
+def triton_cases(limited: Sequence[bool]) -> dict[str, _Case]:
     """What the checks run of the operators that have a Triton kernel, by its name."""
-    return _paged_cases(causal) | _BY_HEADS | _BY_WIDTH | _BY_VOCABULARY
+    return _paged_cases(limited) | _BY_HEADS | _BY_WIDTH | _BY_VOCABULARY
 
 
 def operator_checks(
     device: torch.device,
     sizes: Sizes,
     types: Sequence[torch.dtype] = TYPES,
-    causal: Sequence[bool] = (True, False),
+    limited: Sequence[bool] = (True, False),
 ) -> Iterator[Check]:
-    """Every operator in each of the ``types``. ``causal``: with which masks to attend to pages."""
-    yield from head_checks(device, sizes, types, causal)
+    """Every operator in each of the ``types``. ``limited``: with or without limits to attend to pages."""
+    yield from head_checks(device, sizes, types, limited)
     for name, case in _BY_WIDTH.items():
         yield from _in_each_type(types, device, name, case, sizes, f"rows of {sizes.hidden_size}")
     for name, of_vllm in _OF_VLLM.items():
@@ -305,10 +314,10 @@ def head_checks(
     device: torch.device,
     sizes: Sizes,
     types: Sequence[torch.dtype] = TYPES,
-    causal: Sequence[bool] = (True, False),
+    limited: Sequence[bool] = (True, False),
 ) -> Iterator[Check]:
     """Those that work on heads."""
-    for name, case in (_paged_cases(causal) | _BY_HEADS).items():
+    for name, case in (_paged_cases(limited) | _BY_HEADS).items():
         yield from _in_each_type(types, device, name, case, sizes, sizes.heads)
 
 

@@ -17,12 +17,19 @@ class PagedCase(NamedTuple):
     cu_seqlens: torch.Tensor
     tokens: PagedTokens
 
+    def limits(self) -> torch.Tensor:
+        """A limit for each row, from none of its request's keys up to all of them."""
+        sizes, generator = self.cu_seqlens.cpu().diff(), torch.Generator().manual_seed(self.q.shape[0])
+        most = (self.tokens.head_len.cpu().amax(1) + sizes).repeat_interleave(sizes)
+        return (torch.rand(most.shape, generator=generator) * (most + 1)).int().to(self.q.device)
+
     def arguments(
-        self, attend_fresh: bool, causal: bool, return_lse: bool, max_seqlen: int | None = None
+        self, attend_fresh: bool, limited: bool, return_lse: bool, max_seqlen: int | None = None
     ) -> tuple[Any, ...]:
         """Of the operator, and so of the kernels of a device."""
         *paged, max_head_len = self.tokens
-        return *self[:4], paged, max_head_len, attend_fresh, causal, return_lse, max_seqlen
+        limits = self.limits() if limited else None
+        return *self[:4], limits, paged, max_head_len, attend_fresh, return_lse, max_seqlen
 
 
 def paged_case(

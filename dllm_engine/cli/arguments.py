@@ -17,8 +17,8 @@ _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1
 ONE = "one"
 """The unmasking rule of one token per step."""
 RULES = (
-    *("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "margin", "entropy_threshold"),
-    "slow_fast",
+    *("steps", "steps_per_block", "tokens_per_step", "threshold", "factor", "entropy_bound", "entropy_budget"),
+    *("margin", "entropy_threshold", "slow_fast"),
 )
 """Options that another unmasking rule may set."""
 MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")

@@ -23,7 +23,7 @@ from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.evaluation.result_file import read_results
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
@@ -196,7 +196,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     from dllm_engine.bench.benchmark import BenchSettings
     from dllm_engine.bench.subject import Lengths
 
-    methods = tuple(CACHE_METHODS) if args.methods == "all" else tuple(args.methods.split(","))
+    methods = tuple(methods_for("full")) if args.methods == "all" else tuple(args.methods.split(","))
     for method in methods:
         EngineOptions.parse({"cache_method": method})
     if (block := args.block_length) is not None and block > args.response:

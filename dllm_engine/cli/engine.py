@@ -17,7 +17,7 @@ from dllm_engine.cli.arguments import (
     whole_number,
 )
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
+from dllm_engine.options import AUTO, GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
@@ -43,7 +43,10 @@ BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     group.add_argument(
-        "--cache-method", metavar="NAME", default="none", help=f"{', '.join(CACHE_METHODS)} (default: none)"
+        "--cache-method",
+        metavar="NAME",
+        default=AUTO,
+        help=f"{', '.join(CACHE_METHODS)} (default: none; block where attention goes by blocks)",
     )
     group.add_argument(
         "--cache-option",
@@ -134,6 +137,9 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
         help="denoising steps of the response, at most and by default one per token",
     )
     group.add_argument(
+        "--steps-per-block", type=whole_number, metavar="N", help="denoising steps of each block instead"
+    )
+    group.add_argument(
         "--tokens-per-step", type=whole_number, metavar="N", help="fill so many positions in each step, or at least"
     )
     group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
@@ -152,6 +158,9 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     )
     parallel.add_argument(
         "--entropy-bound", type=float, metavar="NATS", help="fill positions whose entropies add up to little"
+    )
+    parallel.add_argument(
+        "--entropy-budget", type=float, metavar="NATS", help="the same, but the largest of them counts as well"
     )
     parallel.add_argument(
         "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"

@@ -49,7 +49,7 @@ from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE,
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
 from dllm_engine.evaluation.score import rows, write_csv
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff, plot_beside
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.text import format_table
 from dllm_engine.vllm_hooks.release import check_release
 
@@ -146,7 +146,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
     # It also draws the examples.
-    parser.set_defaults(run=run, seed=0)
+    parser.set_defaults(run=run, seed=0, cache_method="none")
     _add_lm_eval_parser(commands)
 
 
@@ -245,7 +245,7 @@ def _methods(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
         return [(args.cache_method, cache_options(args))]
     if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
         raise ValueError("--methods takes options itself (dual:refresh=near); leave out --cache-method and its options")
-    texts = CACHE_METHODS if args.methods == "all" else split_names(args.methods)
+    texts = methods_for("full") if args.methods == "all" else split_names(args.methods)
     return [chosen for text in texts for chosen in parse_method(text)]
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +23,7 @@ from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
 from dllm_engine.evaluation.tradeoff_plot import plot_beside
 from dllm_engine.families import family_of
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.tuning.questions import OwnQuestions, Questions
 from dllm_engine.tuning.report import chosen, draw, report
 from dllm_engine.tuning.runner import EngineRunner
@@ -140,7 +140,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--loss {args.loss:g} is out of range: give percentage points from 0 to 100")
     if args.budget is not None and not args.budget > 0:
         raise ValueError(f"--budget {args.budget:g} is out of range: give minutes, more than 0")
-    for method in _methods(args):
+    for method in _methods(args, CACHE_METHODS):
         if method not in CACHE_METHODS:
             raise ValueError(f"--methods: unknown cache method {method!r}; choose some of {', '.join(CACHE_METHODS)}")
     if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model != DEMO_MODEL:
@@ -150,8 +150,8 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _methods(args: argparse.Namespace) -> list[str]:
-    return list(CACHE_METHODS) if args.methods in (None, "all") else args.methods.split(",")
+def _methods(args: argparse.Namespace, suited: Iterable[str]) -> list[str]:
+    return list(suited) if args.methods in (None, "all") else args.methods.split(",")
 
 
 def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
@@ -204,7 +204,7 @@ def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunne
     space = Space.of_model(
         args.model,
         family,
-        _methods(args),
+        _methods(args, methods_for(family.attention)),
         default_block=min(own_block or family.block_length_of(longest), longest),
         longest_block=longest,
         rules=_rules(args),

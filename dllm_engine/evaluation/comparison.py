@@ -70,7 +70,7 @@ class Task:
         return engine | {"cache_options": self.cache_options.get(engine["cache_method"], {}) | engine["cache_options"]}
 
     def decoding_of(self, combination: Combination) -> dict[str, Any]:
-        counts = combination.is_guided or "tokens_per_step" in combination.decoding
+        counts = combination.is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}
         own = {name: value for name, value in self.decoding.items() if not (counts and name == "steps")}
         return (self.guided if combination.is_guided and self.guided is not None else own) | combination.decoding
 

@@ -14,6 +14,7 @@ import torch
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.kernels.triton.tiles import splits_by_rule, tiles_by_rule
 from dllm_engine.model_executor.token_prediction import head_chunks
+from dllm_engine.scheduler.page_layout import head_dim_of
 from dllm_engine.sizing import VOCABULARY_PADDING, attention_matrices, layers_by_kind, mlp_matrices
 from dllm_engine.speed.gpus import GPU, TILE_HEAD_DIM, programs_at_once
 
@@ -95,8 +96,7 @@ class Decoder:
 
     @property
     def head_dim(self) -> int:
-        size: int = self.config.hidden_size // self.config.num_attention_heads
-        return size
+        return head_dim_of(self.config)
 
     @property
     def layers_by_kind(self) -> list[tuple[int, Any]]:

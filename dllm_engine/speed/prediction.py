@@ -8,7 +8,7 @@ from dllm_engine.bench.floor import PassShape
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.recording.forward import padded_size
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -98,15 +98,18 @@ def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_
     """
     d = deployment
     config, _ = checked_config(d)
+    family = family_of(config)
+    d = replace(d, options=d.options.with_paper_settings(d.model, family))
     dtype = dtype_of(d.dtype, config)
     decoder = Decoder(config, DTYPE_BYTES[dtype])
     _check(d, decoder)
     steps, speeds = [], []
-    others = [EngineOptions(cache_method=name) for name in CACHE_METHODS if name != d.options.cache_method]
+    others = [EngineOptions(cache_method=name) for name in methods_for(family.attention)]
+    others = [options for options in others if options.cache_method != d.options.cache_method]
     for options in (d.options, *others):
         if options.method.launches is None:
             continue
-        spec = request_spec(d, config, options.with_paper_settings(d.model, family_of(config)))
+        spec = request_spec(d, config, options.with_paper_settings(d.model, family))
         spec = replace(spec, steps=_checked_steps(spec, denoising_steps))
         clock = _Clock(decoder, GPUS[gpu], options.method, spec, d.max_num_batched_tokens)
         for batch in batches:
@@ -197,7 +200,7 @@ def _check(d: Deployment, decoder: Decoder) -> None:
 
 
 def _checked_steps(spec: DecodingSpec, steps: int | None) -> int:
-    if steps is not None and not spec.num_blocks <= steps <= spec.gen_length:
-        allowed = f"{spec.num_blocks} (one per block) … {spec.gen_length} (one per token)"
+    if steps is not None and not spec.num_blocks <= steps <= spec.num_masks:
+        allowed = f"{spec.num_blocks} (one per block) … {spec.num_masks} (one per token)"
         raise SizingError(f"--steps {steps} is out of range: {allowed}")
-    return steps or spec.gen_length
+    return steps or spec.num_masks

@@ -89,13 +89,16 @@ class Space:
     ) -> "Space":
         """The space for a model whose blocks have ``default_block`` tokens; ``longest_block`` is a whole response.
 
+        Where attention goes by blocks they keep their length, and run one at a time.
+
         Raises ``ValueError`` for an unknown cache method.
         """
-        lengths = sorted({int(default_block * ratio) for ratio in BLOCK_LENGTHS} - {default_block})
+        is_free = family.attention_block is None
+        lengths = sorted({int(default_block * ratio) for ratio in BLOCK_LENGTHS if is_free} - {default_block})
         return cls(
             methods={method: list(_variants(method, model, family)) for method in methods},
             rules=rules,
-            windows=WINDOWS,
+            windows=WINDOWS if is_free else (),
             block_lengths=[length for length in lengths if SHORTEST_BLOCK <= length <= longest_block],
         )
 

@@ -80,16 +80,21 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
         scheduler.scheduler_cls = SCHEDULER_CLASS
         scheduler.async_scheduling = False
-        scheduler.enable_chunked_prefill = False
-        # A FULL step computes the whole canvas at once.
-        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, model_config.max_model_len)
+        method = EngineOptions.from_vllm_config(vllm_config).method
+        scheduler.enable_chunked_prefill &= method.shortened is not None
+        if not scheduler.enable_chunked_prefill:
+            # A step computes the whole canvas at once.
+            scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, model_config.max_model_len)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
             from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
 
             parallel.distributed_executor_backend = RayCPUExecutor
-        vllm_config.cache_config.enable_prefix_caching = False
+        vllm_config.cache_config.enable_prefix_caching &= method.keeps_for_good
+        if vllm_config.cache_config.enable_prefix_caching:
+            # Tokens that vLLM hashes together.
+            vllm_config.cache_config.block_size = EngineOptions.from_vllm_config(vllm_config).page_size
         if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         if current_platform.is_cpu():
@@ -130,8 +135,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     check_request_defaults(options)
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     options = options.model_copy(update={"request_defaults": defaults})
-    _tell_of_guessed_settings(options, model_config)
-    options = options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
+    asked, options = options, options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
+    _tell_of_guessed_settings(asked, options, model_config)
     if options.guide_model is not None:
         options = _with_guide_shape(options, model_config)
     if options.lora_path is not None:
@@ -145,11 +150,11 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
 
 
-def _tell_of_guessed_settings(options: EngineOptions, model_config: "ModelConfig") -> None:
+def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: "ModelConfig") -> None:
     """Say which cache options are taken where papers have others for other models, and the name does not tell."""
     family, model = family_of(model_config.hf_config), model_config.model
     told, settings = options.method.settings_for(model, family)
-    guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in options.cache_options)
+    guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in asked.cache_options)
     if guessed and not told:
         parts = [repr(part) for part in options.method.paper_settings[family.name]]
         logger.warning(

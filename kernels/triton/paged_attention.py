@@ -17,10 +17,10 @@ from dllm_engine.kernels.triton.tiles import MAX_SPLITS, Tiles, choose_splits, c
 
 @triton.jit(
     do_not_specialize=["q_row", "k_row", "v_row", "k_page", "v_page", "table_row", "total_rows", "num_blocks"],
-    do_not_specialize_on_alignment=["cu_seqlens", "page_tables", "head_start", "token_stride", "head_len"],
+    do_not_specialize_on_alignment=["cu_seqlens", "limits", "page_tables", "head_start", "token_stride", "head_len"],
 )
 def _attention_kernel(
-    q, k, v, cu_seqlens, k_pages, v_pages, page_tables, head_start, token_stride, head_len, out, lse,
+    q, k, v, cu_seqlens, limits, k_pages, v_pages, page_tables, head_start, token_stride, head_len, out, lse,
     q_row, k_row, v_row, k_page, v_page, table_row, total_rows, num_blocks,
     SCALE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -28,7 +28,7 @@ def _attention_kernel(
     HEAD_DIM: tl.constexpr,
     SLOTS_PER_PAGE: tl.constexpr,
     ATTEND_FRESH: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    LIMITED: tl.constexpr,
     WITH_LSE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,6 +71,14 @@ def _attention_kernel(
     tiles_per_split = tl.cdiv(num_tiles, tl.num_programs(2))
     first = split * tiles_per_split
     stop = tl.minimum(first + tiles_per_split, num_tiles)
+    retained_stop, fresh_stop = tl.minimum(stop, num_retained_tiles), stop
+    if LIMITED:
+        # Tiles that no row of the block sees are left out.
+        limit = tl.load(limits + first_row + row, mask=in_range, other=0)
+        highest_limit = tl.max(limit, axis=0)
+        retained_stop = tl.minimum(retained_stop, tl.cdiv(highest_limit, BLOCK_K))
+        behind = tl.cdiv(tl.maximum(highest_limit - retained, 0), BLOCK_K)
+        fresh_stop = tl.minimum(fresh_stop, num_retained_tiles + behind)
 
     highest = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -81,7 +89,7 @@ def _attention_kernel(
     table = page_tables + request.to(tl.int64) * table_row
     token = first * BLOCK_K + tl.arange(0, BLOCK_K)
     page = tl.load(table + (first_slot + token * stride) // SLOTS_PER_PAGE, mask=token < retained, other=0)
-    for tile in range(first, tl.minimum(stop, num_retained_tiles)):
+    for tile in range(first, retained_stop):
         token = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         exists = token < retained
         offset = (first_slot + token * stride) % SLOTS_PER_PAGE
@@ -100,14 +108,14 @@ def _attention_kernel(
         following = token + BLOCK_K
         page = tl.load(table + (first_slot + following * stride) // SLOTS_PER_PAGE, mask=following < retained, other=0)
         visible = exists[None, :] & in_range[:, None]
-        if CAUSAL and not ATTEND_FRESH:
-            visible = visible & (token[None, :] <= retained - num_rows + row[:, None])
+        if LIMITED:
+            visible = visible & (token[None, :] < limit[:, None])
         highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, SCALE)
 
     if ATTEND_FRESH:
         fresh_k = k + (first_row * k_row + kv_head) * HEAD_DIM
         fresh_v = v + (first_row * v_row + kv_head) * HEAD_DIM
-        for tile in range(tl.maximum(first, num_retained_tiles), stop):
+        for tile in range(tl.maximum(first, num_retained_tiles), fresh_stop):
             token = (tile - num_retained_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
             exists = token < num_rows
             keys = tl.load(
@@ -121,8 +129,8 @@ def _attention_kernel(
                 other=0.0,
             )
             visible = exists[None, :] & in_range[:, None]
-            if CAUSAL:
-                visible = visible & (token[None, :] <= row[:, None])
+            if LIMITED:
+                visible = visible & (retained + token[None, :] < limit[:, None])
             highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, SCALE)
 
     empty = total == 0
@@ -192,10 +200,10 @@ def paged_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    limits: torch.Tensor | None,
     paged: list[torch.Tensor],
     max_head_len: int | None,
     attend_fresh: bool,
-    causal: bool,
     return_lse: bool,
     max_seqlen: int | None,
     num_splits: int | None = None,
@@ -226,13 +234,14 @@ def paged_attention(
         parts = q.new_empty(num_splits, num_rows, num_heads, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(num_splits, num_rows, num_heads, dtype=torch.float32)
     of_rows, of_combining = _launches(
-        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, causal, return_lse, split, tiles, q.dtype,
-        q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k_pages.data_ptr() % 16,
+        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, limits is not None, return_lse, split,
+        tiles, q.dtype, q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k_pages.data_ptr() % 16,
         v_pages.data_ptr() % 16,
     )  # fmt: skip
     of_rows(
         _attention_kernel, (num_requests * num_blocks, num_kv_heads, num_splits),
-        q, k, v, cu_seqlens, k_pages, v_pages, page_tables, head_start, token_stride, head_len, parts, part_lse,
+        q, k, v, cu_seqlens, cu_seqlens if limits is None else limits, k_pages, v_pages, page_tables, head_start,
+        token_stride, head_len, parts, part_lse,
         q_row, k_row, v_row, k_pages.stride(0) // head_dim, v_pages.stride(0) // head_dim, page_tables.stride(0),
         num_rows, num_blocks,
     )  # fmt: skip
@@ -257,7 +266,7 @@ def _launches(
     head_dim: int,
     slots_per_page: int,
     attend_fresh: bool,
-    causal: bool,
+    limited: bool,
     return_lse: bool,
     split: bool,
     tiles: Tiles,
@@ -272,7 +281,7 @@ def _launches(
         "HEAD_DIM": head_dim,
         "SLOTS_PER_PAGE": slots_per_page,
         "ATTEND_FRESH": attend_fresh,
-        "CAUSAL": causal,
+        "LIMITED": limited,
         "WITH_LSE": split or return_lse,
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,

@@ -33,11 +33,12 @@ def _rotate_kernel(
 
 
 def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    num_rows, num_heads, head_dim = x.shape
+    num_rows, num_heads, _ = x.shape
+    half = cos_sin.shape[1] // 2
     if x.numel():
         _rotate_kernel[(num_rows,)](
             x, positions, cos_sin, x.stride(0), x.stride(1), num_heads,
-            HALF=head_dim // 2,
+            HALF=half,
             BLOCK_H=triton.next_power_of_2(num_heads),
-            BLOCK_D=triton.next_power_of_2(head_dim // 2),
+            BLOCK_D=triton.next_power_of_2(half),
         )  # fmt: skip

@@ -28,7 +28,7 @@ from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import Canvas, RowBounds, StepBatch
 from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.model_executor.transfer import gather_from_ranks, on_device
 from dllm_engine.options import EngineOptions
@@ -81,11 +81,13 @@ class CausalPass(LayerPass):
     def __init__(self, batch: StepBatch, pages: PageView, head_len: list[int]) -> None:
         self.pages = pages
         self.tables = TokenTables(batch, pages, head_len, PageKind.GUIDE)
-        self.row_bounds = batch.row_bounds()
+        # Token t of a table is the guide's token t.
+        limits = (batch.positions + 1).int()
+        self.row_bounds = RowBounds(np.diff(batch.cu_seqlens).tolist(), limits.device, limits)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.pages.write(k, v, self.tables.row_slots(layer))
-        return attend_pages(self.tables.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=False, causal=True)
+        return attend_pages(self.tables.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=False)
 
 
 class Guide:

@@ -9,7 +9,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from dllm_engine.model_executor.loading.checks import is_finite
 from dllm_engine.model_executor.loading.packing import Packer
 from dllm_engine.model_executor.models.configs import ExpertShape
-from dllm_engine.model_executor.models.names import Shard, shards_of
+from dllm_engine.model_executor.models.names import NamedModules, Shard, shards_of
 from dllm_engine.model_executor.models.quantization import check_group_index, is_group_index
 
 
@@ -18,6 +18,7 @@ def fill_parameters(
     weights: Iterable[tuple[str, torch.Tensor]],
     locate: Callable[[str], tuple[str, Shard]],
     *,
+    modules: NamedModules,
     experts: ExpertShape | None,
     ignored: Collection[str],
     whole: bool,
@@ -27,6 +28,7 @@ def fill_parameters(
     Args:
         weights: the tensors by their names in the checkpoint.
         locate: finds the parameter of a tensor, and the shard of it that it fills.
+        modules: of a layer.
         ignored: parameters that the model takes from elsewhere.
         whole: whether these are all of the checkpoint's tensors.
 
@@ -34,7 +36,7 @@ def fill_parameters(
     missing, of a wrong shape, or not finite.
     """
     parameters, of_model = dict(model.named_parameters()), type(model).__name__
-    wanted = {(name, shard) for name in parameters for shard in shards_of(name, experts)}
+    wanted = {(name, shard) for name in parameters for shard in shards_of(name, modules, experts)}
     filled: set[tuple[str, Shard]] = set()
     packer = Packer(model, wanted)
     for tensor_name, tensor in weights:

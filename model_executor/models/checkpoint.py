@@ -10,13 +10,15 @@ from dllm_engine.model_executor.models.configs import ExpertShape, check_config,
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
+from dllm_engine.model_executor.models.llada2 import LLaDA2MoeModelLM
 from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
 from dllm_engine.model_executor.models.mlp import expert_shard
 from dllm_engine.model_executor.models.names import Shard
+from dllm_engine.model_executor.models.sdar import SDARForCausalLM
 
 INDEX = "model.safetensors.index.json"
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
-    model.__name__: model for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel)
+    model.__name__: model for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel, SDARForCausalLM, LLaDA2MoeModelLM)
 }
 """By the architecture that a checkpoint names."""
 _SIZES = (
@@ -90,6 +92,8 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
             ("embedding.weight", None): [shape.vocab_size, shape.hidden_size],
             ("lm_head.weight", None): [shape.vocab_size, shape.hidden_size],
             ("final_norm.weight", None): [shape.hidden_size],
+            # Some checkpoints have one projection for all three.
+            ("qkv_proj.weight", None): [(shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size],
         }
     )
     is_quantized = getattr(config, "quantization_config", None) is not None
@@ -112,13 +116,13 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
 def shapes_in_layer(shape: DecoderShape, experts: ExpertShape | None) -> dict[tuple[str, Shard], list[int]]:
     """Shapes of the tensors of a layer with ``experts`` or without, by parameter and shard, as a model's ``locate``
     names them."""
-    hidden, kv_size = shape.hidden_size, shape.num_kv_heads * shape.head_dim
+    hidden, q_size, kv_size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     shapes: dict[tuple[str, Shard], list[int]] = {
         ("attn_norm.weight", None): [hidden],
         ("mlp_norm.weight", None): [hidden],
-        ("out_proj.weight", None): [hidden, hidden],
+        ("out_proj.weight", None): [hidden, q_size],
     }
-    for shard, rows in (("q", hidden), ("k", kv_size), ("v", kv_size)):
+    for shard, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
         shapes["qkv_proj.weight", shard] = [rows, hidden]
         if shape.qkv_bias:
             shapes["qkv_proj.bias", shard] = [rows]

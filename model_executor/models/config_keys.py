@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA_MOE
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR
 from dllm_engine.options import explain
 
 LLADA_RELEASED_VOCAB_SIZE = 126_464
@@ -15,6 +15,11 @@ DREAM_RELEASED_END_OF_TURN_ID = 151_645
 LLADA_MOE_RELEASED_VOCAB_SIZE = 157_184
 LLADA_MOE_RELEASED_MASK_ID = 156_895
 LLADA_MOE_RELEASED_END_ID = 156_892
+"""These three are LLaDA2's as well."""
+SDAR_RELEASED_VOCAB_SIZE = 151_936
+SDAR_RELEASED_MASK_ID = 151_669
+SDAR_RELEASED_END_ID = 151_643
+SDAR_RELEASED_END_OF_TURN_ID = 151_645
 
 NO_BITSANDBYTES = (
     "vLLM 0.32 has removed it; take a checkpoint in GPTQ's, AWQ's or compressed-tensors' INT4, or make one with "
@@ -87,7 +92,10 @@ class CheckpointKeys(BaseModel):
     def _fits_together(self) -> Self:
         names = self.size_keys
         hidden, heads, kv_heads = (getattr(self, name) for name in names)
-        if hidden % heads or hidden // heads % 2:
+        head_dim = getattr(self, "head_dim", None)
+        if head_dim is not None and head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} is odd; RoPE needs heads of an even size")
+        if head_dim is None and (hidden % heads or hidden // heads % 2):
             raise ValueError(
                 f"{names[1]}={heads} does not divide {names[0]}={hidden} into heads of an even size, which RoPE needs"
             )
@@ -191,4 +199,77 @@ class LLaDAMoEKeys(CheckpointKeys):
             raise ValueError(f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} numbers, 0 or 1")
         if 0 in self.moe_layer_freq and self.dense_intermediate_size is None:
             raise ValueError("moe_layer_freq has dense layers, which need a dense_intermediate_size")
+        return self
+
+
+class BlockModelKeys(CheckpointKeys):
+    """Keys of models whose attention goes by blocks."""
+
+    size_keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+
+    block_size: Positions
+    """Tokens per block; released checkpoints leave it out."""
+    num_key_value_heads: HeadCount | None = None
+    head_dim: Width | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: Epsilon = 1e-6
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+
+
+class SDARKeys(BlockModelKeys):
+    """SDAR's keys, and what its checkpoints mean where they leave one out."""
+
+    family = SDAR
+
+    block_size: Positions = 4
+    vocab_size: VocabularySize = SDAR_RELEASED_VOCAB_SIZE
+    hidden_size: Width = 4096
+    intermediate_size: Width = 12_288
+    num_hidden_layers: LayerCount = 36
+    num_attention_heads: HeadCount = 32
+    max_position_embeddings: Positions = 32_768
+    rope_theta: RopeBase = 1_000_000.0
+    attention_bias: bool = False
+
+
+class LLaDA2Keys(BlockModelKeys):
+    """LLaDA2's keys, and what its checkpoints mean where they leave one out."""
+
+    family = LLADA2
+
+    block_size: Positions = 32
+    vocab_size: VocabularySize = LLADA_MOE_RELEASED_VOCAB_SIZE
+    hidden_size: Width = 2048
+    intermediate_size: Width = 5120
+    num_hidden_layers: LayerCount = 20
+    num_attention_heads: HeadCount = 16
+    max_position_embeddings: Positions = 32_768
+    rope_theta: RopeBase = 600_000.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+    use_qk_norm: bool = True
+    use_qkv_bias: bool = False
+    use_bias: bool = False
+    num_experts: ExpertCount = 256
+    num_experts_per_tok: ExpertCount = 8
+    moe_intermediate_size: Width = 512
+    num_shared_experts: Annotated[int, Field(ge=0, le=1000)] | None = 1
+    first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
+    n_group: ExpertCount = 8
+    topk_group: ExpertCount = 4
+    routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
+    moe_router_enable_expert_bias: bool = True
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
+            raise ValueError(
+                f"n_group={self.n_group} does not divide num_experts={self.num_experts} into groups of two or more"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group={self.topk_group} of n_group={self.n_group}")
+        if self.num_experts_per_tok > (most := self.topk_group * self.num_experts // self.n_group):
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of the {most} in topk_group groups")
+        if self.first_k_dense_replace > self.num_hidden_layers:
+            raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} of {self.num_hidden_layers} layers")
         return self

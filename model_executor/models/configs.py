@@ -12,9 +12,17 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA_MOE, find_family
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR, find_family
 from dllm_engine.model_executor.models import config_keys
-from dllm_engine.model_executor.models.config_keys import CheckpointKeys, DreamKeys, LLaDAKeys, LLaDAMoEKeys
+from dllm_engine.model_executor.models.config_keys import (
+    BlockModelKeys,
+    CheckpointKeys,
+    DreamKeys,
+    LLaDA2Keys,
+    LLaDAKeys,
+    LLaDAMoEKeys,
+    SDARKeys,
+)
 from dllm_engine.options import OPTIONS_KEY
 
 
@@ -33,6 +41,19 @@ class ExpertShape:
     """Whether a bias is added to the router's probabilities."""
     dense_layers: tuple[int, ...]
     """Layers that have a plain MLP instead."""
+    groups: "ExpertGroups | None" = None
+    """None: the experts are one group, chosen by the softmax of the router's logits."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """How experts are chosen by group (LLaDA2)."""
+
+    num_groups: int
+    num_kept: int
+    """Groups that a row's experts come from."""
+    scale: float
+    """Of a row's weights, which sum to 1 before."""
 
 
 _WITHOUT_EFFECT = {
@@ -145,9 +166,80 @@ class DreamConfig(PretrainedConfig):
         super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
 
 
-Config = LLaDAConfig | LLaDAMoEConfig | DreamConfig
+class BlockModelConfig(PretrainedConfig):
+    """``config.json`` of a model whose attention goes by blocks."""
+
+    include_qkv_bias: ClassVar[bool] = False
+    schema: ClassVar[type[BlockModelKeys]]
+    released_ids: ClassVar[dict[str, int]]
+    """Special tokens of the released vocabulary, for a config that leaves them out."""
+
+    def __init__(self, **values: Any) -> None:
+        stated = self.schema.read(values, _source(values))
+        rest = _keep(self, stated, values)
+        if stated.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if stated.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.rope_type = _rope_type(stated.rope_scaling)
+        if stated.vocab_size == self.schema.model_fields["vocab_size"].default:
+            for name, token in self.released_ids.items():
+                if getattr(stated, name) is None:
+                    setattr(self, name, token)
+                    rest[name] = token
+        super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
+
+
+class SDARConfig(BlockModelConfig):
+    """``config.json`` of JetLM/SDAR-1.7B-Chat, -4B-Chat and -8B-Chat, which has no block size and no mask token id."""
+
+    model_type = SDAR.model_type
+    schema = SDARKeys
+    qk_layernorm: ClassVar[bool] = True
+    released_ids: ClassVar[dict[str, int]] = {
+        "mask_token_id": config_keys.SDAR_RELEASED_MASK_ID,
+        "eos_token_id": config_keys.SDAR_RELEASED_END_ID,
+        "end_of_turn_token_id": config_keys.SDAR_RELEASED_END_OF_TURN_ID,
+    }
+
+    def __init__(self, **values: Any) -> None:  # transformers makes another one for a class without its own
+        super().__init__(**values)
+
+
+class LLaDA2Config(BlockModelConfig):
+    """``config.json`` of inclusionAI/LLaDA2.0-mini and -flash, which has no block size and no mask token id."""
+
+    model_type = LLADA2.model_type
+    schema = LLaDA2Keys
+    released_ids: ClassVar[dict[str, int]] = {
+        "mask_token_id": config_keys.LLADA_MOE_RELEASED_MASK_ID,
+        "eos_token_id": config_keys.LLADA_MOE_RELEASED_END_ID,
+    }
+
+    def __init__(self, **values: Any) -> None:  # as SDAR's
+        super().__init__(**values)
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return bool(self.use_qk_norm)
+
+    @property
+    def experts(self) -> ExpertShape:
+        return ExpertShape(
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            intermediate_size=self.moe_intermediate_size,
+            shared_intermediate_size=self.moe_intermediate_size * (self.num_shared_experts or 0),
+            has_bias=self.moe_router_enable_expert_bias,
+            dense_layers=tuple(range(self.first_k_dense_replace)),
+            groups=ExpertGroups(self.n_group, self.topk_group, self.routed_scaling_factor),
+        )
+
+
+Config = LLaDAConfig | LLaDAMoEConfig | DreamConfig | SDARConfig | LLaDA2Config
 CONFIG_CLASSES: dict[str, type[Config]] = {
-    config.schema.family.architecture: config for config in (LLaDAConfig, LLaDAMoEConfig, DreamConfig)
+    config.schema.family.architecture: config
+    for config in (LLaDAConfig, LLaDAMoEConfig, DreamConfig, SDARConfig, LLaDA2Config)
 }
 
 

@@ -1,6 +1,6 @@
-"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP, bidirectional.
+"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP.
 
-LLaDA's block is Llama's, Dream's Qwen2's, and LLaDA-MoE has norms of each head and experts; they differ in what
+LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE and LLaDA2 have experts; they differ in what
 ``DecoderShape`` and the model files say. A layer exposes its *parts*. It has no ``forward``: the loop over the layers
 belongs to a layer pass (``model_executor/passes/base.py``), which may change the set of rows between and inside layers.
 """
@@ -30,6 +30,7 @@ from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
 from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.scheduler.page_layout import head_dim_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class DecoderShape:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    """Numbers of each head that RoPE turns, from the first on."""
     vocab_size: int
     rope_theta: float
     rms_norm_eps: float
@@ -54,12 +58,15 @@ class DecoderShape:
     @classmethod
     def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float, qk_norm: bool = False) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
+        head_dim = head_dim_of(config)
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size or 0,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1)),
             vocab_size=config.vocab_size,
             rope_theta=rope_theta,
             rms_norm_eps=config.rms_norm_eps,
@@ -72,10 +79,6 @@ class DecoderShape:
     def experts_of(self, layer: int) -> ExpertShape | None:
         """None: the layer has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 @dataclass(frozen=True)
@@ -277,7 +280,7 @@ class DiffusionDecoder(nn.Module, ABC):
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
         device = self.final_norm.weight.device
-        return rotary_table(self.max_positions, self.shape.head_dim, self.shape.rope_theta, device)
+        return rotary_table(self.max_positions, self.shape.rotary_dim, self.shape.rope_theta, device)
 
     def rotary(self, positions: torch.Tensor) -> RotaryPhases:
         """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
@@ -315,6 +318,7 @@ class DiffusionDecoder(nn.Module, ABC):
             self,
             weights,
             self.locate,
+            modules=self.modules_in_layer,
             experts=self.shape.experts,
             ignored={"lm_head.weight"} if self.shape.tied_embeddings else (),
             whole=not self.takes_parts,

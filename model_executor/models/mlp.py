@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, Replic
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from dllm_engine.kernels.vllm_operators import silu_and_mul
-from dllm_engine.model_executor.models.configs import ExpertShape
+from dllm_engine.model_executor.models.configs import ExpertGroups, ExpertShape
 
 
 class GatedMLP(nn.Module):
@@ -65,7 +65,12 @@ class ExpertMLP(nn.Module):
         prefix_of: Callable[[str], str],
     ) -> None:
         super().__init__()
-        self.gate = ReplicatedLinear(hidden_size, shape.num_experts, bias=False, prefix=prefix_of("mlp.gate"))
+        self.groups = shape.groups
+        # In the groups of LLaDA2 experts may be 4e-6 apart, which half precision would not tell.
+        self.router_type = torch.get_default_dtype() if shape.groups is None else torch.float32
+        self.gate = ReplicatedLinear(
+            hidden_size, shape.num_experts, bias=False, params_dtype=self.router_type, prefix=prefix_of("mlp.gate")
+        )
         self.expert_bias = None
         if shape.has_bias:
             self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts, dtype=torch.float32), requires_grad=False)
@@ -104,7 +109,7 @@ class ExpertMLP(nn.Module):
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` to the same shape, within ``DiffusionDecoder.forward_context``."""
-        return self.experts(normed, self.gate(normed)[0])
+        return self.experts(normed, self.gate(normed.to(self.router_type))[0])
 
     def _route(
         self, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
@@ -112,13 +117,29 @@ class ExpertMLP(nn.Module):
         """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the router's logits
         ``[num_rows, num_experts]``; the arguments are vLLM's.
 
-        LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again.
+        LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again; LLaDA2 does both.
         """
+        if self.groups is not None:
+            return self._route_by_group(gating_output.sigmoid(), topk, self.groups)
         weights = gating_output.softmax(dim=-1, dtype=torch.float32)
         if self.expert_bias is not None:
             weights = weights + self.expert_bias
         chosen = weights.topk(topk, dim=-1)
         return chosen.values, chosen.indices
+
+    def _route_by_group(
+        self, scores: torch.Tensor, topk: int, groups: ExpertGroups
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best experts of the groups whose two best experts are the best; the bias has a say in nothing else."""
+        biased = scores if self.expert_bias is None else scores + self.expert_bias
+        grouped = biased.unflatten(1, (groups.num_groups, -1))
+        kept = grouped.topk(2, dim=2).values.sum(dim=2).topk(groups.num_kept, dim=1).indices
+        left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, False)
+        experts = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1).topk(topk, dim=1).indices
+        weights = scores.gather(1, experts)
+        if topk > 1:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return weights * groups.scale, experts
 
 
 _ROUTED_EXPERTS = "routed_experts"

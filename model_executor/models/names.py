@@ -17,8 +17,6 @@ NamedModules = Mapping[str, tuple[str, Shard]]
 PrefixOf = Callable[[str], str]
 """The name that quantization methods know a module of a layer by, from ours (``mlp.down_proj``)."""
 
-_FUSED_SHARDS: dict[str, tuple[str | int, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1)}
-
 
 def prefixes(modules: NamedModules, layer: str) -> PrefixOf:
     """What the checkpoint of a ``layer`` of that name calls our modules of it: ``self_attn.qkv_proj`` beside its
@@ -44,7 +42,10 @@ def packed_modules(modules: NamedModules) -> dict[str, list[str]]:
     return {fused: parts for fused, parts in packed.items() if parts}
 
 
-def shards_of(parameter_name: str, experts: ExpertShape | None) -> Sequence[Shard]:
+def shards_of(parameter_name: str, modules: NamedModules, experts: ExpertShape | None) -> Sequence[Shard]:
     """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
-    of_experts = expert_shards(parameter_name, experts.num_experts) if experts else ()
-    return of_experts or _FUSED_SHARDS.get(parameter_name.rsplit(".", 2)[-2], (None,))
+    if experts and (of_experts := expert_shards(parameter_name, experts.num_experts)):
+        return of_experts
+    # layers.NUMBER.MODULE.weight
+    module = parameter_name.rpartition(".")[0].partition(".")[2].partition(".")[2]
+    return [shard for ours, shard in modules.values() if ours == module and shard is not None] or (None,)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes import (
+    block,
     d2_cache,
     delayed,
     dkv,
@@ -30,5 +31,6 @@ PASSES: dict[str, Callable[[StepBatch, PageMemory], LayerPass]] = {
     "freecache": freecache.layer_pass,
     "delayed": delayed.layer_pass,
     "d2_cache": d2_cache.RolloutPass,
+    "block": block.layer_pass,
 }
 """Each makes the layer pass of a step."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.kernels.paged_attention import attention_with_limits, paged_attention
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
@@ -88,6 +88,8 @@ class LayerPass:
 
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Attention of each request's rows over themselves."""
+    if rows.limits is not None:
+        return attention_with_limits(q, k, v, rows.cu_seqlens, rows.limits, rows.max_seqlen)
     return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
 
 
@@ -120,9 +122,8 @@ def attend_pages(
     rows: RowBounds,
     *,
     attend_fresh: bool,
-    causal: bool = False,
 ) -> torch.Tensor:
     """Attention of each request's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
     return paged_attention(
-        q, k, v, rows.cu_seqlens, tokens, attend_fresh=attend_fresh, causal=causal, max_seqlen=rows.max_seqlen
+        q, k, v, rows.cu_seqlens, tokens, attend_fresh=attend_fresh, limits=rows.limits, max_seqlen=rows.max_seqlen
     )

@@ -7,7 +7,7 @@ from dllm_engine.model_executor.step_batch import RowBounds
 
 
 class DensePass(LayerPass):
-    """Each sequence attends to all of itself."""
+    """Each sequence attends to itself, as far as its rows have no limits to all of it."""
 
     def __init__(self, row_bounds: RowBounds) -> None:
         """``row_bounds``: of the sequences."""

@@ -137,8 +137,9 @@ class RetentionPass(PagedPass):
         at = self.updating.index(index)
         added, read = slice(*self.bounds[at : at + 2]), self.batch.plans[index].read
         canvas = self.batch.canvases[index]
-        # Of each layer, what pages held before comes first.
-        before = canvas.cache_state or [[] for _ in self.retained]
+        # Of each layer, what pages held before comes first: of a request that has written nothing, the prefix that it
+        # shares with another.
+        before = canvas.cache_state or [list(range(read)) for _ in self.retained]
         canvas.cache_state = [
             [*held[:read], *self.batch.positions[rows[added]].tolist()]
             for held, rows in zip(before, self.retained, strict=True)

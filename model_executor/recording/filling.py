@@ -78,7 +78,7 @@ class FillingGraph:
 
         def fill() -> torch.Tensor:
             statistics = predictor.predict(self.hidden, GREEDY, None, measure == "entropy", measure == "margin")
-            confidence = statistics.confidence(measure).masked_fill(~store.masked[places], -torch.inf)
+            confidence = statistics.confidence(measure, offsets).masked_fill(~store.masked[places], -torch.inf)
             chosen = select(size.choice.rule, confidence, requests, offsets, self.values, size.width, self.guaranteed)
             store.fill(places, statistics.token, chosen)
             return torch.stack((statistics.token, outcomes(statistics, chosen)))

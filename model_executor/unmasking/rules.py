@@ -57,6 +57,16 @@ def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Te
     return before <= value
 
 
+def within_budget(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """SDAR (arXiv 2510.06303): lowest entropy first while the total, with its own, is less than ``value``, or one.
+
+    ``ordered`` are negative entropies.
+    """
+    passes = (-ordered.clamp(max=0)).cumsum(-1) < value
+    passes[..., 0].fill_(True)
+    return passes
+
+
 def within_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
     """d3LLM (arXiv 2601.07568) for LLaDA: all of an entropy of at most ``value``, and always the lowest.
 
@@ -74,6 +84,7 @@ PARALLEL_RULES: dict[str, Rule] = {
     "threshold": reaching,
     "factor": within_factor,
     "entropy_bound": within_bound,
+    "entropy_budget": within_budget,
     "margin": reaching,
     "slow_fast": reaching,
     "exceeded_threshold": exceeding,

@@ -56,8 +56,11 @@ class TokenStatistics:
     held_back: torch.Tensor | None = None
     """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where every request allows them."""
 
-    def confidence(self, measure: Measure) -> torch.Tensor:
-        """``[num_rows]``: by which an unmasking policy orders the rows."""
+    def confidence(self, measure: Measure, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """``[num_rows]``: by which an unmasking policy orders the rows. ``offsets`` ``[num_rows]``: numbers that ascend
+        with the position, for a policy that goes by it."""
+        if measure == "position":
+            return -required(offsets).float()
         by_measure = {"probability": self.probability, "entropy": self.negative_entropy, "margin": self.margin}
         return required(self.noise if measure == "noise" else by_measure[measure])
 

@@ -140,9 +140,10 @@ class ConstrainedResponse:
     """How far the decided part of one response has led its constraint."""
 
     def __init__(self, constraint: Constraint, prompt_length: int, template: Sequence[int | None]) -> None:
-        """``template``: the response before its first step, with None for each mask."""
+        """``template``: the response before its first step, with None for each mask. What the canvas has behind it may
+        be anything."""
         self.constraint = constraint
-        self._start = prompt_length
+        self._start, self._stop = prompt_length, prompt_length + len(template)
         self._completable = constraint.completable(template)
         self._position, self._state = prompt_length, 0
 
@@ -159,6 +160,7 @@ class ConstrainedResponse:
             positions: canvas positions that are predicted, ascending but for repeated ones.
             scores: ``[num_predicted, num_classes]``, of the best token of each class.
         """
+        stop = min(stop, self._stop)
         masked = np.flatnonzero(known[self._position : stop] < 0)
         first = self._position + int(masked[0]) if masked.size else stop
         self._state = self.constraint.after(self._state, known[self._position : first].tolist())

@@ -1,7 +1,9 @@
 """Cache methods without their tensors. A new one is a file here, one in ``model_executor/passes/``, and an entry in the
 registry of each folder."""
 
+from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.block import BLOCK
 from dllm_engine.scheduler.methods.d2_cache import D2_CACHE
 from dllm_engine.scheduler.methods.delayed import DELAYED
 from dllm_engine.scheduler.methods.dkv import DKV
@@ -25,5 +27,13 @@ CACHE_METHODS: dict[str, CacheMethod] = {
     "freecache": FREECACHE,
     "delayed": DELAYED,
     "d2_cache": D2_CACHE,
+    "block": BLOCK,
 }
 """By the name that ``cache_method`` takes."""
+DEFAULT_METHODS: dict[Attention, str] = {"full": "none", "block_causal": "block"}
+"""What ``cache_method="auto"`` means; both are exact."""
+
+
+def methods_for(attention: Attention) -> list[str]:
+    """The names of the methods for a kind of attention."""
+    return [name for name, method in CACHE_METHODS.items() if attention in method.attention]

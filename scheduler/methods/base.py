@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from dllm_engine.families import ModelFamily
+from dllm_engine.families import Attention, ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Progress
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -43,8 +43,17 @@ class CacheMethod:
     so that they can be reserved."""
     options: type[CacheOptions] = CacheOptions
     """What ``cache_options`` are validated with."""
+    attention: tuple[Attention, ...] = ("full",)
+    """Kinds of attention that the method is for. Methods for full attention approximate keys and values that may change
+    with every token."""
     trims_suffix: bool = False
     """Whether its steps can leave out masked blocks far behind the window (``suffix_blocks``)."""
+    shortened: Callable[[StepPlan, DecodingSpec, int], StepPlan | None] | None = None
+    """A part of a step that computes at most so many rows, where it can be fed in parts; None where none is so small.
+    None: steps are whole."""
+    keeps_for_good: bool = False
+    """Whether what pages hold of a token depends on its block and what lies before it alone, and never changes: nothing
+    is refreshed, and requests with the same beginning can share pages."""
     recordable: bool = False
     """Whether its REUSE steps do the same work on different numbers, so that ``cuda_graphs`` can record them."""
     launches: Mapping[RefreshState, int] | None = None
@@ -74,6 +83,12 @@ class CacheMethod:
         by_part, name = self.paper_settings.get(family.name, {"": {}}), PurePath(model).name.lower()
         told = next((part for part in by_part if part in name), None)
         return told is not None, by_part[[*by_part][-1] if told is None else told]
+
+    def fitted(self, plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan:
+        """A step, or the part of it that computes at most so many rows, if it has such a part."""
+        if plan.max_rows <= max_rows or self.shortened is None:
+            return plan
+        return self.shortened(plan, spec, max_rows) or plan
 
     @property
     def uses_pages(self) -> bool:

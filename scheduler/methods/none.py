@@ -13,4 +13,6 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 # ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos` asks for that.
-NONE = CacheMethod(plan, trims_suffix=True, launches={}, uniform_sampler="with_delay_eos")
+NONE = CacheMethod(
+    plan, attention=("full", "block_causal"), trims_suffix=True, launches={}, uniform_sampler="with_delay_eos"
+)

@@ -51,8 +51,8 @@ def _compile(driver: CompilingDriver, operator: str, dtype: torch.dtype) -> tupl
     before = len(driver.compiled)
     for model in (LLADA, DREAM):
         # A guide attends causally; those for Dream have its heads.
-        causal = [False, True] if model == DREAM and dtype == torch.bfloat16 else [False]
-        for name, launch in triton_cases(causal).items():
+        limited = [False, True] if model == DREAM and dtype == torch.bfloat16 else [False]
+        for name, launch in triton_cases(limited).items():
             if name.partition(",")[0] == operator:
                 launch(Draw(dtype, dtype, torch.device("cpu")), Sizes.of_model(load_config(model)))
     return max((each.spilled for each in driver.compiled[before:]), default=0), SPILLED

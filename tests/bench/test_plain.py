@@ -18,7 +18,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=["llada", "llada_moe", "dream"])
+@pytest.fixture(params=["llada", "llada_moe", "dream", "sdar", "llada2"])
 def checkpoint(request):
     return request.getfixturevalue(f"tiny_{request.param}")
 

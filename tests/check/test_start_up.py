@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 import pkgutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -170,14 +171,14 @@ def test_logits_are_checked_in_float32_as_well(device):
     assert list(device.run(dtype=torch.bfloat16)) == ["token_statistics"]
 
 
-def test_only_a_guide_attends_causally(with_pages):
-    def wrong_if_causal(*arguments):
+def test_only_a_guide_attends_with_limits(with_pages):
+    def wrong_with_limits(*arguments):
         out, lse = OPERATORS["paged_attention"].kernel(*arguments)
-        return out + arguments[7], lse
+        return out + (arguments[4] is not None), lse
 
-    with_pages.launch("paged_attention", wrong_if_causal)
+    with_pages.launch("paged_attention", wrong_with_limits)
     assert with_pages.run() == {}
-    found = with_pages.run(models=(SIZES, SIZES))
+    found = with_pages.run(models=(SIZES, replace(SIZES, limited=True)))
     assert ", guide: error " in found["paged_attention"]
 
 

@@ -9,7 +9,7 @@ from dllm_engine.bench.benchmark import Benchmark
 from dllm_engine.bench.subject import Subject, Unmasking
 from dllm_engine.cli import bench
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.support.plans import FULL_METHODS
 
 
 def parsed(*arguments):
@@ -115,7 +115,7 @@ def test_vllms_names_of_its_lengths_are_taken():
 
 
 def test_all_methods_are_measured_where_none_is_named():
-    assert bench.settings(bench.filled(parsed(), {})).methods == tuple(CACHE_METHODS)
+    assert bench.settings(bench.filled(parsed(), {})).methods == tuple(FULL_METHODS)
 
 
 def test_policies_and_rules_say_how_to_unmask():

@@ -21,8 +21,8 @@ from dllm_engine.cli.main import main
 from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.kernels.voting import voting_scores
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import json_rows
+from tests.support.plans import FULL_METHODS
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, vocab_size=150, slots_per_page=16)
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_a_run_prints_a_table_and_writes_all_of_it(one_engine, tmp_path, capsys)
     (row,) = rows_of(printed, "answers, two ranks")
     assert row.endswith("not run: there is one device")
     (row,) = rows_of(printed, "answers")
-    assert f"{len(CACHE_METHODS)} cases" in row
+    assert f"{len(FULL_METHODS)} cases" in row
     assert row.endswith(OK)
     assert f"wrote {output}" in printed
     report = json.loads(output.read_text())
@@ -116,7 +116,7 @@ def test_heads_of_other_sizes_alone(monkeypatch, capsys):
 
 
 def test_an_engine_that_answers_otherwise_fails(one_engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "CACHE_METHODS", {"sparse": CACHE_METHODS["sparse"]})
+    monkeypatch.setattr(answers, "METHODS", ["sparse"])
     stored = json.loads(ANSWERS.read_text())
     stored["sparse"][1]["logprobs"][5] += 0.01
     monkeypatch.setattr(answers, "ANSWERS", tmp_path / "answers.json")
@@ -133,7 +133,7 @@ def test_an_engine_that_answers_otherwise_fails(one_engine, tmp_path, monkeypatc
 
 def test_answers_of_every_method_are_stored_and_tell_most_of_them_apart():
     stored = json.loads(ANSWERS.read_text())
-    assert stored.keys() == CACHE_METHODS.keys()
+    assert stored.keys() == FULL_METHODS.keys()
     assert len({str(answer) for answer in stored.values()}) == len(stored)
 
 
@@ -190,7 +190,7 @@ def test_the_table_has_a_line_per_failure_and_one_for_what_went_well():
 def write_answers() -> None:
     """One engine after the other."""
     made = {}
-    for method in CACHE_METHODS:
+    for method in FULL_METHODS:
         with running(method) as llm:
             made[method] = answers_of(llm)
     ANSWERS.write_text(json_rows(made, depth=3) + "\n", encoding="utf-8")

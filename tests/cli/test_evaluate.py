@@ -10,7 +10,7 @@ from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_nam
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.evaluation import comparison, own_tasks
 from dllm_engine.evaluation.score import COLUMNS
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.support.plans import FULL_METHODS
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
 
 def test_all_stands_for_every_cache_method():
     asked = evaluate.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
-    assert [combination.method for combination in asked] == list(CACHE_METHODS)
+    assert [combination.method for combination in asked] == list(FULL_METHODS)
 
 
 def test_methods_have_options_and_rules_have_guides():

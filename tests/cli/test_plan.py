@@ -11,8 +11,8 @@ from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.plan import byte_size, share
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.memory.machine import machine_memory
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.speed.gpus import GPUS
+from tests.support.plans import FULL_METHODS
 
 LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
 
@@ -26,7 +26,7 @@ def test_a_row_per_cache_method_the_chosen_one_first(capsys):
     out = planned(capsys, *LLADA, "--prompt", "1024", "--response", "256")
     rows = out.split("CACHE METHOD")[1].splitlines()[1:]
     assert rows[0].split()[:6] == ["sparse", "*", "624", "of", "1,280", "640"]
-    assert {row.split()[0] for row in rows[: len(CACHE_METHODS)]} == set(CACHE_METHODS)
+    assert {row.split()[0] for row in rows[: len(FULL_METHODS)]} == set(FULL_METHODS)
 
 
 def test_json_holds_bytes_and_the_command(capsys):
@@ -34,7 +34,7 @@ def test_json_holds_bytes_and_the_command(capsys):
     assert sizing["page_bytes"] == 2 * 32 * 4096 * 2
     assert sizing["demand"]["pages"] == 32 * 10
     assert sizing["demand"]["bytes"] == 320 * sizing["page_bytes"]
-    assert {d["cache_method"] for d in sizing["others"]} == set(CACHE_METHODS) - {"sparse"}
+    assert {d["cache_method"] for d in sizing["others"]} == set(FULL_METHODS) - {"sparse"}
     assert sizing["serve"][:3] == ["dllm", "serve", "GSAI-ML/LLaDA-8B-Instruct"]
 
 

@@ -20,6 +20,7 @@ MODELS = {
     "dream-tiny-a": "vanilla_dream",
     "llada-moe-tiny-a": "vanilla_llada_moe",
 }
+PROMPTS = MODELS | {"sdar-tiny-a": "block_sdar", "llada2-moe-tiny-a": "block_llada2"}
 # One request per policy and way of sampling; their noise must not depend on the number of ranks.
 SAMPLED = [
     {"gen_length": 24, "temperature": 1.0, "seed": 7, "unmasking": policy, "ignore_eos": True, **filters}
@@ -83,7 +84,15 @@ def es_dllm(**options):
     return {"cache_method": "es_dllm", "cache_options": {"block_refresh_interval": 4} | options}
 
 
+BLOCK_RULES: list[dict[str, Any]] = [
+    {},
+    {"threshold": 0.5},
+    {"temperature": 1.0, "seed": 7, "top_p": 0.9},
+    {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
+]
 CASES = {
+    "sdar": ("sdar-tiny-a", {}, BLOCK_RULES, ("unmasked_per_step", "computed_positions")),
+    "llada2": ("llada2-moe-tiny-a", {}, BLOCK_RULES, ("unmasked_per_step", "computed_positions")),
     "sparse llada": ("llada-tiny-a", SPARSE, RULES, RETAINED),
     "sparse dream": ("dream-tiny-a", REFRESHED, RULES, RETAINED),
     "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
@@ -110,7 +119,7 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_ch
 
     model, engine, rules, figures = CASES[case]
     engine = engine | {"page_size": 16}
-    prompts = [case["prompt_ids"][0] for case in reference_cases(MODELS[model]) if case["model"] == model][::3]
+    prompts = [case["prompt_ids"][0] for case in reference_cases(PROMPTS[model]) if case["model"] == model][::3]
     asked = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
     params = [DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))]
     with two_ranks(reference_checkpoints / model, **engine) as sharded:

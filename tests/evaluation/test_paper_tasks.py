@@ -11,8 +11,8 @@ from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS
 from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.resolve import resolve_decoding
+from tests.support.plans import FULL_METHODS
 
 ROWS = [
     (row, family)
@@ -37,7 +37,7 @@ def harness():
 @pytest.mark.parametrize(("row", "family"), ROWS, ids=lambda value: getattr(value, "benchmark", None))
 def test_settings_are_servable_with_every_cache_method(row, family):
     params = DiffusionParams(**row.decoding)
-    for method in CACHE_METHODS:
+    for method in FULL_METHODS:
         options = row.cache_options(f"GSAI-ML/{next(iter(row.checkpoint_options or {''}))}").get(method, {})
         engine = EngineOptions.parse({"cache_method": method, "cache_options": options})
         spec = resolve_decoding(params, 100, family, engine)

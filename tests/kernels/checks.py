@@ -54,11 +54,11 @@ class Draw:
         return torch.full(shape, torch.nan, dtype=dtype, device=self.device).unbind(1)
 
 
-def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, causal: bool, rtol: float) -> None:
-    """``attend`` takes the case, ``attend_fresh``, ``causal`` and whether the second result, lse, is wanted."""
-    expected, expected_lse = formulas.paged_attention(*case, attend_fresh, causal)
+def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, limited: bool, rtol: float) -> None:
+    """``attend`` takes the case, ``attend_fresh``, ``limited`` and whether the second result, lse, is wanted."""
+    expected, expected_lse = formulas.paged_attention(*case, attend_fresh, case.limits() if limited else None)
     for return_lse in (True, False):
-        out, lse = attend(case, attend_fresh, causal, return_lse)
+        out, lse = attend(case, attend_fresh, limited, return_lse)
         assert out.dtype == case.q.dtype
         assert not out.isnan().any()
         assert error(out, expected) < TOLERANCE[case.q.dtype]
@@ -133,15 +133,16 @@ def check_features(
 
 def check_rotate(
     rotate_: Kernel, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0,
-    device: str = "cpu",
+    device: str = "cpu", rotary_dim: int | None = None,
 ) -> None:  # fmt: skip
     """Rows of one head more than are rotated, as those of a fused projection. The table has 5,000 positions, and holds
     NaN at those that no row is at."""
     draw = Draw(seed, device)
     fused = draw.normal(num_rows, num_heads + 1, head_dim, dtype=dtype)
     positions = torch.randint(5000, (num_rows,), generator=draw.generator)
-    angles = positions[:, None].double() / 500_000.0 ** (torch.arange(0, head_dim, 2) / head_dim)
-    cos_sin = torch.full((5000, head_dim), torch.nan)
+    rotary_dim = rotary_dim or head_dim
+    angles = positions[:, None].double() / 500_000.0 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
+    cos_sin = torch.full((5000, rotary_dim), torch.nan)
     cos_sin[positions] = torch.cat((angles.cos(), angles.sin()), 1).float()
     positions, cos_sin = positions.to(device), cos_sin.to(device)
     before, x = fused.clone(), fused[:, 1:]
@@ -149,6 +150,7 @@ def check_rotate(
     rotate_(x, positions, cos_sin)
     assert (x.double() - expected).norm() <= ROTATION_TOLERANCE[dtype] * expected.norm()
     assert fused[:, 0].equal(before[:, 0])
+    assert fused[..., rotary_dim:].equal(before[..., rotary_dim:])
 
 
 def similarity_case(

@@ -69,7 +69,7 @@ def paged_attention(
     cu_seqlens: torch.Tensor,
     tokens: PagedTokens,
     attend_fresh: bool,
-    causal: bool = False,
+    limits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), a request and a head at a time."""
     k_pages, v_pages, page_tables, head_start, token_stride, head_len, _ = tokens
@@ -84,15 +84,13 @@ def paged_attention(
             slots = head_start[request, kv_head] + numbers * token_stride[request]
             where = page_tables[request, slots // slots_per_page].long(), slots % slots_per_page
             keys, values = k_pages[where].double(), v_pages[where].double()
-            i = torch.arange(stop - start, device=q.device)[:, None]
-            num_hidden = stop - start if causal and not attend_fresh else 0
-            visible = numbers <= len(numbers) - num_hidden + i
             if attend_fresh:
                 keys = torch.cat((keys, k[start:stop, kv_head].double()))
                 values = torch.cat((values, v[start:stop, kv_head].double()))
-                visible = torch.cat((visible, (i >= i.T) | (not causal)), dim=1)
             scores = (q[start:stop, head].double() @ keys.T) * q.shape[-1] ** -0.5
-            scores = scores.masked_fill(~visible, -torch.inf)
+            if limits is not None:
+                hidden = torch.arange(len(keys), device=q.device) >= limits[start:stop, None]
+                scores = scores.masked_fill(hidden, -torch.inf)
             lse[start:stop, head] = scores.logsumexp(dim=-1)
             weights = (scores - lse[start:stop, head, None]).exp().nan_to_num(0.0)
             out[start:stop, head] = weights @ values
@@ -100,9 +98,10 @@ def paged_attention(
 
 
 def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    rotary_dim = cos_sin.shape[1]
     cos, sin = cos_sin.double()[positions, None].chunk(2, dim=-1)
-    first, second = x.double().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second = x[..., :rotary_dim].double().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotary_dim:].double()), dim=-1)
 
 
 def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def prompt(length: int) -> list[int]:
 
 def test_every_cache_method(engines, tiny_llada, tiny_dream):
     from dllm_engine import DiffusionParams
-    from dllm_engine.scheduler.methods import CACHE_METHODS
+    from tests.support.plans import FULL_METHODS
 
     requests = [
         {"prompt": prompt(10), "params": {"gen_length": 8, "block_length": 8, "steps": 4, "ignore_eos": True}},
@@ -60,7 +60,7 @@ def test_every_cache_method(engines, tiny_llada, tiny_dream):
         }
         for method, (model, options) in TASKS.items()
         # Triton's interpreter is slow: one method is enough to see both ways.
-        for recorded in ([False, True] if method == "sparse" else [CACHE_METHODS[method].recordable])
+        for recorded in ([False, True] if method == "sparse" else [FULL_METHODS[method].recordable])
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cuda_path_answers"],

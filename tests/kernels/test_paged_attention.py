@@ -17,7 +17,7 @@ from tests.kernels.checks import check_paged_attention
 from tests.support.kernels import TOLERANCE
 
 SEMANTICS = [(True, False), (True, True), (False, False), (False, True)]
-"""(attend_fresh, causal)"""
+"""(attend_fresh, limited)"""
 
 
 @st.composite
@@ -43,8 +43,8 @@ def paged_arguments(draw: st.DrawFn) -> dict:
     }
 
 
-def attend(case, attend_fresh, causal, return_lse):
-    settings = {"attend_fresh": attend_fresh, "causal": causal}
+def attend(case, attend_fresh, limited, return_lse):
+    settings = {"attend_fresh": attend_fresh, "limits": case.limits() if limited else None}
     return paged_attention_with_lse(*case, **settings) if return_lse else (paged_attention(*case, **settings), None)
 
 
@@ -96,9 +96,9 @@ def test_a_row_with_nothing_to_attend_to_is_zero(packed):
         assert not out[:3, :2].any()
         assert out[:3, 2:].all()
     assert (lse[3:] == -torch.inf).all()
-    # Five rows as the last of four tokens: the first comes before all of them.
+    # Five rows as the last of four tokens, each sees what is before it: the first sees none.
     case = paged_case([5], [[4, 4]], heads=2, dim=8, packed=packed)
-    out = paged_attention(*case, attend_fresh=False, causal=True)
+    out = paged_attention(*case, attend_fresh=False, limits=torch.arange(5).int())
     assert not out[0].any()
     assert out[1:].all()
 
@@ -118,13 +118,13 @@ def sdpa_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 @pytest.mark.parametrize(("bytes_at_once", "sizes"), [(1, [1] * 7), (20_000, [2, 2, 2, 1]), (1 << 20, [7])])
 @pytest.mark.parametrize("semantics", SEMANTICS)
 def test_requests_whose_keys_would_not_stay_in_a_cache_take_turns(monkeypatch, bytes_at_once, sizes, semantics):
-    attend_fresh, causal = semantics
+    attend_fresh, limited = semantics
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr("dllm_engine.kernels.paged_attention._COPIED_BYTES", bytes_at_once)
+    monkeypatch.setattr("dllm_engine.kernels.cpu.paged_attention._COPIED_BYTES", bytes_at_once)
     case = paged_case([8] * 7, [[60, 60]] * 7, heads=4, dim=8)
-    check_paged_attention(attend, case, attend_fresh, causal, rtol=1e-5)
+    check_paged_attention(attend, case, attend_fresh, limited, rtol=1e-5)
     calls = sdpa_calls(monkeypatch)
-    paged_attention(*case, attend_fresh=attend_fresh, causal=causal)
+    paged_attention(*case, attend_fresh=attend_fresh, limits=case.limits() if limited else None)
     assert calls == [(size, 2, 16, 8) for size in sizes]
 
 

@@ -44,7 +44,7 @@ SHARED_MEMORY = 96 << 10
 """Bytes that every GPU since 2020 lets a program have."""
 
 CASES = {
-    # name: (rows, retained per KV head, query heads, head_dim, page_size, packed, dtype, attend_fresh, causal, splits)
+    # name: (rows, retained per KV head, query heads, head_dim, page_size, packed, dtype, attend_fresh, limited, splits)
     "token-major": ([32, 32], [[96, 96], [96, 96]], 2, 64, 16, False, FLOAT32, True, False, 1),
     "lengths differ": ([5, 1, 33, 20], [[n, n] for n in (7, 0, 64, 160)], 2, 32, 4, False, FLOAT32, True, False, 1),
     "split, some splits empty": ([16, 3], [[150, 150], [0, 0]], 4, 64, 16, False, FLOAT16, True, False, 4),
@@ -53,46 +53,46 @@ CASES = {
     "head_dim 96": ([12], [[40, 40]], 2, 96, 16, False, FLOAT32, True, False, 1),
     "head_dim 256": ([12], [[40, 17]], 2, 256, 16, True, FLOAT16, True, False, 2),
     "no retained tokens": ([40, 7], [[0, 0], [0, 0]], 2, 64, 16, False, FLOAT16, True, False, 1),
-    "causal over fresh rows": ([24, 1], [[20, 20], [9, 9]], 4, 32, 4, False, FLOAT32, True, True, 2),
+    "limits over fresh rows": ([24, 1], [[20, 20], [9, 9]], 4, 32, 4, False, FLOAT32, True, True, 2),
     "pages only": ([16, 16], [[100, 100], [20, 20]], 2, 64, 16, False, FLOAT32, False, False, 1),
     "pages only, ranges per head": ([10, 4], [[60, 5], [0, 33]], 4, 32, 4, True, FLOAT16, False, False, 2),
-    "pages only, causal": ([24, 18], [[40, 40], [8, 8]], 2, 32, 4, False, FLOAT32, False, True, 2),
+    "pages only, with limits": ([24, 18], [[40, 40], [8, 8]], 2, 32, 4, False, FLOAT32, False, True, 2),
 }
 
 
-def check_attention(*case, attend_fresh, causal, splits):
+def check_attention(*case, attend_fresh, limited, splits):
     def attend(case, *settings):
         return paged_attention.paged_attention(*case.arguments(*settings), splits)
 
-    checks.check_paged_attention(attend, paged_case(*case, device=DEVICE), attend_fresh, causal, rtol=1e-3)
+    checks.check_paged_attention(attend, paged_case(*case, device=DEVICE), attend_fresh, limited, rtol=1e-3)
 
 
 @runs_triton
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name):
-    *case, attend_fresh, causal, splits = CASES[name]
-    check_attention(*case, attend_fresh=attend_fresh, causal=causal, splits=splits)
+    *case, attend_fresh, limited, splits = CASES[name]
+    check_attention(*case, attend_fresh=attend_fresh, limited=limited, splits=splits)
 
 
 @runs_triton
 @pytest.mark.parametrize("block_q", [16, 32])
-@pytest.mark.parametrize("name", ["grouped queries", "ranges per head", "causal over fresh rows"])
+@pytest.mark.parametrize("name", ["grouped queries", "ranges per head", "limits over fresh rows"])
 def test_attention_with_other_tiles(monkeypatch, name, block_q):
     monkeypatch.setattr(paged_attention, "choose_tiles", lambda *of_call: Tiles(block_q, 64, 4, 2))
-    *case, attend_fresh, causal, splits = CASES[name]
-    check_attention(*case, attend_fresh=attend_fresh, causal=causal, splits=splits)
+    *case, attend_fresh, limited, splits = CASES[name]
+    check_attention(*case, attend_fresh=attend_fresh, limited=limited, splits=splits)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 def test_every_case_of_attention_in_every_type_and_head_dim_on_a_gpu(dim, dtype):
-    for rows, retained, heads, _, page_size, packed, _, attend_fresh, causal, splits in CASES.values():
+    for rows, retained, heads, _, page_size, packed, _, attend_fresh, limited, splits in CASES.values():
         # The cases are small for the interpreter's sake.
         case = [8 * n for n in rows], [[12 * n + n % 5 for n in lengths] for lengths in retained], heads
         for chosen in (splits, None):
             check_attention(
-                *case, dim, page_size, packed, dtype, attend_fresh=attend_fresh, causal=causal, splits=chosen
+                *case, dim, page_size, packed, dtype, attend_fresh=attend_fresh, limited=limited, splits=chosen
             )
 
 
@@ -120,7 +120,8 @@ def test_features(num_rows, width, dtype):
 @in_each_type
 @pytest.mark.parametrize(("num_rows", "num_heads", "head_dim"), [(5, 3, 64), (1, 1, 2), (9, 2, 96), (0, 4, 32)])
 def test_rotary(num_rows, num_heads, head_dim, dtype):
-    checks.check_rotate(rotary.rotate_, num_rows, num_heads, head_dim, dtype, device=DEVICE)
+    for rotary_dim in (head_dim, head_dim // 4 * 2 or head_dim):
+        checks.check_rotate(rotary.rotate_, num_rows, num_heads, head_dim, dtype, device=DEVICE, rotary_dim=rotary_dim)
 
 
 @in_each_type
@@ -250,7 +251,7 @@ def test_splits_of_a_vocabulary_are_chosen_for_a_gpu(num_rows):
 
 @compiles
 @pytest.mark.parametrize(
-    ("dtype", "dim", "rows", "attend_fresh", "causal"),
+    ("dtype", "dim", "rows", "attend_fresh", "limited"),
     [
         (BFLOAT16, 128, 32, True, False),
         (BFLOAT16, 128, 1024, True, True),
@@ -260,10 +261,10 @@ def test_splits_of_a_vocabulary_are_chosen_for_a_gpu(num_rows):
         (BFLOAT16, 8, 32, True, False),
     ],
 )
-def test_attention_compiles_for_a_gpu(monkeypatch, dtype, dim, rows, attend_fresh, causal):
+def test_attention_compiles_for_a_gpu(monkeypatch, dtype, dim, rows, attend_fresh, limited):
     kernels = compile_launches(monkeypatch, paged_attention)
     case = paged_case([rows], [[100] * 4], heads=8, dim=dim, page_size=16, dtype=dtype)
-    paged_attention.paged_attention(*case.arguments(attend_fresh, causal, True), 4)
+    paged_attention.paged_attention(*case.arguments(attend_fresh, limited, True), 4)
     attention, combine = (kernel.shared_memory for kernel in kernels)
     assert len(attention) == len(combine) == 1
     assert attention[0] <= SHARED_MEMORY

@@ -86,7 +86,7 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
             {"extra_args": {"block_lenght": 8}},
             ("unknown request option 'block_lenght'=8; did you mean 'block_length'",),
         ),
-        ({"extra_args": {"temprature": 1}}, ("'temprature'", "block_length, steps, tokens_per_step")),
+        ({"extra_args": {"temprature": 1}}, ("'temprature'", "block_length, steps, steps_per_block")),
         ({"temperature": -0.5}, ("temperature", "-0.5")),
         ({"top_p": 0.0}, ("top_p", "0.0")),
         ({"top_p": 1.5}, ("top_p", "1.5")),
@@ -154,7 +154,7 @@ def test_lora_request(llm, healthy):
     ("settings", "fragments"),
     [
         ({"cache_method": "best"}, ("cache_method", "'best'", "none")),
-        ({"cache_options": {"retention": 0.5}}, ("'retention'", "0.5", "cache_method='none'")),
+        ({"cache_options": {"retention": 0.5}}, ("'retention'", "0.5", "cache_method='auto'")),
         ({"trace": "often"}, ("trace", "'often'")),
         ({"max_automaton_states": 0}, ("max_automaton_states=0", "greater than or equal to 1")),
         ({"max_automaton_seconds": 0}, ("max_automaton_seconds=0", "greater than 0")),

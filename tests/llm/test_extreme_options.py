@@ -8,10 +8,10 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import RequestOptions
 from tests.support.engines import assert_nothing_left, tokens_of
 from tests.support.http_app import served
+from tests.support.plans import FULL_METHODS
 
 EXTREMES = [0, -1, 2**31, 10**12, 2**63 - 1, 2**63, 10**30, 1e308, 5e-324, 1e-30, math.nan, math.inf, -math.inf]
 PROMPT = [3, 1, 4, 1, 5]
@@ -63,7 +63,7 @@ def walk(llm, names, turn=None):
         assert tokens_of(llm, PROMPT, **REQUEST) == expected, name
 
 
-TURNS = list(enumerate(zip(CACHE_METHODS, itertools.cycle(("llada", "dream")))))
+TURNS = list(enumerate(zip(FULL_METHODS, itertools.cycle(("llada", "dream")))))
 """Each method takes its turn, with one family: together they see every option with every number."""
 
 

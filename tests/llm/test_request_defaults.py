@@ -13,9 +13,10 @@ from dllm_engine.demo import demo_model_path
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.request import Guidance
+from dllm_engine.scheduler.request import Guidance, Progress
 from dllm_engine.scheduler.request_options import InvalidRequestError, with_defaults
 from dllm_engine.scheduler.resolve import check_request_defaults, resolve_decoding
+from dllm_engine.scheduler.step_plan import unmask_quota
 from dllm_engine.scheduler.unmasking import SlowFast
 from scripts.train_demo.model import SHAPE, DemoModel, save
 from tests.support import tiny_checkpoints
@@ -123,6 +124,19 @@ def test_tokens_per_step_take_the_place_of_steps():
     assert (spec.steps, spec.steps_per_block) == (8, (3, 3, 2))
 
 
+def test_steps_per_block_take_the_place_of_steps():
+    spec = resolved({"steps": 4}, gen_length=20, block_length=8, steps_per_block=5)
+    assert (spec.steps, spec.steps_per_block) == (14, (5, 5, 4))
+    assert [unmask_quota(spec, Progress(step=i, masked=[8]), True).count for i in range(5)] == [2, 2, 2, 1, 8]
+
+
+@pytest.mark.parametrize(("rule", "least"), [({"threshold": 0.9}, 2), ({"entropy_budget": 0.3}, 0)])
+def test_with_a_rule_a_step_fills_at_least_what_the_steps_per_block_say(rule, least):
+    spec = resolved({}, gen_length=16, block_length=8, steps_per_block=4, **rule)
+    quota = unmask_quota(spec, Progress(masked=[8]), True)
+    assert (quota.parallel, quota.least) == ((*rule.items(),)[0], least)
+
+
 def test_what_a_request_names_itself_is_not_fitted():
     with pytest.raises(InvalidRequestError, match="block_length=32 is out of range"):
         resolved({"block_length": 4}, gen_length=16, block_length=32)
@@ -137,7 +151,7 @@ def test_what_a_request_names_itself_is_not_fitted():
         ({"steps": "many"}, ("request default steps='many'",)),
         ({"threshold": 1.5}, ("request default threshold=1.5",)),
         ({"unmasking": "best"}, ("unmasking='best' is unknown", "low_confidence")),
-        ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='none' evicts nothing")),
+        ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='auto' evicts nothing")),
         ({"stream_granularity": "step"}, ("no 'stream_granularity'", "block_length, steps")),
         ({"steps": 8, "tokens_per_step": 2}, ("tokens_per_step=2 and steps=8",)),
         ({"block_add_threshold": 0.1}, ("block_add_threshold=0.1", "need a rule")),
@@ -215,6 +229,9 @@ def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(
         ({"margin": 0.5}, {"tokens_per_step": 2, "certainty_sigma": 9.0}, {"margin": 0.5, "certainty_sigma": 9.0}),
         ({"tokens_per_step": 2}, {"threshold": 0.9, "steps": 8}, {"tokens_per_step": 2}),
         ({"steps": 8}, {"tokens_per_step": 2}, {"steps": 8}),
+        ({"steps": 8}, {"steps_per_block": 2}, {"steps": 8}),
+        ({"steps_per_block": 2}, {"threshold": 0.9, "steps": 8}, {"steps_per_block": 2}),
+        ({"block_add_threshold": 0.1}, {"steps_per_block": 2}, {"block_add_threshold": 0.1}),
         ({"block_length": 4}, {"threshold": 0.9, "block_length": 8}, {"threshold": 0.9, "block_length": 4}),
     ],
     ids=str,

@@ -5,9 +5,9 @@ from itertools import cycle
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.llm.test_step_streaming import stream
 from tests.support.engines import assert_nothing_left, generate
+from tests.support.plans import FULL_METHODS
 
 PROMPT = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
 SETTINGS = {"gen_length": 32, "block_length": 8, "ignore_eos": True, "threshold": 0.2, "block_add_threshold": 0.2}
@@ -68,7 +68,7 @@ def test_every_step_shows_all_running_blocks(engines, checkpoint):
 
 @pytest.mark.parametrize(
     ("cache_method", "checkpoint"),
-    list(zip(CACHE_METHODS, cycle(("llada-tiny-a", "dream-tiny-a")))),
+    list(zip(FULL_METHODS, cycle(("llada-tiny-a", "dream-tiny-a")))),
     indirect=["checkpoint"],
 )
 def test_sampled_requests_get_the_same_in_any_batch(engines, checkpoint, cache_method):
@@ -129,6 +129,7 @@ def test_early_stop_gives_up_what_is_behind_an_end_token(engines, llada):
     [
         ({"threshold": None}, "block_add_threshold=0.2: several blocks at once need a rule of parallel unmasking"),
         ({"unmasking": "random"}, "several blocks at once need a rule"),  # which ignores a threshold
+        ({"steps_per_block": 2}, "steps_per_block=2: blocks that run at once share their steps"),
         ({"block_add_threshold": 1.5}, "block_add_threshold=1.5"),
         ({"block_add_threshold": -0.1}, "block_add_threshold=-0.1"),
         ({"early_stop": True}, "early_stop=True: the request has no end token"),

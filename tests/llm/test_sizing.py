@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.families import FAMILIES
+from dllm_engine.families import FAMILIES, family_of
 from dllm_engine.kernels.noise import filtered_logits, gumbel_max
 from dllm_engine.model_executor.passes.d2_cache import Rollout
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.sizing import (
     GIB,
     Deployment,
@@ -30,6 +30,7 @@ from dllm_engine.sizing import (
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import copy_renumbered
 from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, assert_nothing_left, runner_of, scheduler_of
+from tests.support.plans import FULL_METHODS
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
 MEMORY = 64 << 20
@@ -80,7 +81,7 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, request, method
         assert pages_of_pool(MEMORY, page_bytes) == scheduler_of(llm).pages.num_pages
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize("method", FULL_METHODS)
 def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_llada, method):
     """Whole blocks, so that each step unmasks one token."""
     llm = engines(tiny_llada, cache_method=method, page_size=PAGE_SIZE)
@@ -142,7 +143,7 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada, 
     monkeypatch.setattr(TokenPredictor, "predict", lambda *a, constrained, **k: constrained or predict(*a, **k))
     runner.profile_run()
     estimate = activation_bytes(load_config(str(tiny_llada)), 1, 4, rows)
-    assert 0.7 < (estimate + CACHE_METHODS[method].pass_bytes(rows, longest)) / most_bytes(runner.profile_run) < 1.5
+    assert 0.7 < (estimate + FULL_METHODS[method].pass_bytes(rows, longest)) / most_bytes(runner.profile_run) < 1.5
 
 
 def test_a_rollout_holds_what_is_said():
@@ -153,7 +154,7 @@ def test_a_rollout_holds_what_is_said():
         for rollout, of_request in zip(rollouts, probabilities, strict=True):
             rollout.add_layer(of_request)
 
-    assert 0.7 < most_bytes(roll) / CACHE_METHODS["d2_cache"].pass_bytes(512, 256) < 1
+    assert 0.7 < most_bytes(roll) / FULL_METHODS["d2_cache"].pass_bytes(512, 256) < 1
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,8 @@ def test_released_models_have_their_published_sizes(model, billions, kib_per_tok
 
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)
 def test_every_released_model_can_be_planned(model):
-    assert plan(deployment(model, dtype="auto", memory=80 * GIB)).demand.requests > 0
+    *_, method = methods_for(family_of(load_config(model)).attention)
+    assert plan(deployment(model, method, dtype="auto", memory=80 * GIB)).demand.requests > 0
 
 
 @pytest.mark.parametrize("model", [name for family in FAMILIES.values() for name in family.checkpoints])
@@ -183,7 +185,7 @@ def test_every_listed_checkpoint_is_known_or_asked_of_hugging_face(model, monkey
 
     config = RELEASED_CONFIGS["Dream-org/Dream-v0-Instruct-7B"]
     monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name, **_: ({**config, "of": name}, {}))
-    assert load_config(model).num_hidden_layers in (16, 28, 32)
+    assert load_config(model).num_hidden_layers in (16, 20, 28, 32, 36)
 
 
 def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
@@ -267,7 +269,7 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
 
 def test_other_methods_have_their_papers_options():
     sizing = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", memory=80 * GIB))
-    assert {d.cache_method for d in sizing.others} == set(CACHE_METHODS) - {"none"}
+    assert {d.cache_method for d in sizing.others} == set(FULL_METHODS) - {"none"}
     (dkv,) = (d for d in sizing.others if d.cache_method == "dkv")
     assert dkv.cache_options == {"refresh_interval": 4}
 

@@ -16,18 +16,18 @@ from dllm_engine import DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.checkpoints import load_config
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.sizing import Deployment, SizingError
 from dllm_engine.speed import prediction
 from dllm_engine.speed.gpus import COMPILED_TILES, GPUS, programs_at_once
 from dllm_engine.speed.kernels import Decoder, Kernel
 from dllm_engine.speed.prediction import predict
 from tests.support.engines import runner_of, scheduler_of
+from tests.support.plans import FULL_METHODS
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LLADA, DREAM = "GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"
 LLADA_MOE = "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"
-METHODS = [name for name, method in CACHE_METHODS.items() if method.launches is not None]
+METHODS = [name for name, method in FULL_METHODS.items() if method.launches is not None]
 
 
 def predicted(model=LLADA, gpu="H200", batches=(1, 8, 64), steps=None, method="none", **changes):
@@ -97,7 +97,7 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
         plan = batch.plans[0]
         canvas_length = batch.canvases[0].spec.canvas_length
         shape = PassShape.of_plans([plan], [batch.num_rows(0)], [canvas_length], head_rows=1)
-        layer = decoder.layer(shape, GPUS["H200"], CACHE_METHODS[method].launches.get(plan.state, 0), 1)
+        layer = decoder.layer(shape, GPUS["H200"], FULL_METHODS[method].launches.get(plan.state, 0), 1)
         tokens_embedding_and_sum = 3
         assert counts.launched.total() == decoder.num_layers * len(layer) + tokens_embedding_and_sum, counts.launched
         seen.add(plan.state)
@@ -106,7 +106,7 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
     with mock.patch.object(runner_of(llm).denoiser, "forward", counting):
         llm.generate([{"prompt_token_ids": [5] * 40}], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True))
     assert not scheduler_of(llm).states
-    assert seen >= set(CACHE_METHODS[method].launches)
+    assert seen >= set(FULL_METHODS[method].launches)
 
 
 @pytest.mark.parametrize("model", [LLADA, LLADA_MOE, DREAM])

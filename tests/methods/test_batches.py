@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+from tests.support.plans import FULL_METHODS
 from tests.support.stepped_engines import Poison, abort_all, run_in_steps
 
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -108,7 +108,7 @@ def test_requests_in_all_phases_share_a_batch(engine, variant, model):
         assert together.figures[i].tokens_computed == alone.figures[0].tokens_computed, i
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name in CACHE_METHODS or name == "es_dllm, eviction"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name in FULL_METHODS or name == "es_dllm, eviction"])
 def test_aborting_in_any_state_leaks_no_page(engine, variant):
     llm = engine(variant, "dream-tiny-a")
     lengths = [random.Random(i).choice(LENGTHS) for i in range(30)]
@@ -134,4 +134,4 @@ def test_requests_that_reuse_rows_of_equal_shape_share_one_attention_call_per_la
 
 
 def test_every_method_is_among_the_variants():
-    assert {method for method, _ in VARIANTS.values()} == set(CACHE_METHODS)
+    assert {method for method, _ in VARIANTS.values()} == set(FULL_METHODS)

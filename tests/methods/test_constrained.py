@@ -8,10 +8,10 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.constrained import PlainConstraint
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate
+from tests.support.plans import FULL_METHODS
 from tests.support.random_requests import any_text, random_automaton
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -55,7 +55,7 @@ def some_automata(count: int, asked: dict) -> list[Automaton]:
 
 
 @pytest.mark.parametrize(
-    ("method", "model"), list(zip(CACHE_METHODS, cycle(["tiny_llada", "tiny_dream"]), strict=False))
+    ("method", "model"), list(zip(FULL_METHODS, cycle(["tiny_llada", "tiny_dream"]), strict=False))
 )
 def test_every_response_is_accepted(engines, request, method, model):
     llm = engines.shared(request.getfixturevalue(model), cache_method=method)

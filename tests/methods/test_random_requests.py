@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
+from tests.support.plans import FULL_METHODS
 from tests.support.random_requests import Request, assert_answers_as, in_constraints, in_spans, random_requests
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
@@ -113,6 +113,18 @@ def in_certain_order(requests: list[Request], number: int) -> list[Request]:
     return requests
 
 
+def by_blocks(requests: list[Request], number: int) -> list[Request]:
+    """Some of them with steps per block, with and without a rule, from left to right, and with an entropy budget."""
+    for i, (_, asked) in enumerate(requests, number):
+        if i % 2 and "entropy_bound" in asked:
+            asked["entropy_budget"] = asked.pop("entropy_bound")
+        elif i % 2 and not asked.keys() & {"block_add_threshold", "slow_fast", "tokens_per_step"}:
+            if asked.pop("steps", None) and i % 4 == 1 and "certainty_sigma" not in asked:
+                asked["unmasking"] = "sequential"
+            asked["steps_per_block"] = 1 + i % 5
+    return requests
+
+
 def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: bool) -> list[Request]:
     count = NUM_REQUESTS.get(method, 4)
     if method == "es_dllm":
@@ -129,11 +141,11 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
         requests = [(p, asked) for p, asked in drawn if cache_block % asked["block_length"] == 0][:count]
     else:
         requests = in_spans(requests, number)
-    requests = in_certain_order(requests, number)
+    requests = by_blocks(in_certain_order(requests, number), number)
     if method != "dkv":  # which feeds what an end token has given up once more
         for _, asked in requests[1::4]:
             asked |= {"stop_token_ids": list(ENDS), "early_stop": True}
-    if CACHE_METHODS[method].trims_suffix:
+    if FULL_METHODS[method].trims_suffix:
         for number, (_, asked) in enumerate(requests[::3]):
             asked["suffix_blocks"] = number % 3
     if options.get("similarity") == "random":
@@ -184,4 +196,4 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
 
 
 def test_every_method_is_among_them():
-    assert set(ENGINES) == set(METHODS) == set(CACHE_METHODS)
+    assert set(ENGINES) == set(METHODS) == set(FULL_METHODS)

@@ -11,18 +11,22 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from tests.support.engines import assert_nothing_left, generate
+from tests.support.plans import FULL_METHODS
 from tests.support.tiny_checkpoints import MASK
 
 PROMPT = [(7 * i * i + 3) % 100 for i in range(21)]
 CAREFUL = {"slow_threshold": 1.0, "fast_threshold": 1.0}
 EAGER = {"slow_threshold": 1e-6, "slow_minimum": 1}
 ONE_BY_ONE = {"threshold": 1.0, "factor": 1e-6, "entropy_bound": 0.0, "margin": 1.0, "entropy_threshold": 0.0}
-ONE_BY_ONE |= {"slow_fast": CAREFUL | {"span_threshold": 1.0}}
+ONE_BY_ONE |= {"entropy_budget": 0.0, "slow_fast": CAREFUL | {"span_threshold": 1.0}}
 """Values so strict that only the best position passes."""
 SOME = {"threshold": 0.3, "factor": 4.0, "entropy_bound": 4.0, "margin": 0.2, "entropy_threshold": 1.5}
-SOME |= {"slow_fast": {"span_steps": 1, "span_window": 1, "slow_threshold": 0.6, "fast_threshold": 0.2}}
+SOME |= {
+    "entropy_budget": 6.0,
+    "slow_fast": {"span_steps": 1, "span_window": 1, "slow_threshold": 0.6, "fast_threshold": 0.2},
+}
 ALL_AT_ONCE = {"threshold": 1e-6, "factor": 1e6, "entropy_bound": 1e6, "margin": 1e-9, "entropy_threshold": 1e6}
-ALL_AT_ONCE |= {"slow_fast": EAGER}
+ALL_AT_ONCE |= {"entropy_budget": 1e6, "slow_fast": EAGER}
 POLICY = {
     "LLaDA": dict.fromkeys(("threshold", "factor"), "low_confidence"),
     "Dream": dict.fromkeys(("threshold", "factor"), "maskgit_plus"),
@@ -30,7 +34,8 @@ POLICY = {
 """The policy that measures what a rule goes by."""
 for of_family in POLICY.values():
     of_family.update(margin="topk_margin", entropy_threshold="low_entropy", slow_fast="low_confidence")
-POLICY["LLaDA"]["entropy_bound"], POLICY["Dream"]["entropy_bound"] = "low_entropy", "entropy"
+for of_entropy in ("entropy_bound", "entropy_budget"):
+    POLICY["LLaDA"][of_entropy], POLICY["Dream"][of_entropy] = "low_entropy", "entropy"
 
 
 @pytest.fixture(params=["LLaDA", "Dream"])
@@ -146,7 +151,7 @@ def check_answer(tokens, figures):
     assert figures.tokens_unmasked == 7
 
 
-@pytest.mark.parametrize("cache_method", CACHE_METHODS)
+@pytest.mark.parametrize("cache_method", FULL_METHODS)
 def test_a_policy_or_a_rule_answers_in_full_with_every_cache_method(engine, cache_method, family):
     llm = engine(cache_method, family)
     asked = [{rule: value} for rule, value in SOME.items()]

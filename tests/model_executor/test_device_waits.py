@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import generate, runner_of
+from tests.support.plans import FULL_METHODS
 
 ASKING = ("cpu", "item", "tolist", "nonzero", "bincount", "unique", "masked_select", "repeat_interleave")
 CONVERTING = ("__bool__", "__int__", "__float__", "__index__", "__contains__")
@@ -78,9 +78,7 @@ def asked(**settings):
     return DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | settings))
 
 
-@pytest.mark.parametrize(
-    ("method", "options"), [*((name, OPTIONS.get(name, {})) for name in CACHE_METHODS), *REFRESHES]
-)
+@pytest.mark.parametrize(("method", "options"), [*((name, OPTIONS.get(name, {})) for name in FULL_METHODS), *REFRESHES])
 def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, waits, method, options):
     """Also where blocks end, and in steps that refresh. What the host must know besides comes along: how many slots
     MaskKV needs after a vote, and by what d2Cache chooses rows. The importance of layers MaskKV must know before."""

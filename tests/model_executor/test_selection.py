@@ -95,7 +95,7 @@ def test_a_part_of_the_window_gets_its_most_confident_candidate_at_least(guarant
     st.integers(0, 40),
 )
 def test_the_batch_changes_nothing(rule, confidences, value, further):
-    if rule == "entropy_bound":
+    if rule in ("entropy_bound", "entropy_budget"):
         confidences = [[-c for c in of_request] for of_request in confidences]
     offsets = [[*range(len(of_request))] for of_request in confidences]
     together = pick(rule, confidences, [value] * len(confidences), offsets, 6 + further)
@@ -150,6 +150,15 @@ def test_entropies_but_the_largest_stay_within_the_bound(value, expected):
     assert chosen("entropy_bound", [-1.0, -0.25, -2.0, -0.5], value) == expected
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    # With the largest they are 0.25, 0.75, 1.75, 3.75.
+    [(0.0, [1]), (0.75, [1]), (0.76, [1, 3]), (1.75, [1, 3]), (1.76, [0, 1, 3]), (4.0, [0, 1, 2, 3])],
+)
+def test_entropies_stay_below_the_budget(value, expected):
+    assert chosen("entropy_budget", [-1.0, -0.25, -2.0, -0.5], value) == expected
+
+
 def test_positions_without_entropy_are_all_filled_under_any_bound():
     # Σ p log(p + 1e-10) of a certain token is a little above 0.
     assert chosen("entropy_bound", [0.0, -3.0, 1e-10, 0.0], 0.0) == [0, 1, 2, 3]
@@ -158,7 +167,7 @@ def test_positions_without_entropy_are_all_filled_under_any_bound():
 @pytest.mark.parametrize("kind", PARALLEL_RULES)
 def test_one_candidate_is_always_chosen(kind):
     for confidence in (0.0, 0.3, 1.0):
-        assert chosen(kind, [-confidence if kind == "entropy_bound" else confidence], 0.5) == [0]
+        assert chosen(kind, [-confidence if kind.startswith("entropy_b") else confidence], 0.5) == [0]
 
 
 @given(st.lists(st.floats(0, 1, width=32, allow_subnormal=False), min_size=1, max_size=12), st.floats(0.0625, 8))

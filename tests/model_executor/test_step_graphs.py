@@ -48,9 +48,9 @@ def recording(engines):
 
 
 def recordable() -> list[dict[str, Any]]:
-    from dllm_engine.scheduler.methods import CACHE_METHODS
+    from tests.support.plans import FULL_METHODS
 
-    defaults = [{"cache_method": name} for name, method in CACHE_METHODS.items() if method.recordable]
+    defaults = [{"cache_method": name} for name, method in FULL_METHODS.items() if method.recordable]
     return [*defaults, {"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}}]
 
 
@@ -230,10 +230,10 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
 
 def test_methods_that_cannot_be_recorded_are_refused():
     from dllm_engine.options import EngineOptions
-    from dllm_engine.scheduler.methods import CACHE_METHODS
+    from tests.support.plans import FULL_METHODS
 
-    for method in CACHE_METHODS:
-        if CACHE_METHODS[method].recordable:
+    for method in FULL_METHODS:
+        if FULL_METHODS[method].recordable:
             assert EngineOptions.parse({"cache_method": method, "cuda_graphs": True}).cuda_graphs
         else:
             with pytest.raises(ValueError, match=f"cuda_graphs=True .*prefix, dual, sparse, freecache.*'{method}'"):

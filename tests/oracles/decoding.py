@@ -15,6 +15,8 @@ Readings where the papers leave room:
 * An end token ends the response once no mask is before it.
 * ``tokens_per_step``: as many in every pass, without Dream's schedule; a block's first pass fills its first position
   alone only where no later pass can predict it. With a rule, at least so many.
+* ``steps_per_block``: every block gets so many, or one per token. With a rule other than ``entropy_budget`` a pass
+  fills at least what these would.
 * ``response_template``: what is given was never masked. A block that has no mask to begin with takes no pass, blocks
   share their masks out over the steps that they would have without given tokens, and end tokens have a logit of −∞
   where something given follows.
@@ -40,7 +42,7 @@ import torch
 from tests.oracles.constrained import PlainConstraint, held_tokens
 from tests.oracles.models import PlainModel
 
-RULES = ("threshold", "factor", "entropy_bound", "margin", "entropy_threshold", "slow_fast")
+RULES = ("threshold", "factor", "entropy_bound", "entropy_budget", "margin", "entropy_threshold", "slow_fast")
 Uniform = Callable[[int, int], torch.Tensor]
 """Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
 
@@ -106,12 +108,14 @@ class Decoding:
     gen_length: int
     block_length: int
     steps: int | None = None
+    steps_per_block: int | None = None
     tokens_per_step: int | None = None
     certainty_sigma: float | None = None
     unmasking: str = "low_confidence"
     threshold: float | None = None
     factor: float | None = None
     entropy_bound: float | None = None
+    entropy_budget: float | None = None
     margin: float | None = None
     entropy_threshold: float | None = None
     slow_fast: dict[str, float] | None = None
@@ -181,6 +185,10 @@ class Decoding:
         sizes = [end - first for first, end in self.blocks]
         self.masks_of = [len(self.masked(*block)) for block in self.blocks]
         self.steps_of = steps_per_block(self.gen_length if self.steps is None else self.steps, sizes)
+        if self.entropy_budget is not None:
+            self.steps_per_block = None
+        if self.steps_per_block:
+            self.steps_of = [min(self.steps_per_block, size) for size in sizes]
         if self.tokens_per_step:
             self.steps_of = [math.ceil(masks / self.tokens_per_step) for masks in self.masks_of]
 
@@ -305,7 +313,6 @@ class Decoding:
         first = self.window[0]
         several = self.block_add_threshold is not None or self.slow_fast is not None
         begins = self.model.is_dream and self.step == 0
-        steps = self.steps_of[self.running[0]]
         masked = candidates = self.candidates()
         alone, several_passes = self.begins_alone(), self.takes_several_passes()
         if alone and several_passes and not self.fills_computed:
@@ -324,15 +331,16 @@ class Decoding:
             needed = several and begins and self.window_alone and self.masked(first, first + 1)
             self.commit_by_rule(scored, (first, first + 1) if needed else self.leftmost_block())
             return
-        if self.tokens_per_step:
-            count = self.tokens_per_step
-        elif self.step >= steps - 1:
-            count = len(masked)
-        elif self.model.is_dream:
-            count = dream_count(len(masked), steps, self.step)
-        else:
-            count = llada_count(self.masks_of[self.running[0]], steps, self.step)
+        count = self.tokens_per_step or self.count_by_schedule(len(masked))
         self.commit_most_confident(scored, count)
+
+    def count_by_schedule(self, num_masked: int) -> int:
+        steps = self.steps_of[self.running[0]]
+        if self.step >= steps - 1:
+            return num_masked
+        if self.model.is_dream:
+            return dream_count(num_masked, steps, self.step)
+        return llada_count(self.masks_of[self.running[0]], steps, self.step)
 
     def begins_alone(self) -> bool:
         """Whether the pass fills the window's first position alone, unless the block has but one pass."""
@@ -342,7 +350,8 @@ class Decoding:
         return begins and not several and (self.window_alone or in_blocks)
 
     def takes_several_passes(self) -> bool:
-        return self.steps_of[self.running[0]] > 1 or (self.parallel and not self.tokens_per_step)
+        counted = self.tokens_per_step or self.steps_per_block
+        return self.steps_of[self.running[0]] > 1 or (self.parallel and not counted)
 
     def held_to_constraint(self, logits: torch.Tensor, candidates: list[int] | None = None) -> dict[int, int]:
         """The tokens that the running pass predicts, by canvas position, where the response has a constraint.
@@ -410,7 +419,10 @@ class Decoding:
     ) -> list[Scored]:
         """What a rule lets through, and one position of ``guaranteed`` at least. ``strict``: the threshold itself is
         not enough."""
-        count = min(max(self.count_by_rule(scored, strict=strict), self.tokens_per_step or 0), len(scored))
+        least = self.tokens_per_step or 0
+        if self.steps_per_block:
+            least = self.count_by_schedule(len(scored))
+        count = min(max(self.count_by_rule(scored, strict=strict), least), len(scored))
         if 0 < count < len(scored):
             self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
         chosen = scored[:count]
@@ -439,7 +451,7 @@ class Decoding:
         confidence; as if nothing were held back."""
         policy, delays = self.unmasking, self.delay_eos
         self.delay_eos = False
-        if policy == "entropy":
+        if policy in ("entropy", "sequential"):
             self.unmasking = "maskgit_plus"
         scored = self.score(logits, position)
         self.unmasking, self.delay_eos = policy, delays
@@ -466,6 +478,7 @@ class Decoding:
             "topk_margin": top[0] - top[1] if held is None or p[token] == top[0] else p[token] - top[0],
             "entropy": (p * (p + 1e-10).log()).sum(),
             "low_entropy": (plain * (plain + 1e-10).log()).sum(),
+            "sequential": -position,
         }[self.unmasking]
         return Scored(float(confidence) * prior, position, token, token_gap)
 
@@ -508,6 +521,9 @@ class Decoding:
             passing = [sum(entropies[:n]) for n in range(len(entropies))]
             bound, passes = self.entropy_bound, [value <= self.entropy_bound for value in passing]
             passing = passing[1:]
+        elif self.entropy_budget is not None:
+            passing = [sum(-c for c in confidences[:n]) for n in range(1, len(confidences) + 1)]
+            bound, passes = self.entropy_budget, [value < self.entropy_budget for value in passing]
         elif self.entropy_threshold is not None:
             bound, passing = self.entropy_threshold, [-c for c in confidences]
             passes = [h < bound if self.model.is_dream else h <= bound for h in passing]

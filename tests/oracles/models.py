@@ -1,4 +1,4 @@
-"""LLaDA, LLaDA-MoE and Dream as slow, plain PyTorch: one sequence at a time, nothing shared with the engine.
+"""All models as slow, plain PyTorch: one sequence at a time, nothing shared with the engine.
 
 Written from the papers' description of the models.
 """
@@ -18,6 +18,7 @@ PARTS = {
     "q": ("q_proj", "self_attn.q_proj"),
     "k": ("k_proj", "self_attn.k_proj"),
     "v": ("v_proj", "self_attn.v_proj"),
+    "qkv": ("", "attention.query_key_value"),
     "out": ("attn_out", "self_attn.o_proj"),
     "gate": ("ff_proj", "mlp.gate_proj"),
     "up": ("up_proj", "mlp.up_proj"),
@@ -29,7 +30,14 @@ PARTS = {
     "shared.up": ("", "shared_expert.up_proj"),
     "shared.down": ("", "shared_expert.down_proj"),
 }
-"""Parts of a layer: their names in LLaDA's checkpoints, and in Dream's and LLaDA-MoE's."""
+"""Parts of a layer: their names in LLaDA's checkpoints, and in Dream's, LLaDA-MoE's and SDAR's."""
+LLADA2_PARTS = {
+    "out": "attention.dense",
+    "q_norm": "attention.query_layernorm",
+    "k_norm": "attention.key_layernorm",
+    **{f"shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+"""Those that LLaDA2 names otherwise."""
 
 
 @dataclass
@@ -49,7 +57,9 @@ class PlainModel:
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors.update({name: tensor.float() for name, tensor in load_file(file).items()})
-        self.is_dream = c["model_type"] == "Dream"
+        self.is_dream, is_llada2 = c["model_type"] == "Dream", c["model_type"] == "llada2_moe"
+        self.block_length: int | None = c.get("block_size")
+        """Of the blocks that attention goes by."""
         self.mask = c["mask_token_id"]
         self.end_tokens = (c["eos_token_id"],)
         transformers_names = "hidden_size" in c
@@ -57,7 +67,8 @@ class PlainModel:
             self.heads, self.kv_heads, num_layers = (
                 c[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers")
             )
-            embedding, norm, head, layer = "model.embed_tokens", "model.norm", "lm_head", "model.layers.{}."
+            embedding = "model.word_embeddings" if is_llada2 else "model.embed_tokens"
+            norm, head, layer = "model.norm", "lm_head", "model.layers.{}."
         else:
             self.heads, self.kv_heads, num_layers = (c[f"n_{name}"] for name in ("heads", "kv_heads", "layers"))
             root = "model.transformer."
@@ -69,13 +80,18 @@ class PlainModel:
         for i in range(num_layers):
             prefix = layer.format(i)
             names = {part: prefix + both[transformers_names] for part, both in PARTS.items()}
+            names |= {part: prefix + name for part, name in LLADA2_PARTS.items() if is_llada2}
             for n in range(c.get("num_experts", 0)):
                 names |= {f"{n}.{part}": f"{prefix}mlp.experts.{n}.{part}_proj" for part in ("gate", "up", "down")}
             weights, biases = (
                 {part: tensors[f"{name}.{kind}"] for part, name in names.items() if f"{name}.{kind}" in tensors}
                 for kind in ("weight", "bias")
             )
-            self.layers.append(Layer(weights, biases, tensors.get(f"{prefix}mlp.expert_bias", 0.0)))
+            if "qkv" in weights:
+                fused = weights.pop("qkv").split([n * c["head_dim"] for n in (self.heads, *[self.kv_heads] * 2)])
+                weights |= dict(zip("qkv", fused, strict=True))
+            bias = tensors.get(f"{prefix}mlp.expert_bias", tensors.get(f"{prefix}mlp.gate.expert_bias", 0.0))
+            self.layers.append(Layer(weights, biases, bias))
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         return self.embedding[torch.tensor(ids)]
@@ -118,12 +134,30 @@ class PlainModel:
         if "router" not in w:
             return gated(y, "")
         added = gated(y, "shared.") if "shared.gate" in w else torch.zeros_like(y)
-        shares = (y @ w["router"].T).softmax(-1) + layer.expert_bias
-        chosen = shares.argsort(descending=True)[:, : self.config["num_experts_per_tok"]]
+        if "n_group" in self.config:
+            shares, chosen = self._shares_by_group(y @ w["router"].T, layer.expert_bias)
+        else:
+            shares = (y @ w["router"].T).softmax(-1) + layer.expert_bias
+            chosen = shares.argsort(descending=True)[:, : self.config["num_experts_per_tok"]]
         for n in chosen.unique().tolist():
             rows = (chosen == n).any(-1)
             added[rows] += shares[rows, n, None] * gated(y[rows], f"{n}.")
         return added
+
+    def _shares_by_group(self, logits: torch.Tensor, bias: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+        """LLaDA2: weights of all experts for each row, and those that it goes through; a row at a time."""
+        c, all_shares, chosen = self.config, [], []
+        for scores in logits.sigmoid():
+            biased = (scores + bias).tolist()
+            size = len(biased) // c["n_group"]
+            groups = [range(start, start + size) for start in range(0, len(biased), size)]
+            groups.sort(key=lambda group: -sum(sorted(biased[n] for n in group)[-2:]))
+            allowed = [n for group in groups[: c["topk_group"]] for n in group]
+            best = sorted(allowed, key=lambda n: -biased[n])[: c["num_experts_per_tok"]]
+            total = sum(scores[n] for n in best) if len(best) > 1 else 1.0
+            all_shares.append(scores / total * c["routed_scaling_factor"])
+            chosen.append(torch.tensor(best))
+        return torch.stack(all_shares), torch.stack(chosen)
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Raw logits ``[row, vocabulary]`` of the last layer's hidden states."""
@@ -132,8 +166,12 @@ class PlainModel:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Raw logits ``[len(ids), vocabulary]``, not shifted."""
         x = self.embed(ids)
+        length = self.block_length or len(ids)
         for layer in self.layers:
-            x = x + self.attention(layer, *self.qkv(layer, x, range(len(ids))))
+            q, k, v = self.qkv(layer, x, range(len(ids)))
+            # A block sees itself and those before it.
+            blocks = [slice(start, min(start + length, len(ids))) for start in range(0, len(ids), length)]
+            x = x + torch.cat([self.attention(layer, q[b], k[: b.stop], v[: b.stop]) for b in blocks])
             x = x + self.mlp(layer, x)
         return self.predict(x)
 
@@ -146,10 +184,12 @@ class PlainModel:
         return x / (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt() * weight
 
     def _rotate(self, x: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-        """RoPE in the half-split layout: element i turns together with element i + d/2."""
-        half = x.shape[-1] // 2
+        """RoPE in the half-split layout: element i turns together with element i + d/2. LLaDA2 turns a part alone."""
+        turned = int(x.shape[-1] * (self.config.get("partial_rotary_factor") or 1))
+        x, rest = x[..., :turned], x[..., turned:]
+        half = turned // 2
         speed = self.config["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.tensor(list(positions), dtype=torch.float64)[:, None] * speed
         cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
         a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.plans import FULL_METHODS
 from tests.support.random_requests import in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_ENGINES, NUM_REQUESTS = 33, 14
 """Three engines of each cache method."""
 GUIDE_DECIDES = (
-    *("steps", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
+    *("steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
     *("block_add_threshold", "delay_eos", "logprobs"),
 )
 """Options that a guided request cannot have."""
@@ -85,7 +85,7 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
 
 
 def test_every_cache_method_has_choices():
-    assert CHOICES.keys() == CACHE_METHODS.keys()
+    assert CHOICES.keys() == FULL_METHODS.keys()
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +146,9 @@ def draw_requests(
         if draw.random() < 0.2:
             asked.pop("steps", None)
             asked["tokens_per_step"] = draw.choice([1, 3])
+        elif not asked.keys() & {"block_add_threshold", "slow_fast"} and draw.random() < 0.2:
+            asked.pop("steps", None)
+            asked["steps_per_block"] = draw.choice([1, 3])
         if trims_suffix and draw.random() < 0.3:
             asked["suffix_blocks"] = draw.randrange(3)
         if has_guide and draw.random() < 0.3:
@@ -206,7 +209,7 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
     method = list(CHOICES)[number % len(CHOICES)]
     model, is_dream = draw_model(draw, request)
     settings = draw_engine(draw, method, tiny_guide)
-    trims_suffix = CACHE_METHODS[method].trims_suffix
+    trims_suffix = FULL_METHODS[method].trims_suffix
     requests = draw_requests(draw, is_dream, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
     llm = engines(model, **settings)
 

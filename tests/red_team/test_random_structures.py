@@ -14,7 +14,6 @@ from jsonschema import Draft202012Validator
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.build import Task, build
@@ -22,6 +21,7 @@ from tests.structured_output.test_json import schemas
 from tests.structured_output.test_regexes import patterns
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
 from tests.support.engines import assert_nothing_left, generate
+from tests.support.plans import FULL_METHODS
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def admitted(monkeypatch):
 
 def test_every_answer_matches(engines, request, admitted):
     times = request.config.getoption("--red-team")
-    for method in CACHE_METHODS if times > 1 else ("none", "dual", "sparse", "es_dllm"):
+    for method in FULL_METHODS if times > 1 else ("none", "dual", "sparse", "es_dllm"):
         llm = engines.shared("demo", cache_method=method, skip_tokenizer_init=False)
         assert answers_that_match(llm, admitted, 2 * times) > BATCH, method
         assert_nothing_left(llm)

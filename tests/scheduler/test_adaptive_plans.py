@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.methods.dllm_cache import live_start
 from dllm_engine.scheduler.methods.maskkv import average_budget
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Guidance, ParallelRule, Progress
 from tests.support.plans import (
+    FULL_METHODS,
     GEOMETRY,
     cache_of,
     engine_options,
@@ -200,7 +200,7 @@ METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
 }
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize("method", FULL_METHODS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_request_needs_more_pages_than_the_longest(method, data):
@@ -253,6 +253,6 @@ def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
 
 def test_every_method_is_among_those_drawn():
     """A new method with options of its own must be named above, or it is only tried with its defaults."""
-    assert {name for name, method in CACHE_METHODS.items() if method.options.model_fields} <= {
+    assert {name for name, method in FULL_METHODS.items() if method.options.model_fields} <= {
         name for name, options in METHOD_OPTIONS.items() if options
     }

@@ -2,10 +2,9 @@
 
 import pytest
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request import ParallelRule, Progress
 from dllm_engine.scheduler.unmasking import SeenOfBlock, SlowFast, SpanState
-from tests.support.plans import cache_of, plan_of
+from tests.support.plans import FULL_METHODS, cache_of, plan_of
 from tests.support.plans import spec_of as spec
 
 START, STOP = 10, 31
@@ -101,7 +100,7 @@ PASSES = {
 
 
 def test_every_method_has_its_passes():
-    assert PASSES.keys() == CACHE_METHODS.keys()
+    assert PASSES.keys() == FULL_METHODS.keys()
 
 
 @pytest.mark.parametrize("method", PASSES)

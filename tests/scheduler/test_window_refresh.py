@@ -2,10 +2,9 @@
 
 import pytest
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.request import ParallelRule, Progress
 from dllm_engine.scheduler.step_plan import Scope
-from tests.support.plans import cache_of, plan_of, plans_of
+from tests.support.plans import FULL_METHODS, cache_of, plan_of, plans_of
 from tests.support.plans import spec_of as spec
 
 # Blocks 10–18, 18–26, 26–34, 34–42, 42–50.
@@ -108,4 +107,4 @@ def test_what_sparse_scores_must_be_computed():
 
 def test_only_methods_that_keep_the_whole_canvas_need_all_of_it():
     whole = {"d2_cache", "dkv", "es_dllm", "dllm_cache", "maskkv"}
-    assert {name for name, method in CACHE_METHODS.items() if not method.trims_suffix} == whole
+    assert {name for name, method in FULL_METHODS.items() if not method.trims_suffix} == whole

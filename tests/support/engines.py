@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.support.plans import FULL_METHODS
 
 if TYPE_CHECKING:
     import pytest
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dllm_engine.model_executor.model_runner import DiffusionModelRunner
     from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 
-EACH_METHOD_WITH_A_FAMILY = list(zip(CACHE_METHODS, cycle(("LLaDA", "Dream"))))
+EACH_METHOD_WITH_A_FAMILY = list(zip(FULL_METHODS, cycle(("LLaDA", "Dream"))))
 """Both families with each method are in ``tests/methods/test_random_requests.py``."""
 
 

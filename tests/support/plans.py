@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheOptions
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 
+FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
+"""Cache methods for models that attend to the whole canvas."""
 GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
 """A page holds 4 tokens: 8 slots of one head each, or 4 rows of features."""
 
@@ -50,14 +52,14 @@ def plans_of(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None = No
 
 def _plans(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None) -> Iterator[StepPlan]:
     progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.gen_length:
+    while progress.num_unmasked < spec.num_masks:
         plan = plan_of(spec, method, progress)
         yield plan
         count = plan.quota.count
         if steps:
             is_last = progress.step + 1 == steps[progress.running.first]
             count = progress.num_masked if is_last else 0
-        progress.advance(spec, count)
+        progress.advance(spec, count, retained=plan.retained)
 
 
 def pages_of(spec: DecodingSpec, method: str, block: int, geometry: PoolGeometry = GEOMETRY) -> dict[PageKind, list]:

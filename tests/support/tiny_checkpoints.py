@@ -90,6 +90,58 @@ LLADA_MOE_CONFIG: dict[str, Any] = {
     "eos_token_id": EOS,
     "torch_dtype": "float32",
 }
+SDAR_CONFIG: dict[str, Any] = {
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "block_size": 4,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,  # heads need not fill the hidden size
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "vocab_size": VOCAB_SIZE,
+    "mask_token_id": MASK,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+LLADA2_CONFIG: dict[str, Any] = {
+    "architectures": ["LLaDA2MoeModelLM"],
+    "model_type": "llada2_moe",
+    "block_size": 8,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 600000,
+    "tie_word_embeddings": False,
+    "vocab_size": VOCAB_SIZE,
+    "mask_token_id": MASK,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
 ALL_KINDS_OF_EXPERTS: dict[str, Any] = {
     "moe_layer_freq": [0, 1],
     "shared_expert_intermediate_size": 32,
@@ -165,6 +217,46 @@ def write_llada_moe(
     return _write(folder, c, t, edit)
 
 
+def write_sdar(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
+    """A SDAR checkpoint; arguments as for ``write_llada``."""
+    c = SDAR_CONFIG | config
+    draw = _Draw(seed)
+    t = _outside_layers(c, draw)
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        _add_attention(t, p, c, draw, with_biases=False)
+        t |= {f"{p}self_attn.{name}_norm.weight": draw.norm(c["head_dim"]) for name in "qk"}
+        _add_mlp(t, p + "mlp.", c["hidden_size"], c["intermediate_size"], draw)
+    return _write(folder, c, t, edit)
+
+
+def write_llada2(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
+    """A LLaDA2 checkpoint; arguments as for ``write_llada``."""
+    c = LLADA2_CONFIG | config
+    d, head_dim, width, draw = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"], _Draw(seed)
+    t = _outside_layers(c, draw)
+    t["model.word_embeddings.weight"] = t.pop("model.embed_tokens.weight")
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
+        rows = (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * head_dim
+        t[p + "attention.query_key_value.weight"] = draw.linear(rows, d)
+        t[p + "attention.dense.weight"] = draw.linear(d, c["num_attention_heads"] * head_dim)
+        if c["use_qk_norm"]:
+            t |= {f"{p}attention.{name}_layernorm.weight": draw.norm(head_dim) for name in ("query", "key")}
+        if i < c["first_k_dense_replace"]:
+            _add_mlp(t, p + "mlp.", d, c["intermediate_size"], draw)
+            continue
+        t[p + "mlp.gate.weight"] = draw.linear(c["num_experts"], d)
+        if c["moe_router_enable_expert_bias"]:
+            t[p + "mlp.gate.expert_bias"] = draw.bias(c["num_experts"])
+        for n in range(c["num_experts"]):
+            _add_mlp(t, f"{p}mlp.experts.{n}.", d, width, draw)
+        if c["num_shared_experts"]:
+            _add_mlp(t, p + "mlp.shared_experts.", d, width * c["num_shared_experts"], draw)
+    return _write(folder, c, t, edit)
+
+
 def _outside_layers(c: dict[str, Any], draw: "_Draw") -> Tensors:
     t = {
         "model.embed_tokens.weight": draw.embedding(c["vocab_size"], c["hidden_size"]),
@@ -176,14 +268,15 @@ def _outside_layers(c: dict[str, Any], draw: "_Draw") -> Tensors:
 
 
 def _add_attention(t: Tensors, p: str, c: dict[str, Any], draw: "_Draw", *, with_biases: bool) -> None:
-    d = c["hidden_size"]
-    kv = d // c["num_attention_heads"] * c["num_key_value_heads"]
+    d, heads = c["hidden_size"], c["num_attention_heads"]
+    head_dim = c.get("head_dim", d // heads)
+    q, kv = heads * head_dim, c["num_key_value_heads"] * head_dim
     t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
-    for name, rows in (("q_proj", d), ("k_proj", kv), ("v_proj", kv)):
+    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         t[f"{p}self_attn.{name}.weight"] = draw.linear(rows, d)
         if with_biases:
             t[f"{p}self_attn.{name}.bias"] = draw.bias(rows)
-    t[p + "self_attn.o_proj.weight"] = draw.linear(d, d)
+    t[p + "self_attn.o_proj.weight"] = draw.linear(d, q)
 
 
 def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:

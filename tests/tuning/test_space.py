@@ -6,18 +6,18 @@ import pytest
 
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.tuning.space import PLAIN, RULES, Setting, Space
+from tests.support.plans import FULL_METHODS
 
 
 def space(family=LLADA, **changes):
-    values = {"methods": list(CACHE_METHODS), "default_block": 8, "longest_block": 32}
+    values = {"methods": list(FULL_METHODS), "default_block": 8, "longest_block": 32}
     return Space.of_model("demo", family, **values | changes)
 
 
-@pytest.mark.parametrize("method", CACHE_METHODS)
+@pytest.mark.parametrize("method", FULL_METHODS)
 def test_methods_name_options_that_they_have(method):
-    for name, values in CACHE_METHODS[method].tuned.items():
+    for name, values in FULL_METHODS[method].tuned.items():
         for value in values:
             EngineOptions.parse({"cache_method": method, "cache_options": {name: value}})
 
@@ -49,7 +49,7 @@ def test_one_factor_is_varied():
     assert [other.block_add_threshold for other in varied["window"]] == [0.75, 0.5, 0.1, 0.0]
     assert [other.block_length for other in varied["block_length"]] == [None, 4, 32]
     # Another method's options would mean nothing; the same one's are those of the paper again.
-    assert {other.cache_method for other in varied["cache_method"]} == set(CACHE_METHODS)
+    assert {other.cache_method for other in varied["cache_method"]} == set(FULL_METHODS)
     assert all(other.cache_options == () for other in varied["cache_method"])
     others = {other.cache_options for other in space().varied(setting, "cache_options")}
     changed = [("retention_ratio", 0.75), ("update_delay", 0), ("refresh", "response")]

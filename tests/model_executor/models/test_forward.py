@@ -12,8 +12,9 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 
 
 @torch.inference_mode()
-def dense_logits(llm, *sequences: list[int]) -> list[torch.Tensor]:
-    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass."""
+def dense_logits(llm, *sequences: list[int], block_length: int | None = None) -> list[torch.Tensor]:
+    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass. With ``block_length``, a row sees
+    its own block and those before it."""
     from dllm_engine.model_executor.passes.dense import DensePass
     from dllm_engine.model_executor.step_batch import RowBounds
 
@@ -21,7 +22,8 @@ def dense_logits(llm, *sequences: list[int]) -> list[torch.Tensor]:
     sizes = [len(sequence) for sequence in sequences]
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-    shard = model.compute_logits(model(ids, positions, DensePass(RowBounds(sizes, ids.device))))
+    limits = None if block_length is None else (positions // block_length + 1).int() * block_length
+    shard = model.compute_logits(model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits))))
     assert shard.first_token == 0
     return list(shard.logits.split(sizes))
 
@@ -38,7 +40,7 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     case = FORWARD_CASES[name]
     llm = engines(reference_checkpoints / case["model"], max_model_len=512)
     (ids,) = case["input_ids"]
-    (logits,) = dense_logits(llm, ids)
+    (logits,) = dense_logits(llm, ids, block_length=case.get("block_length"))
     assert_close(logits[case["full_logits_rows"]], torch.tensor(case["full_logits"]))
     top = logits.topk(8)
     assert_close(top.values, torch.tensor(case["top8_logits"]))
@@ -46,7 +48,7 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     assert_close(logits.logsumexp(-1, keepdim=True), torch.tensor(case["logsumexp"])[:, None])
 
 
-@pytest.mark.parametrize("model", ["llada-tiny-a", "llada-moe-tiny-a", "dream-tiny-a"])
+@pytest.mark.parametrize("model", ["llada-tiny-a", "llada-moe-tiny-a", "dream-tiny-a", "llada2-moe-tiny-a"])
 def test_logits_do_not_depend_on_the_other_sequences_of_a_batch(engines, reference_checkpoints, model):
     llm = engines(reference_checkpoints / model, max_model_len=512)
     sequences = [case["input_ids"][0] for case in FORWARD_CASES.values() if case["model"] == model]
@@ -75,6 +77,20 @@ LAYOUTS = {
         tiny_checkpoints.write_llada_moe,
         {"num_experts_per_tok": 1, "expert_intermediate_size": 37},
     ),
+    "sdar": (tiny_checkpoints.write_sdar, {}),
+    "sdar tied, one KV head": (tiny_checkpoints.write_sdar, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llada2": (tiny_checkpoints.write_llada2, {}),
+    "llada2 one expert, no bias, no shared one, no dense layer": (
+        tiny_checkpoints.write_llada2,
+        {
+            "num_experts_per_tok": 1,
+            "moe_router_enable_expert_bias": False,
+            "num_shared_experts": 0,
+            "first_k_dense_replace": 0,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
     "dream": (tiny_checkpoints.write_dream, {}),
     "dream all heads": (tiny_checkpoints.write_dream, {"num_key_value_heads": 4}),
     "dream tied": (tiny_checkpoints.write_dream, {"tie_word_embeddings": True}),
@@ -91,7 +107,7 @@ def test_logits_of_each_checkpoint_layout(engines, tmp_path, layout, files):
     if files > 1:
         tiny_checkpoints.shard(folder, files)
     ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert_close(dense_logits(engines(folder), ids)[0], plain.logits(ids))
+    assert_close(dense_logits(engines(folder), ids, block_length=plain.block_length)[0], plain.logits(ids))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
@@ -106,7 +122,7 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "llada2"])
 def test_half_precision_generates_a_full_response(engines, request, family, served):
     from tests.support.engines import tokens_of
 
@@ -123,6 +139,7 @@ def test_half_precision_generates_a_full_response(engines, request, family, serv
         (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
         (tiny_checkpoints.write_llada_moe, {"num_key_value_heads": 2}),
         (tiny_checkpoints.write_dream, {}),
+        (tiny_checkpoints.write_llada2, {}),
     ],
 )
 @torch.inference_mode()

@@ -1,0 +1,1 @@
+"""Parts of operators' CPU paths that fill a file of their own."""

@@ -1,0 +1,180 @@
+"""How the CPU path of ``paged_attention`` gathers keys and values, and attends to them."""
+
+import torch
+import torch.nn.functional as F
+
+from dllm_engine.kernels.paged_tokens import PagedTokens
+
+_COPIED_BYTES = 1 << 20
+"""Keys and values that a CPU thread copies out of pages before it attends to them: half of a core's cache."""
+_LIMITED_ROWS = 128
+"""Rows with limits that are attended from at once."""
+
+
+def equal_groups(bounds: list[int], tokens: PagedTokens) -> dict[tuple[int, int | None], list[int]]:
+    """Requests by (rows, tokens in pages); None for those whose tokens do not fill whole pages in order."""
+    num_kv_heads, slots_per_page = tokens.head_len.shape[1], tokens.k_pages.shape[1]
+    capacity = tokens.page_tables.shape[1] * slots_per_page
+    whole_tokens = slots_per_page % num_kv_heads == 0
+    token_major = list(range(num_kv_heads))
+    groups: dict[tuple[int, int | None], list[int]] = {}
+    layout = zip(tokens.head_start.tolist(), tokens.token_stride.tolist(), tokens.head_len.tolist(), strict=True)
+    for request, (starts, stride, lengths) in enumerate(layout):
+        num_rows = bounds[request + 1] - bounds[request]
+        if not num_rows:
+            continue
+        end = max((start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n), default=0)
+        if end > capacity:
+            raise ValueError(f"request {request} retains tokens up to slot {end} of page tables of {capacity} slots")
+        uniform = lengths == [lengths[0]] * num_kv_heads
+        in_order = uniform and whole_tokens and stride == num_kv_heads and starts == token_major
+        groups.setdefault((num_rows, lengths[0] if in_order or not end else None), []).append(request)
+    return groups
+
+
+def rows_of(bounds: list[int], members: list[int], length: int, device: torch.device) -> slice | torch.Tensor:
+    """The rows of requests of equal length; a slice where they follow each other."""
+    starts = [bounds[request] for request in members]
+    if starts == list(range(starts[0], starts[0] + len(starts) * length, length)):
+        return slice(starts[0], starts[0] + len(starts) * length)
+    return (torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)).flatten()
+
+
+def requests_per_part(num_tokens: int, k: torch.Tensor) -> int:
+    """How many requests of ``num_tokens`` keys and values each to attend to at once.
+
+    Few enough for the copies of their keys and values to stay in the cores' caches until attention has read them, and
+    enough for every thread to have a head to work on. A GPU counts as 64 threads.
+    """
+    num_threads, (_, num_kv_heads, head_dim) = 64 if k.is_cuda else torch.get_num_threads(), k.shape
+    bytes_per_request = 2 * num_tokens * num_kv_heads * head_dim * k.element_size()
+    return max(1, num_threads * _COPIED_BYTES // bytes_per_request, -(-num_threads // num_kv_heads))
+
+
+def gather_whole_pages(
+    fresh: torch.Tensor,
+    pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    members: list[int],
+    retained: int,
+    copies: torch.Tensor,
+) -> torch.Tensor:
+    """``fresh`` ``[group, fresh rows, num_kv_heads, head_dim]`` followed by the first ``retained`` tokens in pages.
+
+    Whole pages are copied behind the fresh rows and the rest of the last page is cut off: one copy, and no mask.
+    ``copies``: memory for it, ``[group or more, fresh rows and tokens of whole pages, num_kv_heads, head_dim]``.
+    """
+    joined, num_fresh = copies[: len(members)], fresh.shape[1]
+    joined[:, :num_fresh] = fresh
+    num_pages = -(-retained * fresh.shape[2] // pages.shape[1])
+    for target, request in zip(joined[:, num_fresh:].unbind(), members, strict=True):
+        torch.index_select(pages, 0, page_tables[request, :num_pages], out=target.view(-1, *pages.shape[1:]))
+    return joined[:, : num_fresh + retained]
+
+
+def gather_ragged(
+    fresh_k: torch.Tensor, fresh_v: torch.Tensor, tokens: PagedTokens, members: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of requests whose heads have tokens of their own, fresh ones first, and which of them exist.
+
+    ``[group, fresh rows and longest head, num_kv_heads, head_dim]`` twice, with zeros where there is none, and bool
+    ``[group, num_kv_heads, 1, fresh rows and longest head]``.
+    """
+    slots_per_page, head_len = tokens.k_pages.shape[1], tokens.head_len[members]
+    numbers = torch.arange(int(head_len.max()), device=head_len.device)[None, :, None]
+    exists = numbers < head_len[:, None]
+    virtual = tokens.head_start[members, None] + numbers * tokens.token_stride[members, None, None]
+    virtual = torch.where(exists, virtual, 0)
+    pages = tokens.page_tables[members].gather(1, (virtual // slots_per_page).flatten(1)).view_as(virtual).long()
+    # For tokens that do not exist, any page that does.
+    where = torch.where(exists, pages, 0), virtual % slots_per_page
+    absent = ~exists[..., None]
+    keys = torch.cat((fresh_k, tokens.k_pages[where].masked_fill_(absent, 0)), dim=1)
+    values = torch.cat((fresh_v, tokens.v_pages[where].masked_fill_(absent, 0)), dim=1)
+    visible = F.pad(exists.transpose(1, 2), (fresh_k.shape[1], 0), value=True)[:, :, None]
+    return keys, values, visible
+
+
+def numbers_of_keys(num_fresh: int, num_keys: int, head_len: torch.Tensor) -> torch.Tensor:
+    """The numbers that limits count keys by: int ``[group, num_kv_heads, num_keys]``, of the fresh ones first, which
+    lie behind those of ``head_len`` ``[group, num_kv_heads]``."""
+    fresh, retained = (torch.arange(count, device=head_len.device) for count in (num_fresh, num_keys - num_fresh))
+    behind = head_len[..., None] + fresh
+    return torch.cat((behind, retained.expand(*head_len.shape, -1)), dim=-1)
+
+
+def limited_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    numbers: torch.Tensor,
+    limits: torch.Tensor,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As ``softmax_attention``, for rows that see the keys whose ``numbers`` are below their ``limits``.
+
+    A few rows at a time, so that what each of them sees is never held of all.
+    """
+    outs, lses, length = [], [], q.shape[1]
+    for start in range(0, length, _LIMITED_ROWS):
+        part = slice(start, start + _LIMITED_ROWS)
+        bounds = limits[:, None, part, None]
+        # Without tokens in pages keys lie by number, and those that no row sees come last.
+        num_keys = min(k.shape[1], int(bounds.max())) if k.shape[1] == length else k.shape[1]
+        seen = numbers[:, :, None, :num_keys] < bounds
+        if visible is not None:
+            seen &= visible[..., :num_keys]
+        everything = bool(seen.all())
+        out, lse = softmax_attention(
+            q[:, part], k[:, :num_keys], v[:, :num_keys], None if everything else seen, return_lse
+        )
+        outs.append(out)
+        lses += [] if lse is None else [lse]
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1) if lses else None
+
+
+def softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend within each member of a group.
+
+    Args:
+        q: ``[group, num_rows, num_heads, head_dim]``.
+        k, v: ``[group, num_keys, num_kv_heads, head_dim]``.
+        visible: bool, broadcast to ``[group, num_kv_heads, num_rows, num_keys]``; None: everything.
+
+    Returns:
+        ``[group, num_rows, num_heads, head_dim]`` and, where asked for, float32 ``[group, num_rows, num_heads]``.
+    """
+    group, num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    sharing = num_heads // num_kv_heads
+    # Query heads that share a KV head become further rows of it, so that K and V are not expanded.
+    queries = q.view(group, num_rows, num_kv_heads, sharing, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    if visible is not None and visible.shape[2] > 1:
+        visible = visible.repeat(1, 1, sharing, 1)
+
+    def per_query_head(x: torch.Tensor) -> torch.Tensor:
+        return x.view(group, num_kv_heads, sharing, num_rows, x.shape[3]).flatten(1, 2).transpose(1, 2)
+
+    if return_lse and visible is None and k.shape[1] and not q.is_cuda:
+        # What scaled_dot_product_attention calls on a CPU; only by this name does it tell the denominators. Scores of
+        # all rows and keys are never held at once.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values)
+        return per_query_head(out), per_query_head(lse[..., None].float())[..., 0]
+    if return_lse:
+        out, lse = queries.new_empty(queries.shape), queries.new_empty(*queries.shape[:3], 1, dtype=torch.float32)
+        for head in range(num_kv_heads):  # scores of all heads would take gigabytes
+            scores = queries[:, head].float() @ keys[:, head].float().transpose(1, 2) * head_dim**-0.5
+            if visible is not None:
+                scores.masked_fill_(~visible[:, head % visible.shape[1]], -torch.inf)
+            lse[:, head] = of_head = scores.logsumexp(dim=-1, keepdim=True)
+            weights = (scores - of_head.clamp(min=torch.finfo(of_head.dtype).min)).exp_()
+            out[:, head] = weights @ values[:, head].float()
+        return per_query_head(out), per_query_head(lse)[..., 0]
+    if not k.shape[1]:
+        return torch.zeros_like(q), None
+    # Gives zeros where nothing is visible.
+    return per_query_head(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)), None

@@ -1,0 +1,66 @@
+"""Block diffusion (SDAR, arXiv 2510.06303): the keys and values of finished blocks are kept, and are exact."""
+
+from dataclasses import replace
+
+from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, UnmaskQuota, step_plan
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """The first step of a block feeds what is finished before it and not kept yet (the prompt, or the block before),
+    keeps that, and predicts the block in the same pass. The others feed the block alone."""
+    block, kept = span_of_block(spec, progress.running), progress.retained
+    if kept == block.start:
+        return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, block, read=kept)
+    finished = Retention.whole(Span(kept, block.start))
+    # Nothing is read before the first pages are written.
+    scope = Scope.ACTIVE if kept else Scope.ALL
+    return step_plan(spec, progress, RefreshState.UPDATE, scope, Span(kept, block.stop), read=kept, adds=[finished])
+
+
+def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | None:
+    """A part of what ``plan`` keeps, whole blocks of at most ``max_rows``; it fills nothing. None where no block
+    fits."""
+    start, kept = plan.span.start, plan.retained
+    stop = min((start + max_rows) // spec.block_length * spec.block_length, kept)
+    if stop <= start:
+        return None
+    part = Span(start, stop)
+    return replace(
+        plan,
+        span=part,
+        max_rows=part.size,
+        quota=UnmaskQuota(plan.window, 0, 0.0),
+        retained=stop,
+        adds=(Retention.whole(part),),
+        prefills=True,
+    )
+
+
+def check(options: CacheOptions, num_layers: int, guided: bool) -> None:
+    """A guide has not been tried with blocks that begin in the prompt."""
+    if guided:
+        raise ValueError("guide_model is not supported with cache_method='block'; leave it unset")
+
+
+def span_of_block(spec: DecodingSpec, running: Blocks) -> Span:
+    """Canvas positions of the running block, with the end of the prompt where that lies in it."""
+    window = spec.span_of(running)
+    return Span(window.start - window.start % spec.block_length, window.stop)
+
+
+def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
+    """Tokens before the running block."""
+    return span_of_block(spec, running).start
+
+
+BLOCK = CacheMethod(
+    plan,
+    hold_tokens(tokens_kept),
+    attention=("block_causal",),
+    check=check,
+    shortened=shortened,
+    keeps_for_good=True,
+    launches=LAUNCHES_TO_RETAIN,
+)

@@ -1,0 +1,77 @@
+"""Requests to models whose attention goes by blocks: where blocks lie, and what is refused."""
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.families import DREAM, FAMILIES, LLADA2, SDAR
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.resolve import resolve_decoding
+from tests.support.plans import plans_of
+
+
+def spec(prompt_length: int, gen_length: int, family=SDAR, **options) -> DecodingSpec:
+    params = SamplingParams(max_tokens=gen_length, temperature=0.0, extra_args=options)
+    return resolve_decoding(params, prompt_length, family, EngineOptions())
+
+
+@pytest.mark.parametrize(
+    ("prompt_length", "gen_length", "spans", "masks"),
+    [
+        (8, 8, [(8, 12), (12, 16)], 8),
+        (6, 8, [(6, 8), (8, 12), (12, 16)], 10),  # the prompt's rest heads the first block; two masks behind
+        (3, 1, [(3, 4)], 1),
+        (1, 1, [(1, 4)], 3),  # shorter than a block
+        (7, 5, [(7, 8), (8, 12)], 5),
+    ],
+)
+def test_blocks_are_counted_from_the_start_of_the_canvas(prompt_length, gen_length, spans, masks):
+    request = spec(prompt_length, gen_length)
+    assert [request.block_span(block) for block in range(request.num_blocks)] == spans
+    assert request.canvas_length == spans[-1][1]
+    assert request.response_span == (prompt_length, prompt_length + gen_length)
+    assert request.num_masks == request.steps == masks
+    assert request.num_sent == gen_length
+
+
+def test_a_pass_computes_nothing_behind_the_block():
+    plans = plans_of(spec(6, 8), "none")
+    assert [plan.span for plan in plans] == [Span(0, 8)] * 2 + [Span(0, 12)] * 4 + [Span(0, 16)] * 4
+    assert [plan.window for plan in plans[:3]] == [Span(6, 8)] * 2 + [Span(8, 12)]
+
+
+@pytest.mark.parametrize(("family", "expected"), [(SDAR, 4), (LLADA2, 32), (DREAM, 3)])
+def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(family, expected):
+    assert spec(5, 3, family).block_length == expected
+
+
+def test_a_request_may_name_another_block_length():
+    assert spec(5, 3, block_length=16).canvas_length == 16
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("suffix_blocks", 1), ("response_template", [None, 7, None]), ("block_add_threshold", 0.5)],
+)
+def test_what_needs_attention_to_later_blocks_is_refused_by_name(option, value):
+    with pytest.raises(InvalidRequestError, match=f"^{option}: attention of SDAR goes by blocks"):
+        spec(5, 3, threshold=0.9, **{option: value})
+
+
+def test_steps_are_counted_with_what_the_last_block_adds():
+    assert spec(6, 8, steps=10).steps == 10
+    with pytest.raises(InvalidRequestError, match=r"steps=11 .* here 8 and 2 behind it in its last block"):
+        spec(6, 8, steps=11)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+@pytest.mark.parametrize("method", CACHE_METHODS)
+def test_a_method_that_does_not_suit_the_attention_is_refused_by_name(method, family):
+    options = EngineOptions(cache_method=method)
+    if family.attention in CACHE_METHODS[method].attention:
+        assert options.with_paper_settings("model", family).cache_method == method
+    else:
+        with pytest.raises(ValueError, match=f"^cache_method='{method}' does not suit {family.name}: .* choose none"):
+            options.with_paper_settings("model", family)
