@@ -43,8 +43,9 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import key_value
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods.sparse import SparseOptions
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve import resolve_decoding
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec
 from dllm_engine.scheduler.step_plan import unmask_quota
 
 FLOOR_REPEATS = 3

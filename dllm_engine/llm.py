@@ -21,8 +21,8 @@ from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explai
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.resolve import resolve_decoding
 from dllm_engine.structured_output.requests import constrained
 
 

@@ -7,8 +7,8 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions, parse_request_options
-from dllm_engine.scheduler.resolve import resolve_unmasking
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions, parse_request_options
+from dllm_engine.scheduler.options.resolve_unmasking import resolve_unmasking
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
 """Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where they are not given."""

@@ -16,7 +16,8 @@ from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
-from dllm_engine.scheduler.request import DecodingSpec, Guidance, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec, Guidance
 from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.text import one_line, readable_size
 

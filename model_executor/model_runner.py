@@ -43,7 +43,7 @@ from dllm_engine.scheduler.messages import (
     StepResult,
     failure_of,
 )
-from dllm_engine.scheduler.request import Progress
+from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.scheduler.steps_ahead import steps_known_ahead
 

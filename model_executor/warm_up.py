@@ -16,10 +16,11 @@ from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.recording.forward import ForwardSize
 from dllm_engine.model_executor.recording.recorder import SIZES, CudaRecorder, Recorder, padded, padded_requests
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.page_layout import PageCounts
-from dllm_engine.scheduler.request import DecodingSpec, Progress
-from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 logger = init_logger(f"vllm.{__name__}")

@@ -7,7 +7,8 @@ from typing import Any
 from vllm.v1.metrics.stats import SchedulerStats
 
 from dllm_engine.scheduler.messages import StepReport
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 

@@ -11,7 +11,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 from dllm_engine.scheduler.unmasking import SeenOfBlock
 

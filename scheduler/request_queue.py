@@ -25,12 +25,12 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
+from dllm_engine.scheduler.options.resolve import check_page_demand, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
+from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
-from dllm_engine.scheduler.request import Progress
 from dllm_engine.scheduler.request_state import RequestState, failed_output
-from dllm_engine.scheduler.resolve import check_page_demand, end_token_ids, resolve_decoding
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -9,7 +9,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, figures_message, provisional_message
 from dllm_engine.scheduler.page_layout import PageCounts
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec
 
 
 @dataclass

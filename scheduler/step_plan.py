@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
 from dllm_engine.scheduler.unmasking import (
     PARALLEL_RULES,
     UNMASKING_POLICIES,

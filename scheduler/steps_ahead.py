@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan, fills_fixed_count
 
 

@@ -21,7 +21,8 @@ from dllm_engine.model_executor.models.mlp import expert_shard
 from dllm_engine.model_executor.models.names import Shard
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import UnmaskQuota, unmask_quota
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 

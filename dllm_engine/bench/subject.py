@@ -17,8 +17,8 @@ from dllm_engine.families import family_of
 from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.options.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
 from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, shares_tokenizer, weight_bytes
 
 if TYPE_CHECKING:

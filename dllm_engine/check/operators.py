@@ -32,10 +32,7 @@ from dllm_engine.scheduler.page_layout import head_dim_of
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 64, 96, 128, 256)
 """Checked beside the model's own."""
-ROWS, LOGIT_ROWS = 300, 8
-VOTERS = 32
-POSITIONS = 2048
-RMS_NORM_EPS = 1e-5
+ROWS, LOGIT_ROWS, VOTERS, POSITIONS, RMS_NORM_EPS = 300, 8, 32, 2048, 1e-5
 SPANS = [[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]]
 """Two requests of ``mean_query_scores``, in ``ROWS`` rows."""
 PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([32, 9], [513, 77]), ([40, 17], [600, 41]), ([260, 40], [99, 41]))

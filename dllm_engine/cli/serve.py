@@ -218,7 +218,7 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
         options = above_settings(options, args)
     engine = EngineOptions.parse(options)
     if engine.request_defaults:
-        from dllm_engine.scheduler.resolve import check_request_defaults
+        from dllm_engine.scheduler.options.resolve import check_request_defaults
 
         check_request_defaults(engine)
     return additional | {OPTIONS_KEY: options} if options else additional
@@ -231,7 +231,7 @@ def above_settings(options: dict[str, Any], args: argparse.Namespace) -> dict[st
     ``ValueError`` for a file that holds no chosen setting.
     """
     check_release()  # what knows which request options exclude each other needs it
-    from dllm_engine.scheduler.request_options import with_defaults
+    from dllm_engine.scheduler.options.request_options import with_defaults
 
     model, chosen = chosen_setting(args.settings, args.settings_batch)
     if model != args.model:

@@ -188,8 +188,8 @@ def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunne
 
     Raises ``ValueError`` for an output of other tasks or another model.
     """
-    from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH
-    from dllm_engine.scheduler.resolve import checkpoint_defaults
+    from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
+    from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
     engine = {name: value for name, value in engine_arguments(args).items() if name not in CHOSEN_ARGUMENTS}
     decoding = given(args, ("gen_length",))

@@ -87,7 +87,7 @@ def answers(
     from vllm.sampling_params import RequestOutputKind
 
     from dllm_engine.bench.machine import now
-    from dllm_engine.scheduler.resolve import end_token_ids
+    from dllm_engine.scheduler.options.resolve import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
     asked = answered = 0

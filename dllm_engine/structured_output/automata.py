@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BUILT, Task
 from dllm_engine.structured_output.grammar import Grammar
 from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of

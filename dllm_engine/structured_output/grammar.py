@@ -6,7 +6,7 @@ from typing import Literal
 
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import expression_of
 
 

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.request_options import CONSTRAINT
+from dllm_engine.scheduler.options.request_options import CONSTRAINT
 from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
 from dllm_engine.structured_output.grammar import Grammar, grammar_of
 

@@ -7,7 +7,7 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolC
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
 OWN_PARSER = "json_schema"
 """Name of the parser where the server's arguments have none."""

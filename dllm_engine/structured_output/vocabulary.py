@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.tokenizers import TokenizerLike
 
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
 _CHECKED = 256
 """Tokens that are decoded to compare."""

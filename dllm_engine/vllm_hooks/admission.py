@@ -15,8 +15,8 @@ from dllm_engine.admission import check_integer, check_request, open_gen_length
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.request_options import InvalidRequestError
-from dllm_engine.scheduler.resolve import check_page_demand
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.resolve import check_page_demand
 from dllm_engine.structured_output.requests import constrained, count_request, is_prepared, prepare
 
 

@@ -14,14 +14,14 @@ from dllm_engine.memory.start_up import check_main_memory
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
+from dllm_engine.model_executor.loading.quantization import check_quantization
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
 from dllm_engine.model_executor.models.configs import unsupported_model
-from dllm_engine.model_executor.models.quantization import check_quantization
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
-from dllm_engine.scheduler.request_options import DEFAULT_GEN_LENGTH, with_defaults
-from dllm_engine.scheduler.resolve import check_request_defaults, checkpoint_defaults
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, with_defaults
+from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.sizing import CPU_PAGE_POOL_BYTES
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses

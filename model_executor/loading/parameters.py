@@ -8,9 +8,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.model_executor.loading.checks import is_finite
 from dllm_engine.model_executor.loading.packing import Packer
+from dllm_engine.model_executor.loading.quantization import check_group_index, is_group_index
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.names import NamedModules, Shard, shards_of
-from dllm_engine.model_executor.models.quantization import check_group_index, is_group_index
 
 
 def fill_parameters(

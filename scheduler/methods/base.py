@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field
 
 from dllm_engine.families import Attention, ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 Plan = Callable[[DecodingSpec, Progress], StepPlan]

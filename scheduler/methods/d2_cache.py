@@ -6,7 +6,8 @@ from typing import Literal
 from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
 
 

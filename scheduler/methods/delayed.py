@@ -3,7 +3,8 @@
 from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
 
 

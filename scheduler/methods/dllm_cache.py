@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
 
 

@@ -13,7 +13,8 @@ from dllm_engine.scheduler.methods.window_refresh import (
     split,
     whole_is_due,
 )
-from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, cut, step_plan
 
 

@@ -14,7 +14,8 @@ from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWi
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_pages
 from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, ImportanceName, layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec
 from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]

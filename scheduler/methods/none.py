@@ -1,7 +1,8 @@
 """No cache: every step computes the whole canvas."""
 
 from dllm_engine.scheduler.methods.base import CacheMethod
-from dllm_engine.scheduler.request import DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
 
 

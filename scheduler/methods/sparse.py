@@ -11,7 +11,8 @@ from dllm_engine.scheduler.methods.window_refresh import (
     refresh_then_reuse,
     split,
 )
-from dllm_engine.scheduler.request import DecodingSpec, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, StepPlan
 
 

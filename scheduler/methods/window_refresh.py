@@ -10,7 +10,8 @@ from typing import Literal
 from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import HeldPages, hold_tokens
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
 Retain = Callable[[DecodingSpec, Span], tuple[list[Retention], list[Retention]]]

@@ -22,7 +22,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.evaluation.answering import visible_tokens
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.engines import assert_nothing_left, generate, runner_of
 
 

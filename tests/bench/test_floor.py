@@ -9,8 +9,8 @@ from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.request import Progress
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve import resolve_decoding
+from dllm_engine.scheduler.progress import Progress
 from tests.support.engines import runner_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8

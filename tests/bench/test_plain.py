@@ -8,7 +8,7 @@ from dllm_engine.bench.plain import PlainDecoder, check_baseline, decode
 from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.resolve import end_token_ids, resolve_decoding
+from dllm_engine.scheduler.options.resolve import end_token_ids, resolve_decoding
 from tests.support.engines import generate
 
 SETTINGS = [

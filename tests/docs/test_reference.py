@@ -19,13 +19,13 @@ from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.request import Guidance
-from dllm_engine.scheduler.request_options import (
+from dllm_engine.scheduler.options.request_options import (
     DEFAULT_GEN_LENGTH,
     DEFAULTABLE_OPTIONS,
     PARALLEL_OPTIONS,
     RequestOptions,
 )
+from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, SlowFast
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

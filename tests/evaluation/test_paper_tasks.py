@@ -11,7 +11,7 @@ from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS
 from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.plans import FULL_METHODS
 
 ROWS = [

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.request_options import InvalidRequestError, RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions
 from dllm_engine.vllm_hooks import admission
 from dllm_engine.vllm_hooks.admission import CheckedPrompt, checked_generate
 from dllm_engine.vllm_hooks.request_bodies import checked_fields

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import patch, table
 
 patch.apply(table.SERVING)  # as an engine does when it starts: some refusals are vLLM's, in our words

@@ -13,9 +13,10 @@ from dllm_engine.demo import demo_model_path
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.request import Guidance, Progress
-from dllm_engine.scheduler.request_options import InvalidRequestError, with_defaults
-from dllm_engine.scheduler.resolve import check_request_defaults, resolve_decoding
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, with_defaults
+from dllm_engine.scheduler.options.resolve import check_request_defaults, resolve_decoding
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.step_plan import unmask_quota
 from dllm_engine.scheduler.unmasking import SlowFast
 from scripts.train_demo.model import SHAPE, DemoModel, save

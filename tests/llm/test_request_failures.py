@@ -10,7 +10,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import model_runner, step_report
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.scheduler.messages import failure_of
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
 from tests.support.engines import (
     EACH_METHOD_WITH_A_FAMILY,

@@ -6,8 +6,8 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.request_options import InvalidRequestError
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.engines import generate
 from tests.support.tiny_checkpoints import EOS
 

@@ -8,8 +8,8 @@ from dllm_engine import DiffusionParams
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.request_options import InvalidRequestError
-from dllm_engine.scheduler.resolve import resolve_decoding
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.vllm_hooks import engine_config
 from tests.support.engines import generate, scheduler_of, start_engine
 

@@ -11,7 +11,8 @@ from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan
 
 MASK = 99

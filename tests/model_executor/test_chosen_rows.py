@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from dllm_engine.model_executor.passes.d2_cache import choose_rows
 from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.token_prediction import SamplingSettings
-from dllm_engine.scheduler.request import ParallelRule, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.step_plan import RowRule
 from tests.support.plans import cache_of, plan_of, spec_of
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from dllm_engine.scheduler.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import FULL_METHODS
 from tests.support.random_requests import in_spans, random_requests

@@ -8,7 +8,8 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods.dllm_cache import live_start
 from dllm_engine.scheduler.methods.maskkv import average_budget
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Guidance, ParallelRule, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Guidance, ParallelRule
 from tests.support.plans import (
     FULL_METHODS,
     GEOMETRY,

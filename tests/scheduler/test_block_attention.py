@@ -6,9 +6,9 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import DREAM, FAMILIES, LLADA2, SDAR
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec, Span
-from dllm_engine.scheduler.request_options import InvalidRequestError
-from dllm_engine.scheduler.resolve import resolve_decoding
 from tests.support.plans import plans_of
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import Progress
+from dllm_engine.scheduler.progress import Progress
 from tests.support.plans import pages_of, plans_of, spec_of
 
 BLOCK = CACHE_METHODS["block"]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dllm_engine.scheduler.request import Progress, Span
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, unmask_quota
 from tests.support.plans import cache_of, engine_options, page_demand, plans_of
 from tests.support.plans import spec_of as spec

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dllm_engine.scheduler.request import ParallelRule, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.step_plan import Scope
 from tests.support.plans import FULL_METHODS, cache_of, plan_of, plans_of
 from tests.support.plans import spec_of as spec

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dllm_engine.scheduler.request import Blocks, ParallelRule, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, ParallelRule
 from dllm_engine.scheduler.step_plan import StepPlan
 from tests.support.plans import cache_of, plan_of
 from tests.support.plans import spec_of as spec

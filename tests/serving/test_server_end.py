@@ -214,7 +214,7 @@ def test_our_default_length_limits_nobody(limit, asked, given):
 def test_lengths_above_a_servers_own_limit_are_refused(limit):
     from vllm.entrypoints.serve.utils import api_utils
 
-    from dllm_engine.scheduler.request_options import InvalidRequestError
+    from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
     limit(300)
     assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300

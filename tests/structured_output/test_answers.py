@@ -16,7 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.scheduler.constraints.automaton import unpacked
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import requests
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import EngineInProcess, served

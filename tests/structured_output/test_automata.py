@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm_engine.scheduler.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
 from dllm_engine.structured_output.build import Task, build

@@ -7,7 +7,8 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheOptions
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Progress
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import Blocks, DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
 
 FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}

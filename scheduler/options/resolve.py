@@ -9,9 +9,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain
-from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
-from dllm_engine.scheduler.request_options import (
+from dllm_engine.scheduler.options.request_options import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
     DEFAULTABLE_OPTIONS,
@@ -20,11 +18,13 @@ from dllm_engine.scheduler.request_options import (
     InvalidRequestError,
     RequestOptions,
     constraint_in,
-    read_slow_fast,
     request_options,
     with_defaults,
 )
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
+from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, resolve_unmasking
+from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
@@ -112,76 +112,6 @@ def _uses_uniform_sampler(options: RequestOptions, engine: EngineOptions) -> boo
     probability, whatever its top_p and top_k."""
     used = engine.method.uniform_sampler
     return used == "always" or (used == "with_delay_eos" and bool(options.delay_eos))
-
-
-def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
-    """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
-    policy, rule = _policy_and_rule(options, family)
-    counts = [f"{name}={value}" for name in COUNT_OPTIONS if (value := getattr(options, name)) is not None]
-    if len(counts) > 1:
-        raise InvalidRequestError(f"{counts[0]} and {counts[1]} both say how many tokens a step unmasks; give one")
-    if options.steps_per_block is not None and options.slow_fast is not None:
-        raise InvalidRequestError(
-            f"steps_per_block={options.steps_per_block}: with slow_fast, passes do not count; leave one of them unset"
-        )
-    if options.certainty_sigma is not None and UNMASKING_POLICIES[policy].measures not in WEIGHTED_MEASURES:
-        suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in WEIGHTED_MEASURES]
-        raise InvalidRequestError(
-            f"certainty_sigma={options.certainty_sigma} weights probabilities and margins, which unmasking={policy!r} "
-            f"does not measure; choose {' or '.join(suited)}"
-        )
-    return policy, rule
-
-
-def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
-    if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
-        raise InvalidRequestError(
-            f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
-        )
-    given = [(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
-    if not given:
-        return options.unmasking or _default_policy(options, family), None
-    slow_fast = resolve_slow_fast(options, family)
-    rule = ParallelRule(given[0][0], given[0][1] if slow_fast is None else slow_fast.fast_threshold)
-    if len(given) > 1:
-        named = " and ".join(f"{kind}={value}" for kind, value in given)
-        raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
-    if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
-        rule = rule._replace(kind="strict_entropy_threshold")
-    if rule.kind == "threshold" and family.attention == "block_causal":
-        rule = rule._replace(kind="exceeded_threshold")  # as SDAR's and LLaDA2's code
-    measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
-    suited = [policy for policy in UNMASKING_POLICIES.values() if PARALLEL_RULES[rule.kind].suits(policy)]
-    if options.unmasking is None:
-        default = UNMASKING_POLICIES[family.default_unmasking]
-        # The family's own where it suits, else one that like it measures before or after temperature and filters.
-        return max(suited, key=lambda policy: (policy is default, policy.tempered == default.tempered)).name, rule
-    if UNMASKING_POLICIES[options.unmasking] in suited:
-        return options.unmasking, rule
-    if PARALLEL_RULES[rule.kind].else_counted:
-        return options.unmasking, None
-    name, value = given[0]
-    raise InvalidRequestError(
-        f"{name}={value} goes by {'plain ' if untempered else ''}{measure}, which unmasking={options.unmasking!r} does "
-        f"not measure; leave unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
-    )
-
-
-def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast | None:
-    """The request's options of SlowFast sampling, with the family's defaults for what it leaves open; None: it decodes
-    otherwise."""
-    if options.slow_fast is None:
-        return None
-    return SlowFast.model_validate({**family.slow_fast, **read_slow_fast(options.slow_fast)})
-
-
-def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
-    """The family's own, or one like it that the prior on confidences suits."""
-    default = UNMASKING_POLICIES[family.default_unmasking]
-    if options.certainty_sigma is None or default.measures in WEIGHTED_MEASURES:
-        return default.name
-    wanted = "probability", default.tempered
-    return next(policy.name for policy in UNMASKING_POLICIES.values() if (policy.measures, policy.tempered) == wanted)
 
 
 def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:

@@ -3,20 +3,21 @@
 The files are read alone, loaded into an engine in this process, and read alone again, each time with the files out of
 the system's cache first. With `--cache kept` they may come from memory; the time then says what loading computes.
 
-    python benchmarks/full_size.py FOLDER [--output FILE.json]
+    python scripts/full_size.py FOLDER [--output FILE.json]
 """
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from program import argument_parser, parse, report
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.bench.machine import now
+from dllm_engine.bench.machine import now, provenance
 from dllm_engine.bench.memory import peak, resident, restart_peak
 from dllm_engine.checkpoints import load_config
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
@@ -47,7 +48,8 @@ def seconds_to_read(paths: list[Path]) -> float:
 
 
 def load(options: argparse.Namespace) -> None:
-    cached, gb, seconds = options.cache == "kept", 1e9, {}
+    cached, gb = options.cache == "kept", 1e9
+    seconds: dict[str, float] = {}
     load_model = DiffusionModelRunner.load_model
 
     def timed(runner: DiffusionModelRunner, **arguments: bool) -> None:
@@ -80,30 +82,34 @@ def load(options: argparse.Namespace) -> None:
     weights = weight_bytes(config, 1, 2)
     allowed = ALLOWED_SHARE * weights + ALLOWED_BYTES
     read = sum(reads) / len(reads)
-    report(
-        options,
-        memory=[
-            {"of": name, "GB": size / gb, "allowed": allowed / gb, "held": size <= allowed}
-            for name, size in (("peak of loading", most), ("at rest", rest), ("after an answer", after[1]))
-        ],
-        weights_gb=weights / gb,
-        before_gb=seconds["before"] / gb,
-        peak_of_answer_gb=after[0] / gb,
-        read_seconds=reads,
-        load_seconds=seconds["load"],
-        load_processor_seconds=seconds["processor"],
-        load_over_read=seconds["load"] / read,
-        allowed_time=ALLOWED_TIME,
-        answer_seconds=answered,
-    )
+    sizes = (("peak of loading", most), ("at rest", rest), ("after an answer", after[1]))
+    figures = {
+        "machine": provenance(),
+        "memory_gb": {name: size / gb for name, size in sizes},
+        "allowed_gb": allowed / gb,
+        "weights_gb": weights / gb,
+        "before_gb": seconds["before"] / gb,
+        "peak_of_answer_gb": after[0] / gb,
+        "read_seconds": reads,
+        "load_seconds": seconds["load"],
+        "load_processor_seconds": seconds["processor"],
+        "load_over_read": seconds["load"] / read,
+        "allowed_time": ALLOWED_TIME,
+        "answer_seconds": answered,
+    }
+    text = json.dumps(figures, indent=1)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a checkpoint, such as make_checkpoint.py writes")
     parser.add_argument("--cache", choices=("dropped", "kept"), default="dropped", help="of the system, of files")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps of the answer")
-    load(parse(parser))
+    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    load(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Values change neither memory nor time. LLaDA-8B takes 16 GB of disk.
 
-    python benchmarks/make_checkpoint.py FOLDER [--shape llada-8b] [--layers N] [--shards 6]
+    python scripts/make_checkpoint.py FOLDER [--shape llada-8b] [--layers N] [--shards 6]
 """
 
 import argparse
@@ -35,7 +35,7 @@ def make(folder: Path, shape: str, layers: int | None, num_shards: int) -> None:
         number = int((written + math.prod(size)) / of_shard) + 1  # where the tensor's middle lies
         shards.setdefault(number, []).append(name)
         written += 2 * math.prod(size)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in shards.items():
         file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
         weight_map |= dict.fromkeys(names, file)

@@ -1,0 +1,1 @@
+"""What requests may ask for, and how that becomes a ``DecodingSpec``."""
