@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes import (
     block,
@@ -16,7 +17,6 @@ from dllm_engine.model_executor.passes import (
     none,
     sparse,
 )
-from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
 
 PASSES: dict[str, Callable[[StepBatch, PageMemory], LayerPass]] = {

@@ -6,10 +6,10 @@ import torch
 
 from dllm_engine.model_executor.candidates import BatchCandidates, Filled
 from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.layer_pass.base import LayerPass
+from dllm_engine.model_executor.layer_pass.paged import PagedPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.recording.filling import FillingGraph, FillingSize, filling_size
 from dllm_engine.model_executor.recording.forward import ForwardGraph, ForwardSize, forward_size
 from dllm_engine.model_executor.recording.recorder import Recorder, Recordings

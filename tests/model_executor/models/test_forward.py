@@ -15,7 +15,7 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 def dense_logits(llm, *sequences: list[int], block_length: int | None = None) -> list[torch.Tensor]:
     """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass. With ``block_length``, a row sees
     its own block and those before it."""
-    from dllm_engine.model_executor.passes.dense import DensePass
+    from dllm_engine.model_executor.layer_pass.dense import DensePass
     from dllm_engine.model_executor.step_batch import RowBounds
 
     model = runner_of(llm).model

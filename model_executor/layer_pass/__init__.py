@@ -1,0 +1,1 @@
+"""What the layer passes of cache methods are made of."""
