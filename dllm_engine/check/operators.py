@@ -35,9 +35,9 @@ HEAD_DIMS = (16, 64, 96, 128, 256)
 ROWS, LOGIT_ROWS, VOTERS, POSITIONS, RMS_NORM_EPS = 300, 8, 32, 2048, 1e-5
 SPANS = [[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]]
 """Two requests of ``mean_query_scores``, in ``ROWS`` rows."""
-PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([32, 9], [513, 77]), ([40, 17], [600, 41]), ([260, 40], [99, 41]))
-"""Rows of each request, and the tokens that it has in pages: with heads of their own and with seven that share one,
-tiles of all sizes, with splits of the keys and without."""
+PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([7, 2], [45, 64]), ([32, 9], [513, 77]), ([40, 17], [600, 41]),
+         ([260, 40], [99, 41]))  # fmt: skip
+"""Rows of each request, and its tokens in pages: for 1, 4 and 7 heads that share one, all tiles, with splits and not."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Sizes:
     @classmethod
     def of_model(cls, config: Any, page_size: int = EngineOptions().page_size, num_ranks: int = 1) -> "Sizes":
         """Those of one of ``num_ranks`` tensor-parallel ranks. ``config``: as ``load_config`` gives it."""
-        heads, hidden = config.num_attention_heads, config.hidden_size
-        kv_heads, vocab_size = max(1, config.num_key_value_heads // num_ranks), -(-config.vocab_size // num_ranks)
+        heads, vocab_size = config.num_attention_heads, -(-config.vocab_size // num_ranks)
+        kv_heads = max(1, config.num_key_value_heads // num_ranks)
         family = find_family(config.model_type, config.architectures)
         limited = family is None or family.attention == "block_causal"
-        slots = page_size * kv_heads
-        return cls(heads // num_ranks, kv_heads, head_dim_of(config), hidden, vocab_size, slots, limited)
+        sizes = heads // num_ranks, kv_heads, head_dim_of(config), config.hidden_size, vocab_size
+        return cls(*sizes, page_size * kv_heads, limited)
 
     def with_head_dim(self, head_dim: int) -> "Sizes":
         """Other heads, few of them: four that share two KV heads."""

@@ -222,7 +222,7 @@ PRIVATE = (
     # Pages
     Private("vllm.v1.core.block_pool", "BlockPool.get_new_blocks BlockPool.free_blocks", "for the pages"),
     Private("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", "for the pages"),
-    Private("vllm.v1.core.kv_cache_utils", "KVCacheBlock", "for the pages"),
+    Private("vllm.v1.core.kv_cache_utils", "BlockHash KVCacheBlock", "for the pages"),
     Private("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager", "for the pages"),
     Private("vllm.v1.kv_cache_interface", "FullAttentionSpec KVCacheConfig.num_blocks KVCacheSpec", "for the pages"),
     Private("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry._ensure_registered", "for the pages"),

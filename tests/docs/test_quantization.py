@@ -45,7 +45,7 @@ def _requests(model: str, quantization: str | None, size: int, prompt: int, resp
             sizing = plan(
                 Deployment(
                     model=model,
-                    gpu_memory=size * GIB,
+                    memory=size * GIB,
                     prompt=prompt,
                     response=response,
                     options=EngineOptions.parse({"cache_method": method}),

@@ -171,4 +171,4 @@ def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_pa
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     (tmp_path / "quantized" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="is quantized; merge the adapter"):
-        start_engine(tmp_path / "quantized", lora_path=adapter)
+        start_engine(tmp_path / "quantized", lora_path=adapter, dtype="bfloat16")
