@@ -37,7 +37,7 @@ SPANS = [[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]]
 """Two requests of ``mean_query_scores``, in ``ROWS`` rows."""
 PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([7, 2], [45, 64]), ([32, 9], [513, 77]), ([40, 17], [600, 41]),
          ([260, 40], [99, 41]))  # fmt: skip
-"""Rows of each request, and its tokens in pages: for 1, 4 and 7 heads that share one, all tiles, with splits and not."""
+"""Rows of each request, and its tokens in pages: 1, 4 and 7 heads share one; all tiles, with and without splits."""
 
 
 @dataclass(frozen=True)
