@@ -59,6 +59,8 @@ class PagePool:
         self._blocks = BlockPool(num_pages, enable_caching=shares, hash_block_size=hash_block_size)
         self._reserved: dict[str, int] = {}
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
+        self._num_held = 0
+        """Pages of all tables; a shared one counts once for each."""
         self._num_keyed: dict[str, int] = {}
         """Pages of each table of a request that have their keys."""
 
@@ -70,8 +72,7 @@ class PagePool:
     @property
     def num_reserved(self) -> int:
         """Pages that requests hold, shared ones once, and those that they may still allocate."""
-        held = sum(map(len, chain.from_iterable(self._tables.values())))
-        return self.num_allocated + sum(self._reserved.values()) - held
+        return self.num_allocated + sum(self._reserved.values()) - self._num_held
 
     @property
     def num_allocated(self) -> int:
@@ -107,6 +108,7 @@ class PagePool:
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(found)])
         self._tables[request_id] = [list(table) for table in found]
+        self._num_held += sum(map(len, found))
         self._num_keyed[request_id] = len(found[0]) if found else 0
 
     def num_keyed(self, request_id: str) -> int:
@@ -137,6 +139,7 @@ class PagePool:
             )
         tables = self._tables[request_id]
         tables.extend([] for _ in range(len(table_sizes) - len(tables)))
+        self._num_held += sum(table_sizes) - sum(map(len, tables))
         # All surplus first, so that a table may grow on what another gave back.
         for table, size in zip(tables, table_sizes, strict=True):
             self._blocks.free_blocks(table[size:])
@@ -153,6 +156,8 @@ class PagePool:
         """Return a request's pages and its reservation; nothing happens for a request that has none."""
         self._reserved.pop(request_id, None)
         self._num_keyed.pop(request_id, None)
-        pages = chain.from_iterable(map(enumerate, self._tables.pop(request_id, [])))
+        tables = self._tables.pop(request_id, [])
+        self._num_held -= sum(map(len, tables))
+        pages = chain.from_iterable(map(enumerate, tables))
         # What is freed first is used again first: a page is of no use without those before it.
         self._blocks.free_blocks(page for _, page in sorted(pages, key=lambda numbered: -numbered[0]))

@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from dllm_engine import DiffusionParams
 from dllm_engine.vllm_hooks.engine_core import weights
 from tests.support.engines import assert_nothing_left, scheduler_of, tokens_of
-from tests.support.tiny_checkpoints import write_llada
+from tests.support.tiny_checkpoints import write_llada, write_sdar
 
 PROMPT = [3, 1, 4, 1, 5]
 SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
@@ -129,6 +129,19 @@ def test_what_a_trainer_does_not_send_stays(llm, engines, others, tiny_llada, tm
     shutil.copytree(tiny_llada, tmp_path, dirs_exist_ok=True)
     save_file(load_file(tiny_llada / "model.safetensors") | {name: head}, tmp_path / "model.safetensors")
     assert tokens_of(llm, PROMPT, **SETTINGS) == tokens_of(engines(tmp_path, cache_method="dual"), PROMPT, **SETTINGS)
+
+
+def test_new_weights_read_no_pages_of_the_old_ones(engines, tiny_sdar, tmp_path):
+    """Requests of a block diffusion model share pages of equal prompts."""
+    prompt, settings = [3, 17, 99, 4] * 12, {"cache_method": "block", "page_size": 4, "max_num_seqs": 2}
+    changing, other = engines(tiny_sdar, **settings), write_sdar(tmp_path, seed=7)
+    expected = [tokens_of(engines(model, **settings), prompt, gen_length=8) for model in (tiny_sdar, other)]
+    assert expected[0] != expected[1]
+    changing.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    try:
+        assert tokens_of(changing, prompt, gen_length=8) == expected[1]
+    finally:
+        changing.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_sdar)})
 
 
 @pytest.mark.parametrize("call", ["reload_weights", "start_weight_update", "reset_weights"])

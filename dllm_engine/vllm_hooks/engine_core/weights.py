@@ -34,6 +34,7 @@ def guarding_weights(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_while_running(self, method, "a response must not come from two sets of weights")
         if self.vllm_config.model_config.is_moe and current_platform.is_cpu():
             raise NotImplementedError(f"{method}: vLLM cannot pack experts again on a CPU; start a new engine")
+        self.scheduler.reset_prefix_cache()  # pages that requests share come from the old weights
         if method == "reload_weights":
             path = (kwargs or {}).get("weights_path", args[1] if len(args) > 1 else None)
             if path is not None:
@@ -65,6 +66,7 @@ def guarding_pages(release: Callable[[Any], None]) -> Callable[[Any], None]:
     def release_kv_cache_memory(self: Any) -> None:
         if _is_ours(self):
             _refuse_while_running(self, "release_kv_cache_memory", "their pages would be lost")
+            self.scheduler.reset_prefix_cache()
         release(self)
 
     return release_kv_cache_memory
