@@ -235,11 +235,11 @@ def test_a_frozen_request_goes_on_where_it_stopped(llm, answers):
 @pytest.mark.parametrize("num_running", [0, 1])
 def test_running_requests_keep_their_pages_on_a_gpu(monkeypatch, num_running):
     monkeypatch.setattr(weights, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    done = []
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=True)),
-        scheduler=SimpleNamespace(running=[None] * num_running),
+        scheduler=SimpleNamespace(running=[None] * num_running, reset_prefix_cache=lambda: done.append("reset")),
     )
-    done = []
     calls = [
         lambda: weights.guarding_sleep(lambda self, level, mode: done.append(mode))(engine, 1, "keep"),
         lambda: weights.guarding_pages(lambda self: done.append("released"))(engine),
@@ -250,7 +250,7 @@ def test_running_requests_keep_their_pages_on_a_gpu(monkeypatch, num_running):
                 call()
         else:
             call()
-    assert done == ([] if num_running else ["keep", "released"])
+    assert done == ([] if num_running else ["keep", "reset", "released"])
 
 
 def test_resetting_the_prefix_cache_is_harmless(llm, answers):
