@@ -19,6 +19,7 @@ from dllm_engine.scheduler.step_plan import StepPlan
 
 Records = Callable[[DecodingSpec, StepPlan], bool]
 """Whether a step of a request can be recorded."""
+NO_LIMIT = torch.iinfo(torch.int32).max
 FREE_ROWS = 256
 """Rows that a GPU computes about as fast as one: reading the weights takes longer."""
 
@@ -130,5 +131,5 @@ class ForwardGraph:
         self.tokens.head_len[num_requests:] = 0
         if self.row_places is not None and places is not None:
             self.row_places[:, :num_rows], self.row_places[:, num_rows:] = places, -1
-        if self.limits is not None and batch.limits is not None:
-            self.limits[:num_rows] = batch.limits
+        if self.limits is not None:
+            self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits

@@ -79,8 +79,8 @@ def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
     llm, recorder = recording(tiny_llada, cache_method="dual")
     answers(llm)
     assert set(forward_sizes(llm)) == {(1, 8), (4, 8), (8, 8)}
-    assert set(filling_sizes(llm)) == {(8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
-    assert recorder.num_recorded == 8
+    assert set(filling_sizes(llm)) == {(4, 8), (8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
+    assert recorder.num_recorded == 9
 
 
 def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recording, tiny_sdar):
@@ -116,7 +116,13 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
     from dllm_engine import DiffusionParams
 
-    asked = [{"gen_length": 24}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}, {"unmasking": "entropy"}]
+    asked = [
+        {"gen_length": 24},
+        {"block_length": 3},
+        {"threshold": 0.3},
+        {"temperature": 0.5, "seed": 2},
+        {"unmasking": "entropy"},
+    ]
     params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
     prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
     checkpoint = request.getfixturevalue(f"tiny_{'dream' if family in ('llada', 'llada_moe') else family}")
@@ -202,7 +208,7 @@ def test_requests_and_rows_are_padded_to_few_sizes():
     from dllm_engine.model_executor.recording.recorder import padded, padded_requests
 
     assert [padded_requests(n) for n in (1, 2, 3, 4, 5, 8, 9, 64)] == [1, 2, 4, 4, 8, 8, 16, 64]
-    assert [padded(n) for n in (1, 8, 9, 32, 33, 1000, 1024, 1025)] == [8, 8, 16, 32, 48, 1024, 1024, None]
+    assert [padded(n) for n in (1, 8, 9, 32, 33, 1000, 1024, 1025)] == [4, 8, 16, 32, 48, 1024, 1024, None]
 
 
 def test_the_recorder_would_notice_the_host():
