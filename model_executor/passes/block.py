@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.batch_tables import TokenTables
+from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
 from dllm_engine.model_executor.layer_pass.paged import PagedPass
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import RefreshState
 
 
@@ -21,14 +22,15 @@ class BlockPass(PagedPass):
         self.batch = batch
         read = [plan.read for plan in batch.plans]
         self.reads = any(read)
-        tokens = TokenTables(batch, pages, read)
+        tables, device = BatchTables(batch, PageKind.KV), batch.positions.device
+        tokens = KVTables(pages, tables.tables, on_device(read, device, torch.int32), max(read))
         places = None
         if not self.repeats:
             # A canvas position is a token's number in pages. What is not finished has no page yet.
             kept = batch.host_positions < np.repeat([plan.retained for plan in batch.plans], np.diff(batch.cu_seqlens))
-            is_kept = on_device(kept, batch.positions.device, torch.bool)
-            positions = tokens.positions.where(is_kept, 0)
-            places = tokens.places(tokens.requests, positions, pages.page_size).masked_fill_(~is_kept, -1)
+            is_kept = on_device(kept, device, torch.bool)
+            positions = batch.positions.where(is_kept, 0)
+            places = tables.places(batch.request_of_row(), positions, pages.page_size).masked_fill_(~is_kept, -1)
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]), places)
 
     @property

@@ -87,10 +87,10 @@ class StepGraphs:
 
     def fill(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> Filled | None:
         """What the step fills of ``group``; None: launch it. ``hidden`` is of all rows of the batch."""
-        choices, guaranteed = group.choices(plans), group.guaranteed(plans)
-        size = filling_size(group, choices, guaranteed) if self.predictor.tp_group.world_size == 1 else None
+        choices, guaranteed, least = group.choices(plans), group.guaranteed(plans), group.least(plans)
+        size = filling_size(group, choices, guaranteed, least) if self.predictor.tp_group.world_size == 1 else None
         if size is None:
             return None
         self._follow_store()
-        of_requests = choices[size.choice]
-        return self.fillings[size](hidden, group, [of_requests.get(i, 0.0) for i in range(len(plans))], guaranteed)
+        values = [choices[size.choice].get(i, 0.0) for i in range(len(plans))]
+        return self.fillings[size](hidden, group, values, guaranteed, least)

@@ -141,6 +141,7 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
         {"unmasking": "entropy"},
         {"unmasking": "topk_margin"},
         {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
+        {"threshold": 0.2, "tokens_per_step": 2},
         {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}},
     ],
 )
