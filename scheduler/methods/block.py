@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, UnmaskQuota, step_plan
@@ -45,6 +45,12 @@ def check(options: CacheOptions, num_layers: int, guided: bool) -> None:
         raise ValueError("guide_model is not supported with cache_method='block'; leave it unset")
 
 
+def records(spec: DecodingSpec, plan: StepPlan) -> bool:
+    """Steps of a block, also with the one before it. The parts of a prompt have too many sizes, and are long enough
+    to be launched."""
+    return plan.max_rows <= 2 * spec.block_length
+
+
 def span_of_block(spec: DecodingSpec, running: Blocks) -> Span:
     """Canvas positions of the running block, with the end of the prompt where that lies in it."""
     window = spec.span_of(running)
@@ -63,5 +69,6 @@ BLOCK = CacheMethod(
     check=check,
     shortened=shortened,
     keeps_for_good=True,
-    launches=LAUNCHES_TO_RETAIN,
+    records=records,
+    launches={RefreshState.UPDATE: 4},
 )
