@@ -69,6 +69,7 @@ def make_scheduler(
     max_num_seqs=4,
     max_rows=1000,
     policy="fcfs",
+    watermark=0.0,
     num_pages=100,
     page_demand=None,
     log_stats=False,
@@ -80,7 +81,7 @@ def make_scheduler(
         additional_config={"dllm": options},
         model_config=SimpleNamespace(hf_config=HF_CONFIG, seed=0),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy, watermark=watermark),
     )
     scheduler = DiffusionScheduler(
         config,
