@@ -27,9 +27,9 @@ Readings where the papers leave room:
 * A constraint: the predictions of a pass are the tokens of the most probable text, by the sum of logits with their
   noise, that is accepted with what is decided. What top-p and top-k leave out comes after all else. A confidence is
   that of this token, and a margin what it is ahead of the best other by.
-* Attention by blocks: these are counted from the start of the canvas, and the last one is whole, whatever the response's
-  length. The first has the end of the prompt. ``steps_per_block`` are those of a whole block. ``threshold`` itself is
-  not enough.
+* Attention by blocks: these are counted from the start of the canvas, and the last one is whole, whatever the
+  response's length. The first has the end of the prompt. ``steps_per_block`` are those of a whole block. A confidence
+  of ``threshold`` itself is not enough.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
