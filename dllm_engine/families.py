@@ -100,6 +100,13 @@ LLADA2 = replace(
 )
 FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (LLADA, LLADA_MOE, DREAM, SDAR, LLADA2)}
 
+NOT_SUPPORTED = {
+    "sdar_moe": "SDAR-MoE, whose experts are Qwen3-MoE's; take a dense SDAR checkpoint",
+    "Fast_dLLM_Qwen": "Fast-dLLM v2, which shifts logits and decodes parts of blocks; take SDAR or LLaDA2.0",
+    "llada2_moe_veomni": "LLaDA2 with merged experts, as dFactory trains it; split them again with moe_convertor.py",
+}
+"""Block diffusion models of other kinds, by ``model_type``: what they are, and what to do."""
+
 
 def check_profiled(family: ModelFamily) -> None:
     """Raise ``ValueError`` where no cache method has a use for the importance of the layers."""

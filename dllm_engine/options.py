@@ -140,6 +140,13 @@ class EngineOptions(BaseModel):
             raise ValueError(
                 f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {', '.join(suited)}"
             )
+        if family.attention != "full":
+            for name, ignored in {"guide_model": None, "dense_attention": AUTO}.items():
+                if (value := getattr(self, name)) != ignored:
+                    raise ValueError(
+                        f"{name}={value!r}: attention of {family.name} goes by blocks, which it does not serve; leave "
+                        f"{name} unset"
+                    )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = self.method.settings_for(model, family)
         return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})

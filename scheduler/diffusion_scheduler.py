@@ -7,6 +7,7 @@ from dataclasses import replace
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
@@ -23,7 +24,6 @@ from dllm_engine.scheduler.messages import (
 from dllm_engine.scheduler.methods.base import guide_pages
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, pages_for
 from dllm_engine.scheduler.page_pool import Tables, prefix_keys
-from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.request_queue import RequestQueue
 from dllm_engine.scheduler.request_state import RequestState
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -33,13 +33,14 @@ class DiffusionScheduler(RequestQueue):
     """Continuous batching of requests at different denoising steps.
 
     A running request costs its plan's rows in every step. Requests are admitted, first come first served or by
-    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room. Refreshes
-    of long requests beside short ones are bounded (``RefreshBudget``).
+    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room. Where what
+    they hold grows, and the pool is empty, the newest one is preempted. Refreshes of long requests beside short ones
+    are bounded (``RefreshBudget``).
     """
 
-    def page_demand(self, spec: DecodingSpec) -> int:
+    def page_demand(self, state: RequestState) -> int:
         """Pages reserved for a request at admission."""
-        return self.method.page_demand(spec, self.geometry)
+        return self.method.admission_demand(state.spec, state.progress.running, self.geometry)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = DiffusionSchedulerOutput.make_empty()
@@ -51,7 +52,12 @@ class DiffusionScheduler(RequestQueue):
         self._being_filled.clear()
         self.refreshes.begin_step(self._canvases())
         budget = self.max_rows
-        for request, plan in self._plans_in_order(output):
+        planned = self._plans_in_order(output)
+        if self.method.keeps_for_good:
+            output.preempted_req_ids = self._make_room(planned)
+        for request, plan in planned:
+            if request.status == RequestStatus.PREEMPTED:
+                continue
             try:
                 plan = self.method.fitted(plan, self.states[request.request_id].spec, budget)
                 if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
@@ -59,7 +65,7 @@ class DiffusionScheduler(RequestQueue):
                     budget -= plan.max_rows
             except Exception as error:
                 self._fail(request, failure_of(request.request_id, error), output)
-        if self._admits and not throttle_prefills:
+        if not throttle_prefills and not output.preempted_req_ids:
             self._admit(output, budget)
         canvases = self._canvases()
         self.refreshes.end_step(output.plans, canvases)
@@ -69,19 +75,19 @@ class DiffusionScheduler(RequestQueue):
         return output
 
     def _admit(self, output: DiffusionSchedulerOutput, budget: int) -> None:
-        while self.waiting and len(self.running) < self.max_num_running:
-            request = self.waiting.peek_request()
+        while len(self.running) < self.max_num_running and (request := self._next_waiting()):
             try:
                 state = self.states[request.request_id]
-                keys = [] if request.skip_reading_prefix_cache else self._new_keys(state, state.spec.prompt_length)
+                keys = [] if request.skip_reading_prefix_cache else self._new_keys(state, request.num_tokens)
                 found = self.pages.find(keys, self.geometry.num_layers)
                 num_found = len(found[0]) if found else 0
                 if self._being_filled.intersection(keys[num_found : num_found + 1]):
                     break  # another request fills the next page in this step
                 state.progress.retained = num_found * self.geometry.page_size
-                demand = self.page_demand(state.spec)
+                demand = self.page_demand(state)
+                spare = self.watermark if self.running else 0
                 plan = self.method.fitted(self._next_plan(request), state.spec, budget)
-                if not self.pages.can_reserve(demand, found) or plan.max_rows > budget:
+                if not self.pages.can_reserve(demand + spare, found) or plan.max_rows > budget:
                     break
                 self._admit_one(request, demand, found, plan, output)
                 budget -= plan.max_rows
@@ -92,24 +98,41 @@ class DiffusionScheduler(RequestQueue):
         self, request: Request, demand: int, found: Tables, plan: StepPlan, output: DiffusionSchedulerOutput
     ) -> None:
         """``found``: pages that begin its tables."""
-        state = self.states[request.request_id]
+        state, resumes = self.states[request.request_id], request.num_preemptions > 0
         self.pages.reserve(request.request_id, demand, found)
         if self.shares_prefixes and not request.skip_reading_prefix_cache:
-            self.prefix_stats.record(request.num_prompt_tokens, state.progress.retained, preempted=False)
-        self.waiting.pop_request()
+            self.prefix_stats.record(request.num_tokens, state.progress.retained, preempted=resumes)
+        self.waiting.pop_request() if self._admits else self.waiting.remove_requests([request])
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED)
-        if request.prefill_stats is not None:
+        if request.prefill_stats is not None and not resumes:
             request.prefill_stats.set(
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_local_cached_tokens=state.progress.retained,
                 num_external_cached_tokens=0,
             )
-        assert request.prompt_token_ids is not None
-        output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
+        if not resumes:
+            assert request.prompt_token_ids is not None
+            output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
         self._schedule_one(request, plan, output)
+
+    def _make_room(self, planned: list[tuple[Request, StepPlan]]) -> set[str]:
+        """Reserve what the steps of running requests add to pages, for the oldest or most urgent one first. Where the
+        pool has no room, the last of them are preempted; returns their ids."""
+        plans = {request.request_id: plan for request, plan in planned}
+        kept = sorted(self.running) if self.policy == SchedulingPolicy.PRIORITY else list(self.running)
+        number, preempted = 0, set()
+        while number < len(kept):
+            state = self.states[kept[number].request_id]
+            if plans[state.request.request_id].state is RefreshState.UPDATE:
+                needed = self.method.num_held(state.spec, state.progress.running, self.geometry)
+                while number < len(kept) and not self.pages.grow(state.request.request_id, needed):
+                    preempted.add(kept[-1].request_id)
+                    self._preempt(kept.pop())
+            number += 1
+        return preempted
 
     @property
     def _steps_per_dispatch(self) -> int:

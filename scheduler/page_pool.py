@@ -44,9 +44,10 @@ def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, 
 
 
 class PagePool:
-    """Reserves a request's upper bound at admission and allocates pages when they are needed.
+    """Reserves pages for a request at admission and allocates them when they are needed.
 
-    A request may only allocate what it reserved, so a running request never finds the pool empty: no preemption.
+    A request may only allocate what it reserved. One that has reserved the most that it can ever need never finds the
+    pool empty; another one asks for more with ``grow``.
     """
 
     def __init__(self, num_pages: int, hash_block_size: int, *, shares: bool = False) -> None:
@@ -110,6 +111,16 @@ class PagePool:
         self._tables[request_id] = [list(table) for table in found]
         self._num_held += sum(map(len, found))
         self._num_keyed[request_id] = len(found[0]) if found else 0
+
+    def grow(self, request_id: str, num_pages: int) -> bool:
+        """Raise a request's reservation to ``num_pages``, if it has less; whether the pool has room for that."""
+        more = num_pages - self._reserved[request_id]
+        if more <= 0:
+            return True
+        if self.num_reserved + more > self.num_pages:
+            return False
+        self._reserved[request_id] = num_pages
+        return True
 
     def num_keyed(self, request_id: str) -> int:
         """Pages of each table of a request that others can find."""

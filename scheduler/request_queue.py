@@ -56,8 +56,9 @@ class RequestQueue(SchedulerInterface):
         self.options = EngineOptions.from_vllm_config(vllm_config)
         self.family = family_of(vllm_config.model_config.hf_config)
         self.hf_config = vllm_config.model_config.hf_config
-        self.max_num_running = vllm_config.scheduler_config.max_num_seqs
-        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        scheduling = vllm_config.scheduler_config
+        self.max_num_running = scheduling.max_num_seqs
+        self.max_rows = scheduling.max_num_batched_tokens
         self.log_stats = log_stats
         self.method = self.options.method
         self.geometry = self.options.geometry(self.hf_config, vllm_config.parallel_config.tensor_parallel_size)
@@ -69,11 +70,14 @@ class RequestQueue(SchedulerInterface):
                 f"tokens; leave block_size unset"
             )
         self.pages = PagePool(kv_cache_config.num_blocks, hash_block_size, shares=self.shares_prefixes)
+        self.watermark = int(scheduling.watermark * self.pages.num_pages) if self.method.keeps_for_good else 0
+        """Pages left for running requests to grow into, when another one is admitted beside them."""
         self.prefix_stats = PrefixCacheStats()
         """Of the prefixes looked up since the last message."""
         self._being_filled: set[BlockHash] = set()
         """Keys of the pages that the step in hand fills for good."""
-        self.waiting = create_request_queue(SchedulingPolicy(vllm_config.scheduler_config.policy))
+        self.policy = SchedulingPolicy(scheduling.policy)
+        self.waiting = create_request_queue(self.policy)
         self.running: list[Request] = []
         self.states: dict[str, RequestState] = {}
         self.finished_req_ids: set[str] = set()
@@ -108,6 +112,17 @@ class RequestQueue(SchedulerInterface):
     @property
     def _admits(self) -> bool:
         return self._pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
+
+    def _next_waiting(self) -> Request | None:
+        """The request to admit next. While none may begin, those that were preempted go on."""
+        if self._admits:
+            return self.waiting.peek_request() if self.waiting else None
+        return next((request for request in self.waiting if request.num_preemptions), None)
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that run, and those that were preempted."""
+        return len(self.running) + sum(request.num_preemptions > 0 for request in self.waiting)
 
     def _refuse(self, request: Request, failure: RequestFailure) -> None:
         logger.error("request %s refused: %s", request.request_id, failure.message)
@@ -150,6 +165,19 @@ class RequestQueue(SchedulerInterface):
             request.status = finished_status
             self._free(request)
         return requests
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's pages. It waits to go on where it stands: the runner keeps its tokens, and fills new
+        pages from them."""
+        self.running = remove_all(self.running, {request})
+        state = self.states[request.request_id]
+        self.pages.free(request.request_id)
+        state.page_counts, state.progress.retained = {}, 0
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.PREEMPTED)
+        self.waiting.prepend_request(request)
 
     def _fail(self, request: Request, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None) -> None:
         """End a request with an error. ``output``: the step that it may be part of."""
@@ -203,8 +231,8 @@ class RequestQueue(SchedulerInterface):
     def get_num_unfinished_requests(self) -> int:
         if self._pause_state == PauseState.PAUSED_ALL:
             return 0
-        waiting = len(self.waiting) if self._admits else 0
-        return waiting + len(self.running) + len(self._errors)
+        unfinished = len(self.running) + len(self.waiting) if self._admits else self.num_begun
+        return unfinished + len(self._errors)
 
     def has_request(self, request_id: str) -> bool:
         """Whether it waits or runs here; asked by vLLM 0.33."""
@@ -234,13 +262,16 @@ class RequestQueue(SchedulerInterface):
         stats.pages_total = self.pages.num_pages
         stats.pages_reserved = self.pages.num_reserved
         stats.pages_allocated = self.pages.num_allocated
-        stats.tokens_retained = sum(state.progress.retained for state in self.states.values())
+        stats.tokens_retained = sum(self.states[request.request_id].progress.retained for request in self.running)
         attach_stats(scheduler_stats, stats)
         return scheduler_stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Let no request find the pages of those before it; whether that could be done, which it cannot while requests
-        run."""
+        hold pages. ``reset_running_requests``: preempt those that can go on without them."""
+        if reset_running_requests and self.method.keeps_for_good:
+            for request in reversed(self.running):
+                self._preempt(request)
         self.prefix_stats.reset = self.shares_prefixes and self.pages.forget_keys()
         return self.prefix_stats.reset or not self.shares_prefixes
 

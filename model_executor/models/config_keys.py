@@ -1,5 +1,6 @@
 """What a ``config.json`` may state, by model family: keys, their types, and what a missing one means."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -231,6 +232,12 @@ class SDARKeys(BlockModelKeys):
     max_position_embeddings: Positions = 32_768
     rope_theta: RopeBase = 1_000_000.0
     attention_bias: bool = False
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> Self:
+        """Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
+        named = re.search(r"SDAR-[^/]*-b(\d+)(?=$|[-_/])", source)
+        return super().read({"block_size": int(named[1])} | dict(values) if named else values, source)
 
 
 class LLaDA2Keys(BlockModelKeys):

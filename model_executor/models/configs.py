@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR, find_family
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, NOT_SUPPORTED, SDAR, find_family
 from dllm_engine.model_executor.models import config_keys
 from dllm_engine.model_executor.models.config_keys import (
     BlockModelKeys,
@@ -306,8 +306,9 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
     """What to say of a model of another kind."""
     found = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
+    known = f" ({NOT_SUPPORTED[model_type]})" if isinstance(model_type, str) and model_type in NOT_SUPPORTED else ""
     return (
-        f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model; "
+        f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model{known}; "
         f"supported: {supported}"
     )
 

@@ -54,7 +54,8 @@ class CacheMethod:
     None: steps are whole."""
     keeps_for_good: bool = False
     """Whether what pages hold of a token depends on its block and what lies before it alone, and never changes: nothing
-    is refreshed, and requests with the same beginning can share pages."""
+    is refreshed, requests with the same beginning can share pages, and a request that has lost its pages can fill new
+    ones from its tokens. So it reserves pages as blocks come."""
     records: Callable[[DecodingSpec, StepPlan], bool] | None = None
     """Whether a step of a request does the same work as others on different numbers, so that ``cuda_graphs`` records
     it. None: no step does."""
@@ -105,11 +106,23 @@ class CacheMethod:
         """Pages that a request holds with these blocks running, with those of the guide."""
         return self.pages(spec, running, geometry) | guide_pages(spec, geometry)
 
+    def num_held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> int:
+        """How many these are."""
+        return sum(map(sum, self.held(spec, running, geometry).values()))
+
     def page_demand(self, spec: DecodingSpec, geometry: PoolGeometry) -> int:
         """The most pages a request holds at any time of its life."""
         # What is left out behind a window would only make it hold less.
         spec = replace(spec, suffix_blocks=None)
-        return max(_total(self.held(spec, running, geometry)) for running in spec.extreme_windows)
+        return max(self.num_held(spec, running, geometry) for running in spec.extreme_windows)
+
+    def admission_demand(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> int:
+        """Pages reserved for a request that is admitted with these blocks running: all that it can ever need, or where
+        it can go on without them, those that keep the running blocks as well."""
+        if not self.keeps_for_good:
+            return self.page_demand(spec, geometry)
+        following = min(running.stop, spec.num_blocks - 1)
+        return self.num_held(spec, Blocks(following, following + 1), geometry)
 
     def longest_demand(self, options: CacheOptions, geometry: PoolGeometry, max_model_len: int) -> int:
         """The most pages that a request of ``max_model_len`` can need, whatever its prompt, response and block length.
@@ -143,10 +156,6 @@ class CacheMethod:
 def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
     """Pages that the guide takes for a request, all its life. It is never asked what follows the last token."""
     return geometry.guide_pages(spec.canvas_length - 1) if spec.guidance is not None else {}
-
-
-def _total(counts: PageCounts) -> int:
-    return sum(map(sum, counts.values()))
 
 
 # What several methods plan and hold

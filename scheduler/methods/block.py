@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, UnmaskQuota, step_plan
 
 
@@ -39,12 +39,6 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
     )
 
 
-def check(options: CacheOptions, num_layers: int, guided: bool) -> None:
-    """A guide has not been tried with blocks that begin in the prompt."""
-    if guided:
-        raise ValueError("guide_model is not supported with cache_method='block'; leave it unset")
-
-
 def records(spec: DecodingSpec, plan: StepPlan) -> bool:
     """Steps of a block, also with the one before it. The parts of a prompt have too many sizes, and are long enough
     to be launched."""
@@ -66,7 +60,6 @@ BLOCK = CacheMethod(
     plan,
     hold_tokens(tokens_kept),
     attention=("block_causal",),
-    check=check,
     shortened=shortened,
     keeps_for_good=True,
     records=records,

@@ -66,9 +66,11 @@ HF_CONFIG = SimpleNamespace(
 
 def make_scheduler(
     *,
+    hf_config=HF_CONFIG,
     max_num_seqs=4,
     max_rows=1000,
     policy="fcfs",
+    watermark=0.0,
     num_pages=100,
     page_demand=None,
     log_stats=False,
@@ -78,9 +80,12 @@ def make_scheduler(
     """``options``: of the engine."""
     config = SimpleNamespace(
         additional_config={"dllm": options},
-        model_config=SimpleNamespace(hf_config=HF_CONFIG, seed=0),
+        model_config=SimpleNamespace(hf_config=hf_config, seed=0),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy, watermark=watermark
+        ),
     )
     scheduler = DiffusionScheduler(
         config,

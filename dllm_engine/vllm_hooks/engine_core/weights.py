@@ -73,7 +73,7 @@ def guarding_pages(release: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _refuse_while_running(engine: Any, call: str, why: str) -> None:
-    if running := len(engine.scheduler.running):
+    if running := engine.scheduler.num_begun:
         raise ValueError(
             f"{call}: {running} requests are running, and {why}; let them finish (mode='wait' of vLLM's pause and "
             f"sleep), or abort them (mode='abort')"

@@ -1,0 +1,169 @@
+"""Pages that come as blocks come, in a pool too small for all requests: the newest lose theirs, and all end."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreEventType
+from vllm.v1.request import RequestStatus
+
+from tests.scheduler.test_diffusion_scheduler import (
+    HF_CONFIG,
+    StandInRunner,
+    assert_empty,
+    make_scheduler,
+    request,
+    run,
+    step,
+)
+
+SDAR = SimpleNamespace(**vars(HF_CONFIG) | {"model_type": "sdar", "block_size": 4})
+"""Two layers: a page of each holds a block, so that a block takes two pages."""
+
+
+def make(*requests, num_blocks, **settings):
+    """A scheduler with these requests and pages for so many blocks, and a runner."""
+    settings = {"cache_method": "block", "page_size": 4, "log_stats": True} | settings
+    scheduler = make_scheduler(hf_config=SDAR, num_pages=2 * num_blocks + 1, **settings)
+    for each in requests:
+        scheduler.add_request(each)
+    return scheduler, StandInRunner()
+
+
+def of_blocks(name, prompt, response, **settings):
+    """A request of so many blocks, a step each."""
+    asked = {"gen_length": 4 * response, "block_length": 4, "steps_per_block": 1, "steps": None} | settings
+    return request(name, prompt_length=4 * prompt, **asked)
+
+
+def running(scheduler):
+    return [each.request_id for each in scheduler.running]
+
+
+def test_admission_reserves_the_prompt_and_the_first_block():
+    scheduler, runner = make(*[of_blocks(name, 2, 20) for name in "abcd"], num_blocks=25)
+    assert step(scheduler, runner)[0] == [*"abcd"]
+    assert scheduler.pages.num_reserved == 4 * 2 * (2 + 1)
+    assert scheduler.pages.num_allocated == 4 * 2 * 2
+
+
+def test_the_last_block_is_never_kept():
+    scheduler, runner = make(*[of_blocks(name, 2, 1, steps_per_block=2) for name in "abc"], num_blocks=4)
+    assert step(scheduler, runner)[0] == [*"ab"]
+    assert scheduler.pages.num_reserved == 2 * 2 * 2
+
+
+def test_the_newest_request_loses_its_pages_and_goes_on_where_it_stood():
+    scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("b", 1, 4), num_blocks=5)
+    ran, plans = [], []
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        ran.append([*output.plans])
+        plans += [(plan.span, plan.forward) for name, plan in output.plans.items() if name == "b"]
+        assert not output.new_requests.keys() & set(ran[0]) or len(ran) == 1, "the runner keeps its canvas"
+        scheduler.update_from_output(output, runner.execute(output))
+    assert ran == [["a", "b"], ["a", "b"], ["a"], ["a"], ["b"], ["b"]]
+    # Its third step feeds the prompt and two blocks again, with the third.
+    assert plans == [((0, 8), 0), ((4, 12), 1), ((0, 16), 2), ((12, 20), 3)]
+    assert_empty(scheduler)
+
+
+def test_a_request_that_is_preempted_says_so():
+    scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("b", 1, 4), num_blocks=5)
+    events, stats = [], []
+    while scheduler.has_unfinished_requests():
+        _, outputs = step(scheduler, runner)
+        events += [event.type for out in outputs[0].outputs if out.request_id == "b" for event in out.events or ()]
+        stats.append((outputs[0].scheduler_stats.num_running_reqs, outputs[0].scheduler_stats.num_waiting_reqs))
+    kinds = EngineCoreEventType
+    assert events == [kinds.QUEUED, kinds.SCHEDULED, kinds.PREEMPTED, kinds.SCHEDULED]
+    assert stats == [(2, 0), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)]
+
+
+def test_by_priority_the_least_urgent_request_is_preempted():
+    scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("late", 1, 4), num_blocks=5, policy="priority")
+    scheduler.states["a"].request.priority = 1
+    step(scheduler, runner)
+    step(scheduler, runner)
+    assert [step(scheduler, runner)[0] for _ in range(4)] == [["late"], ["late"], ["a"], ["a"]]
+
+
+@pytest.mark.parametrize(("watermark", "together"), [(0.0, 4), (0.2, 3), (0.5, 2), (0.99, 1)])
+def test_a_watermark_leaves_room_to_grow_beside_requests_that_run(watermark, together):
+    scheduler, runner = make(*[of_blocks(name, 1, 9) for name in "abcde"], num_blocks=9, watermark=watermark)
+    assert len(step(scheduler, runner)[0]) == together
+
+
+def test_what_could_never_fit_alone_is_refused():
+    scheduler, runner = make(of_blocks("large", 2, 9), of_blocks("fits", 2, 8), num_blocks=9)
+    _, tokens, _ = run(scheduler, runner)
+    assert (len(tokens["large"]), len(tokens["fits"])) == (0, 32)
+    assert_empty(scheduler)
+
+
+def test_a_paused_engine_ends_what_it_has_preempted():
+    scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("b", 1, 4), num_blocks=5)
+    for _ in range(3):
+        step(scheduler, runner)
+    assert scheduler.num_begun == 2
+    scheduler.add_request(of_blocks("new", 1, 1))
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert [ids for ids, _ in (step(scheduler, runner) for _ in range(3))] == [["a"], ["b"], ["b"]]
+    assert not scheduler.has_unfinished_requests()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert run(scheduler, runner)[0] == [["new"]]
+
+
+def test_running_requests_can_be_made_to_compute_their_pages_again():
+    scheduler, runner = make(*[of_blocks(name, 1, 3) for name in "abc"], num_blocks=20)
+    step(scheduler, runner)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert (running(scheduler), scheduler.pages.num_reserved) == ([], 0)
+    output = scheduler.schedule()
+    assert [(name, plan.span) for name, plan in output.plans.items()] == [(name, (0, 12)) for name in "abc"]
+    assert not output.new_requests
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2)),
+        min_size=2,
+        max_size=12,
+    ),
+    aborts=st.dictionaries(st.integers(0, 60), st.integers(0, 11), max_size=4),
+    num_blocks=st.integers(20, 40),
+    max_rows=st.sampled_from([12, 40, 1000]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    watermark=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_request_ends_and_the_first_is_never_preempted(arrivals, aborts, num_blocks, max_rows, policy, watermark):
+    scheduler, runner = make(
+        num_blocks=num_blocks, max_rows=max_rows, policy=policy, watermark=watermark, max_num_seqs=6
+    )
+    due, aborted, lengths, received = sorted(arrivals), set(), {}, {}
+    for at in range(5_000):
+        while due and due[0][0] <= at:
+            _, prompt, response, priority = due.pop(0)
+            name = str(len(lengths))
+            lengths[name] = response
+            asked = {"gen_length": response, "block_length": 4, "steps_per_block": 2, "steps": None}
+            scheduler.add_request(request(name, prompt_length=prompt, priority=priority, arrival=at, **asked))
+        if not due and not scheduler.has_unfinished_requests():
+            break
+        if str(aborts.get(at)) in scheduler.states:
+            aborted.add(str(aborts[at]))
+            scheduler.finish_requests(str(aborts[at]), RequestStatus.FINISHED_ABORTED)
+        first = min(scheduler.running, default=None) if policy == "priority" else next(iter(scheduler.running), None)
+        output = scheduler.schedule()
+        assert first is None or first.request_id not in output.preempted_req_ids
+        assert output.plans or not scheduler.has_unfinished_requests()
+        assert scheduler.pages.num_allocated <= scheduler.pages.num_reserved <= scheduler.pages.num_pages
+        assert sum(plan.max_rows for plan in output.plans.values()) <= max_rows
+        for per_client in scheduler.update_from_output(output, runner.execute(output)).values():
+            for out in per_client.outputs:
+                received[out.request_id] = received.get(out.request_id, 0) + len(out.new_token_ids)
+    assert all(received.get(name, 0) >= length for name, length in lengths.items() if name not in aborted)
+    assert_empty(scheduler)
