@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from dllm_engine.admission import open_gen_length
 from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
-from dllm_engine.families import family_of
+from dllm_engine.families import check_profiled, family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
@@ -218,8 +218,10 @@ class LLM(vllm.LLM):
 
         1 − mean cosine between a token's hidden states before and after a layer (``layer_importance``), or before and
         after its attention (``attention_importance``), 0 … 2; a mean over prompts like those to come is MaskKV's
-        ``profile``. Raises ``ValueError`` for a canvas beyond ``max_model_len``.
+        ``profile``. Raises ``ValueError`` for a canvas beyond ``max_model_len``, and for a model whose attention goes
+        by blocks.
         """
+        check_profiled(family_of(self.model_config.hf_config))
         length, limit = len(prompt_token_ids) + gen_length, self.model_config.max_model_len
         if not prompt_token_ids or length > limit:
             raise ValueError(f"prompt and response of {length} tokens: at least 1 of prompt, together at most {limit}")

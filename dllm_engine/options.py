@@ -105,8 +105,8 @@ class EngineOptions(BaseModel):
     """Folder of a LoRA adapter as PEFT saves it, on every node, which is merged into the weights while they are
     loaded. It serves all requests."""
     cuda_graphs: bool | None = None
-    """Record REUSE steps, and what fills a step's tokens in, as CUDA graphs and replay them. For CUDA, and for cache
-    methods whose REUSE steps always do the same work. None: where that is so, unless vLLM is told to
+    """Record steps that compute few rows, and what fills a step's tokens in, as CUDA graphs and replay them. For CUDA,
+    and for cache methods with steps that always do the same work. None: where that is so, unless vLLM is told to
     ``enforce_eager``."""
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several

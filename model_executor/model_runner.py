@@ -195,10 +195,6 @@ class DiffusionModelRunner:
     @torch.inference_mode()
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
         """Importance of each layer in a forward pass over a prompt and a masked response."""
-        if self.family.attention_block is not None:
-            raise ValueError(
-                f"layers are profiled for models that attend to the whole canvas, not for {self.family.name}"
-            )
         tokens = prompt_token_ids + [self.mask_token_id] * gen_length
         return probes.profile_of_layers(self.model, torch.tensor(tokens, device=self.device))
 

@@ -58,7 +58,8 @@ class WarmUp:
         # Whole blocks must fit as well.
         prompt_length = max(1, canvas_length - gen_length - (self.family.attention_block or 1) + 1)
         spec = resolve_decoding(params, prompt_length, self.family, self.runner.options)
-        steps = max(spec.num_blocks, spec.steps // TOKENS_PER_STEP)
+        # Each block takes a first step and others.
+        steps = min(max(2 * spec.num_blocks, spec.steps // TOKENS_PER_STEP), spec.steps)
         return replace(spec, steps=steps, block_add_threshold=None)
 
     def compile(self) -> None:

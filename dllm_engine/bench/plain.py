@@ -224,12 +224,30 @@ class PlainResponse:
 
 
 class PlainCanvas:
-    """A request's tokens, and filling them in."""
+    """A request's tokens, forward passes over them, and filling them in."""
 
     def __init__(self, model: PlainDecoder, prompt: list[int], spec: DecodingSpec) -> None:
         self.model, self.spec = model, spec
         tokens = prompt + [model.mask_token_id] * spec.num_masks
         self.tokens = torch.tensor(tokens, device=model.device)
+        self.kept: list[KeysValues | None] = [None] * model.shape.num_layers
+        """Keys and values of all positions before those that are fed."""
+        self.num_forwards = self.num_rows = 0
+
+    def forward(self, span: Span, *, keeps: bool = False) -> torch.Tensor:
+        """Hidden states of ``span``, ``[num_rows, hidden_size]``; with ``keeps``, its keys and values are kept."""
+        self.num_forwards, self.num_rows = self.num_forwards + 1, self.num_rows + span.size
+        model, length, visible = self.model, self.spec.block_length, None
+        positions = torch.arange(*span, device=model.device)
+        if self.spec.is_block_causal and span.start // length != (span.stop - 1) // length:
+            keys = torch.arange(span.stop, device=model.device)
+            visible = keys // length <= (positions // length)[:, None]
+        x, phases = model.embed(self.tokens[slice(*span)]), model.phases(positions)
+        for number, kept in enumerate(self.kept):
+            x, _, (k, v) = model.layer(number, x, phases, kept, visible)
+            if keeps:
+                self.kept[number] = (k, v) if kept is None else (torch.cat((kept[0], k), 1), torch.cat((kept[1], v), 1))
+        return x
 
     def masked(self, span: Span) -> torch.Tensor:
         """Positions in ``span`` that are masked, ascending."""
@@ -292,31 +310,6 @@ def check_baseline(spec: DecodingSpec) -> None:
         )
 
 
-class PlainPasses:
-    """Forward passes over a canvas, and what is kept of them."""
-
-    def __init__(self, canvas: PlainCanvas) -> None:
-        self.canvas, self.model, self.spec = canvas, canvas.model, canvas.spec
-        self.kept: list[KeysValues | None] = [None] * self.model.shape.num_layers
-        """Keys and values of all positions before those that passes are asked for."""
-        self.num_forwards = self.num_rows = 0
-
-    def __call__(self, span: Span, *, keeps: bool = False) -> torch.Tensor:
-        """Hidden states of ``span``, ``[num_rows, hidden_size]``; with ``keeps``, its keys and values are kept."""
-        self.num_forwards, self.num_rows = self.num_forwards + 1, self.num_rows + span.size
-        model, length, visible = self.model, self.spec.block_length, None
-        positions = torch.arange(*span, device=model.device)
-        if self.spec.is_block_causal and span.start // length != (span.stop - 1) // length:
-            keys = torch.arange(span.stop, device=model.device)
-            visible = keys // length <= (positions // length)[:, None]
-        x, phases = model.embed(self.canvas.tokens[slice(*span)]), model.phases(positions)
-        for number, kept in enumerate(self.kept):
-            x, _, (k, v) = model.layer(number, x, phases, kept, visible)
-            if keeps:
-                self.kept[number] = (k, v) if kept is None else (torch.cat((kept[0], k), 1), torch.cat((kept[1], v), 1))
-        return x
-
-
 @torch.inference_mode()
 def decode(
     model: PlainDecoder,
@@ -332,10 +325,9 @@ def decode(
     With ``keeps_blocks``, the prompt's whole blocks go through in a pass of their own and a step feeds its block alone;
     one more pass of each block, also of the last one, stores its keys and values.
     """
-    canvas = PlainCanvas(model, prompt, spec)
-    passes, num_unmasked = PlainPasses(canvas), 0
+    canvas, num_unmasked = PlainCanvas(model, prompt, spec), 0
     if keeps_blocks and spec.blocks_start:
-        passes(Span(0, spec.blocks_start), keeps=True)
+        canvas.forward(Span(0, spec.blocks_start), keeps=True)
     for block in range(spec.num_blocks):
         span, step = spec.block_span(block), 0
         of_response = Span(span.start, min(span.stop, spec.response_span.stop))
@@ -344,15 +336,15 @@ def decode(
         while canvas.masked(of_response).numel():
             left = canvas.masked(span).numel()
             quota = unmask_quota(spec, Progress(Blocks(block, block + 1), step, [left]), window_alone=False)
-            hidden = passes(fed)
+            hidden = canvas.forward(fed)
             if quota.parallel is not None or quota.count:
                 num_unmasked += canvas.fill(hidden, fed.start, quota)
             step += 1
         if keeps_blocks:
-            passes(fed, keeps=True)
+            canvas.forward(fed, keeps=True)
         token_ids = canvas.tokens[spec.prompt_length : of_response.stop].tolist()
         end = next((i for i, token in enumerate(token_ids) if token in end_tokens), None)
         made = token_ids if end is None else token_ids[: end + 1]
-        yield PlainResponse(made, passes.num_forwards, passes.num_rows, num_unmasked)
+        yield PlainResponse(made, canvas.num_forwards, canvas.num_rows, num_unmasked)
         if end is not None:
             return

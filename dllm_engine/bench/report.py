@@ -13,7 +13,8 @@ HOW = {
     "tokens_per_second": "visible tokens (those before the first end token; prompt tokens never) of all requests of a "
     "batch, over the seconds until all were answered; median over the samples",
     "over_plain": "tokens_per_second over the plain baseline's, same prompt length and unmasking, measured in turns "
-    "with it: the same model in plain PyTorch, whole canvas in every step, one request after the other",
+    "with it: the same model in plain PyTorch, one request after the other, whole canvas in every step (block "
+    "diffusion: what the block attends to, or the block alone where the authors keep finished blocks)",
     "first_block": "seconds from handing all requests in to a request's first finished block; over requests, samples",
     "latency": "seconds from handing all requests in to a request's end; the baseline's from its own start",
     "block_gap": "seconds between two neighbouring blocks of a request",
@@ -33,7 +34,8 @@ HOW = {
 LEGEND = """\
 TOKENS/S       visible response tokens per second, of the whole batch (before the end token; never the prompt): median,
                and the lowest and highest round
-× PLAIN        that over plain PyTorch's: no cache, no engine, one request after the other (row `plain`)
+× PLAIN        that over plain PyTorch's: the authors' way to decode, no engine, one request after the other (row
+               `plain`)
 1ST BLOCK      time to the first finished block, median over requests
 LATENCY        time to the end of a request: median, and what 90 of 100 stay below
 PASSES         forward passes per request

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest, read_input
+from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, load, prepare
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import make_examples
+from dllm_engine.families import check_profiled, family_of
 from dllm_engine.text import format_table
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     if args.prompts is None and args.model != DEMO_MODEL:
         raise ValueError("give --prompts FILE with prompts like those the model will see")
+    check_profiled(family_of(load_config(args.model)))
     if not args.output.parent.is_dir():
         raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     if args.prompts is not None:

@@ -31,6 +31,11 @@ def test_a_canvas_that_does_not_fit_is_named(engines, reference_checkpoints):
         llm.profile_layers([])
 
 
+def test_attention_by_blocks_is_not_profiled(engines, tiny_sdar):
+    with pytest.raises(ValueError, match="not for SDAR, whose attention goes by blocks; no profile is needed"):
+        engines(tiny_sdar).profile_layers([5] * 20)
+
+
 def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
     monkeypatch.setattr("dllm_engine.cli.profile_layers.load", lambda arguments: demo)
     prompts = tmp_path / "prompts.jsonl"
@@ -58,6 +63,7 @@ def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
         (["some/model"], "give --prompts FILE"),
         (["demo", "--output", "/nowhere/profile.json"], "there is no folder /nowhere"),
         (["demo", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["JetLM/SDAR-8B-Chat", "--prompts", "/nowhere.jsonl"], "not for SDAR, whose attention goes by blocks"),
     ],
 )
 def test_what_cannot_work_is_said_before_the_engine_starts(arguments, named, monkeypatch, capsys):

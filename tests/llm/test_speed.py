@@ -53,8 +53,7 @@ def test_bytes_and_flops_of_the_floor_are_those_that_bench_measures(engines, req
         return out
 
     def attend(q, k, v, **_):
-        # A CPU gives every query head keys of its own.
-        count(2 * k.numel() * model.shape.num_kv_heads // model.shape.num_heads, 4 * q.numel() * k.shape[-2])
+        count(2 * k.numel(), 4 * q.numel() * k.shape[-2])
 
     for layer in model.layers:
         for linear in (layer.qkv_proj, layer.out_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
@@ -79,10 +78,11 @@ class CountsLaunches(TorchDispatchMode):
         self.several = {"dllm::mean_query_scores": 2, "aten::silu": 0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().partition(".")[0]
-        if not func.is_view and "empty" not in name:
+        name, out = func.name().partition(".")[0], func(*args, **(kwargs or {}))
+        copies = name == "aten::contiguous" and out.data_ptr() != args[0].data_ptr()
+        if copies or not (func.is_view or "empty" in name):
             self.launched[name] += self.several.get(name, 1)
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 @pytest.mark.parametrize("method", [*METHODS, "block"])
@@ -102,6 +102,8 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, tiny_sdar, 
         shape = PassShape.of_plans([plan], [batch.num_rows(0)], [canvas_length], head_rows=1)
         layer = decoder.layer(shape, GPUS["H200"], CACHE_METHODS[method].launches.get(plan.state, 0), 1)
         tokens_embedding_and_sum = 3
+        # A prompt of several blocks attends alone, with limits, to no tokens in pages.
+        counts.launched.pop("aten::zeros", None)
         assert counts.launched.total() == decoder.num_layers * len(layer) + tokens_embedding_and_sum, counts.launched
         seen.add(plan.state)
         return out
