@@ -6,8 +6,12 @@ layers and the head on the masked rows of the block, on the same weights, in the
 
     python benchmarks/step_time.py [--hidden-size 1024 --layers 8 --canvas 512 --pairs 9] [--output FILE.json]
 
-``none`` shows whole-canvas (FULL) steps, ``dual`` and ``sparse`` show REUSE steps too. ``--cuda-graphs`` records REUSE
-steps, ``--no-cuda-graphs`` launches each kernel.
+``none`` shows whole-canvas (FULL) steps, ``dual`` and ``sparse`` show REUSE steps too, and ``block`` those that keep a
+finished block with the next one's first step (UPDATE):
+
+    python benchmarks/step_time.py --model sdar-8b/4 --methods block --batch 1 4 16
+
+``--cuda-graphs`` records what can be recorded, ``--no-cuda-graphs`` launches each kernel.
 
 With ``--overhead`` it measures what a dispatch costs beside the model instead: the time of ``LLMEngine.step`` less that
 of embedding, layers, final norm and head. What is left is scheduling, building the batch, token statistics (which grow
@@ -48,15 +52,18 @@ from dllm_engine.structured_output.automata import Limits, automaton_of
 from dllm_engine.structured_output.grammar import grammar_of
 
 BLOCK_LENGTH = 32
+"""Where attention goes by blocks, their length counts."""
 ALONE_SECONDS = 4.0
 """How long steps are measured between two builds."""
 
 
 def add_requests(llm: LLM, batch: int, options: argparse.Namespace, **extra_args: Any) -> list[str]:
     request_ids = [f"{batch}-{i}" for i in range(batch)]
+    block_length = runner_of(llm).family.attention_block or BLOCK_LENGTH
     params = DiffusionParams(
-        gen_length=options.gen_length, block_length=BLOCK_LENGTH, ignore_eos=True, extra_args=extra_args
+        gen_length=options.gen_length, block_length=block_length, ignore_eos=True, extra_args=extra_args
     )
+    llm.reset_prefix_cache()  # the prompts of a smaller batch
     for i, request_id in enumerate(request_ids):
         prompt = {"prompt_token_ids": [1 + i] * (options.canvas - options.gen_length)}
         llm.llm_engine.add_request(request_id, prompt, params)
@@ -68,7 +75,10 @@ def steps_over_floors(llm: LLM, batch: int, options: argparse.Namespace) -> Rows
     request_ids = add_requests(llm, batch, options)
     floors: dict[PassShape, Floor] = {}
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    wanted = {"whole"} if runner_of(llm).options.cache_method == "none" else {"whole", "reuse"}
+    engine = runner_of(llm).options
+    wanted = {"whole"} if engine.cache_method == "none" else {"whole", "reuse"}
+    if engine.method.keeps_for_good:
+        wanted = {"update", "reuse"}
     observed_step(llm)  # warms up
     while any(len(times[kind]) < options.pairs for kind in wanted) and llm.llm_engine.has_unfinished_requests():
         dispatch = observed_step(llm)

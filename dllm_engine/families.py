@@ -29,6 +29,8 @@ class ModelFamily:
     """None: the whole response is one block. Where attention goes by blocks, ``family_of`` takes it from the config."""
     checkpoints: tuple[str, ...]
     attention: Attention = "full"
+    keeps_blocks: bool = False
+    """Whether the authors' own loop keeps keys and values of finished blocks, which a pass of their own stores."""
     strict_entropy_threshold: bool = False
     """Whether ``entropy_threshold`` itself is too much, and may let no position pass, as in d3LLM's code for Dream."""
     slow_fast: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -89,6 +91,7 @@ SDAR = replace(
     default_block_length=4,
     checkpoints=("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
     attention="block_causal",
+    keeps_blocks=True,
 )
 LLADA2 = replace(
     SDAR,
@@ -97,6 +100,7 @@ LLADA2 = replace(
     architecture="LLaDA2MoeModelLM",
     default_block_length=32,
     checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash"),
+    keeps_blocks=False,
 )
 FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (LLADA, LLADA_MOE, DREAM, SDAR, LLADA2)}
 

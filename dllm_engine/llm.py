@@ -129,19 +129,22 @@ class LLM(vllm.LLM):
         prompt_tokens, response_tokens = list(output.prompt_token_ids), list(completion.token_ids)
         spec = self._resolve(params, len(prompt_tokens))
         decode = None if self.model_config.skip_tokenizer_init else self.get_tokenizer().decode
+        num_layers, num_shared = self.model_config.hf_config.num_hidden_layers, output.num_cached_tokens or 0
         return Inspection(
             model=_model_name(self.model_config.model),
             cache_method=engine.cache_method,
             cache_options=spec.cache.model_dump(),
             page_size=engine.page_size,
-            num_layers=self.model_config.hf_config.num_hidden_layers,
+            num_layers=num_layers,
             prompt_tokens=prompt_tokens,
             prompt_pieces=pieces_of(prompt_tokens, decode),
             response_tokens=response_tokens,
             response_pieces=pieces_of(response_tokens, decode),
             gen_length=spec.gen_length,
             block_spans=[spec.block_span(block) for block in range(spec.num_blocks)],
-            windows=replay(completion.diffusion),
+            windows=replay(completion.diffusion, [list(range(num_shared))] * num_layers if num_shared else ()),
+            by_blocks=spec.is_block_causal,
+            num_shared=num_shared,
         )
 
     def infill(

@@ -26,6 +26,8 @@ class ProvisionalBlock:
     """Positions of the response."""
     block_length: int
     """Positions of a block; the last one may have fewer."""
+    first_block_length: int
+    """Those of the first block, which has fewer where it begins in the prompt."""
     start: int
     """Where in the response the first of them starts, in tokens."""
     step: int
@@ -145,6 +147,7 @@ class BlockChanges:
             self._window = block.start, length
             self._known, self._percents = [None] * length, [None] * length
             form |= {"num_blocks": block.num_blocks, "gen_length": block.gen_length, "block_length": block.block_length}
+            form["first_block_length"] = block.first_block_length
             form |= {"start": block.start, "length": length}
         pieces = block.pieces or [None] * length
         now = [

@@ -7,7 +7,7 @@ an estimate of what vLLM measures when an engine starts, and the overhead is wha
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
@@ -43,6 +43,8 @@ class Quantization:
     group_size: int | None = None
     """Weights that share a scale; None: all of an output feature; 0: there are no scales."""
     has_zero_points: bool = False
+    leaves: Literal["linear", "experts"] | None = None
+    """Which of them are as they were."""
 
     @classmethod
     def of(cls, config: Any) -> "Quantization | None":
@@ -389,9 +391,12 @@ def weight_bytes(
 ) -> int:
     """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as the config states it."""
     tp, hidden = tensor_parallel_size, config.hidden_size
-    quantization = quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
+    plain = Quantization(8 * dtype_bytes, 0)
+    quantization = quantization or Quantization.of(config) or plain
+    of_linear = plain if quantization.leaves == "linear" else quantization
+    of_experts = plain if quantization.leaves == "experts" else quantization
     attention = attention_matrices(config, tp)
-    linears = config.num_hidden_layers * sum(quantization.matrix_bytes(*sizes) for sizes in attention)
+    linears = config.num_hidden_layers * sum(of_linear.matrix_bytes(*sizes) for sizes in attention)
     numbers = config.num_hidden_layers * 2 * hidden
     if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
         numbers += config.num_hidden_layers * attention[0][1]
@@ -399,14 +404,16 @@ def weight_bytes(
         numbers += config.num_hidden_layers * 2 * head_dim_of(config)
     in_float32 = 0
     for number, experts in layers_by_kind(config):
-        widths = [config.intermediate_size]
+        width = config.intermediate_size
         if experts is not None:
-            widths = [experts.intermediate_size] * experts.num_experts + [experts.shared_intermediate_size]
+            width = experts.shared_intermediate_size
+            matrices = mlp_matrices(hidden, experts.intermediate_size, tp)
+            linears += number * experts.num_experts * sum(of_experts.matrix_bytes(*matrix) for matrix in matrices)
             router = number * hidden * experts.num_experts
             numbers += router if experts.groups is None else 0
             in_float32 += number * experts.num_experts * experts.has_bias + (router if experts.groups else 0)
-        sizes = [matrix for width in widths if width for matrix in mlp_matrices(hidden, width, tp)]
-        linears += number * sum(quantization.matrix_bytes(*matrix) for matrix in sizes)
+        if width:
+            linears += number * sum(of_linear.matrix_bytes(*matrix) for matrix in mlp_matrices(hidden, width, tp))
     tables = 1 if config.tie_word_embeddings else 2
     numbers += tables * table_numbers(config, tp) + hidden
     return linears + dtype_bytes * numbers + FLOAT32_BYTES * in_float32

@@ -64,7 +64,7 @@ def int4(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
 
 
 def gptq(weight: torch.Tensor, group_size: int, seen: torch.Tensor) -> Tensors:
-    """INT4 with a scale per group and no zero points, which vLLM does not take in GPTQ's format. It loses more."""
+    """INT4 with a scale per group and no zero points, which vLLM does not take in GPTQ's format."""
     values, scale, zero = four_bits(weight, group_size, seen, symmetric=True)
     return {
         "qweight": pack(values).t(),
@@ -114,16 +114,19 @@ def four_bits(
 
 def grid(group: torch.Tensor, weight_of: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and zero point of each row of a group ``[rows, columns]``, of those that round it with the least error;
-    ``weight_of`` is how much an error in each column counts."""
+    ``weight_of`` is how much an error in each column counts.
+
+    Without a zero point of their own, values reach from -8 to 7 scales. The scale has the sign that puts the largest
+    weight where there are 8: with positive scales alone, a large positive weight would be cut off.
+    """
     low, high = group.amin(1).clamp_max(0), group.amax(1).clamp_min(0)
-    if symmetric:
-        high = torch.maximum(-low, high)
-        low = -high
+    unit = torch.where(high > -low, -high, -low) / 8 if symmetric else (high - low) / 15
     best = torch.full_like(high, torch.inf)
     best_scale, best_zero = torch.ones_like(high), torch.zeros_like(high)
     for share in torch.linspace(0.4, 1, 31):
         # The type that the checkpoint stores.
-        scale = (share * (high - low) / 15).half().float().clamp_min(SMALLEST)
+        scale = (share * unit).half().float()
+        scale = torch.where(scale.abs() < SMALLEST, SMALLEST, scale)
         zero = torch.full_like(scale, 8) if symmetric else (-share * low / scale).round().clamp(0, 15)
         values = ((group / scale[:, None]).round() + zero[:, None]).clamp(0, 15)
         error = (((values - zero[:, None]) * scale[:, None] - group) ** 2 * weight_of).sum(1)

@@ -173,8 +173,10 @@ class DiffusionModelRunner:
         assert self.pages is not None
         longest_table = -(-self.model_config.max_model_len // self.options.page_size)
         max_requests = self.vllm_config.scheduler_config.max_num_seqs
+        records = self.options.method.records
+        assert records is not None
         self.denoiser.graphs = StepGraphs(
-            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, recorder
+            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, records, recorder
         )
         return self.denoiser.graphs
 

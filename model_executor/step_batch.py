@@ -178,12 +178,17 @@ class StepBatch:
 
     @cached_property
     def limits(self) -> torch.Tensor | None:
-        """The canvas position before which each row's block ends, int32 ``[num_rows]``; None where all positions attend
-        to each other. Keys that lie by position are limited by it."""
+        """The canvas position before which each row's block ends, int32 ``[num_rows]``; None where all rows of a
+        request attend to each other. Keys that lie by position are limited by it."""
         specs = [canvas.spec for canvas in self.canvases]
         if any(spec.attention == "full" for spec in specs):
             return None
-        lengths = np.repeat([spec.block_length for spec in specs], np.diff(self.cu_seqlens))
+        lengths = np.array([spec.block_length for spec in specs])
+        bounds = np.array(self.cu_seqlens)
+        firsts, lasts = self.host_positions[bounds[:-1]], self.host_positions[bounds[1:] - 1]
+        if np.array_equal(firsts // lengths, lasts // lengths):
+            return None  # of one block each, which sees all that lies before it
+        lengths = np.repeat(lengths, np.diff(bounds))
         ends = (self.host_positions // lengths + 1) * lengths
         return on_device(ends, self.positions.device, torch.int32)
 

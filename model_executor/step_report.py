@@ -71,6 +71,7 @@ def _results(
         canvas.next_rows = layer_pass.next_rows(index)
         sent = canvas.take_sendable()
         tokens = canvas.known[sent].tolist()
+        shows_step = canvas.confidences is not None and not plan.prefills
         report = StepReport(
             plan=plan,
             rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
@@ -83,7 +84,7 @@ def _results(
             kv_slots=layer_pass.kv_slots(index),
             logprobs=_logprobs(canvas, sent) if tokens and canvas.spec.num_logprobs is not None else None,
             commits=_commits(canvas, sent) if tokens and canvas.committed_at is not None else None,
-            change=_change(canvas, plan.window, changed, mask_token_id) if canvas.confidences is not None else None,
+            change=_change(canvas, plan.window, changed, mask_token_id) if shows_step else None,
         )
         results.append(report)
     return results

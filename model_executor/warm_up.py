@@ -96,7 +96,7 @@ class WarmUp:
             problem = None
             self._answer(spec, 1, STEPS_OF_LONGEST)  # records how requests of the defaults choose
             overwrites = any(size.overwrites for size in graphs.forwards.graphs)
-            sizes = [ForwardSize(*size, overwrites) for size in self._forward_sizes(spec)]
+            sizes = [ForwardSize(n, rows, overwrites, adds) for n, rows, adds in self._forward_sizes(spec)]
             for size in tqdm(sizes, desc="Recording steps", disable=not show_progress):
                 _ = graphs.forwards[size]
             for filling in list(graphs.fillings.graphs):
@@ -115,11 +115,22 @@ class WarmUp:
                 problem or "another rank could not record them",
             )
 
-    def _forward_sizes(self, spec: DecodingSpec) -> list[tuple[int, int]]:
-        """Of the graphs of a request's REUSE steps, alone and in batches."""
-        rows = {padded(plan.max_rows) for plan in _plans(spec, self.runner) if plan.state is RefreshState.REUSE}
+    def _forward_sizes(self, spec: DecodingSpec) -> list[tuple[int, int, bool]]:
+        """Of the graphs of a request's steps, alone and in batches: requests, rows of each, and whether some are
+        added to pages."""
+        records = self.runner.options.method.records
+        assert records is not None
+        plans = [plan for plan in _plans(spec, self.runner) if plan.read and records(spec, plan)]
+        kinds = {(padded(plan.max_rows), plan.state is RefreshState.UPDATE) for plan in plans}
         numbers = sorted({padded_requests(n) for n in range(1, min(self.max_requests, SIZES[-1]) + 1)})
-        return [(n, r) for r in SIZES if r in rows for n in numbers if n * r <= SIZES[-1]]
+        return [
+            (n, r, adds)
+            for r in SIZES
+            for adds in (False, True)
+            if (r, adds) in kinds
+            for n in numbers
+            if n * r <= SIZES[-1]
+        ]
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:
         """The most pages of each table, over the life of a request."""

@@ -211,6 +211,7 @@ def provisional_message(spec: DecodingSpec, progress: Progress, change: WindowCh
             "num_blocks": spec.num_blocks,
             "gen_length": spec.gen_length,
             "block_length": spec.block_length,
+            "first_block_length": min(spec.block_span(0).size, spec.gen_length),
             "template": list(spec.template) if progress.num_denoised == 0 else None,
             "step": progress.step + 1,
             "forward_pass": progress.num_forwards + 1,

@@ -137,7 +137,7 @@ class DecodingSpec:
         """Canvas positions of the response."""
         return Span(self.prompt_length, self.prompt_length + self.gen_length)
 
-    @property
+    @cached_property
     def canvas_length(self) -> int:
         """Where the response ends, or the last block: positions between the two are decoded and never sent."""
         return (
@@ -148,7 +148,7 @@ class DecodingSpec:
     def is_block_causal(self) -> bool:
         return self.attention == "block_causal"
 
-    @property
+    @cached_property
     def blocks_start(self) -> int:
         """The canvas position that blocks of the response are counted from; it may lie in the prompt."""
         return self.prompt_length - self.prompt_length % self.block_length * self.is_block_causal
@@ -166,7 +166,7 @@ class DecodingSpec:
             return self.canvas_span
         return Span(0, min(window.stop + self.suffix_blocks * self.block_length, self.canvas_length))
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         return -(-(self.response_span.stop - self.blocks_start) // self.block_length)
 

@@ -147,8 +147,8 @@ class Benchmark:
                 asked, ends = prompts[cell.prompt][: cell.batch], subject.end_tokens(cell.unmasking)
                 if cell.method == PLAIN:
                     assert plain is not None
-                    spec = subject.spec("none", cell.unmasking, cell.prompt)
-                    sample = run_plain(plain, asked if number else asked[:1], spec, ends)
+                    spec, keeps = subject.spec("none", cell.unmasking, cell.prompt), subject.family.keeps_blocks
+                    sample = run_plain(plain, asked if number else asked[:1], spec, ends, keeps_blocks=keeps)
                 else:
                     llm = engines[cell.method]
                     params = subject.params(cell.unmasking)

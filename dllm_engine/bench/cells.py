@@ -110,12 +110,14 @@ def repetition_rate(tokens: Sequence[int]) -> float | None:
 def run_engine(
     llm: "LLM", prompts: Sequence[list[int]], params: "DiffusionParams", end_tokens: frozenset[int]
 ) -> Sample:
-    """Hand in all requests at once and run the engine until they are answered."""
+    """Hand in all requests at once and run the engine until they are answered. What earlier ones left in pages is
+    forgotten, so that each round does the same work."""
     from vllm.sampling_params import RequestOutputKind
 
     params = params.clone()
     params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
     engine = llm.llm_engine
+    llm.reset_prefix_cache()
     blocks: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
     outputs: dict[str, Any] = {}
     meter = MemoryMeter(llm)
@@ -144,8 +146,11 @@ def run_engine(
 
 
 def measure_floors(llm: "LLM", sample: Sample) -> None:
-    """Add the floors of a sample's typical shapes: per kind the most common rows and keys, the median head."""
+    """Add the floors of a sample's typical shapes: per kind the most common rows and keys, the median head. Updates of
+    less than the canvas are left out."""
     for kind, steps in sample.steps.items():
+        if kind == "update":
+            continue
         ((requests, _),) = Counter(shape.requests for shape, _ in steps).most_common(1)
         head_rows = int(statistics.median(shape.head_rows for shape, _ in steps if shape.requests == requests))
         shape = PassShape(requests, head_rows)
@@ -153,7 +158,12 @@ def measure_floors(llm: "LLM", sample: Sample) -> None:
 
 
 def run_plain(
-    model: PlainDecoder, prompts: Sequence[list[int]], spec: DecodingSpec, end_tokens: frozenset[int]
+    model: PlainDecoder,
+    prompts: Sequence[list[int]],
+    spec: DecodingSpec,
+    end_tokens: frozenset[int],
+    *,
+    keeps_blocks: bool = False,
 ) -> Sample:
     """One request after the other."""
     before = restart_peak()
@@ -162,7 +172,7 @@ def run_plain(
         synchronize()
         start = now()
         times, response = [], None
-        for response in decode(model, prompt, spec, end_tokens):  # noqa: B007 - the last one counts
+        for response in decode(model, prompt, spec, end_tokens, keeps_blocks=keeps_blocks):  # noqa: B007 - the last one counts
             synchronize()
             times.append(now() - start)
         assert response is not None

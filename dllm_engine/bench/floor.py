@@ -35,11 +35,17 @@ class PassShape:
 
     @classmethod
     def of_plans(
-        cls, plans: Sequence[StepPlan], rows: Sequence[int], canvases: Sequence[int], head_rows: int
+        cls,
+        plans: Sequence[StepPlan],
+        rows: Sequence[int],
+        canvases: Sequence[int],
+        head_rows: int,
+        blocks: Sequence[int | None] | None = None,
     ) -> "PassShape":
         """``rows`` and ``canvases``: per plan, the rows that a layer computes on average, and the length of the canvas
-        without what a pass of the window leaves out behind it."""
-        keys = map(attended_keys, plans, rows, canvases)
+        without what a pass of the window leaves out behind it. ``blocks``: the length of the blocks that attention goes
+        by, if it does."""
+        keys = map(attended_keys, plans, rows, canvases, blocks or [None] * len(plans))
         return cls(tuple(sorted(zip(rows, keys, strict=True))), head_rows)
 
     @property
@@ -47,8 +53,11 @@ class PassShape:
         return sum(rows for rows, _ in self.requests)
 
 
-def attended_keys(plan: StepPlan, rows: int, canvas_length: int) -> int:
-    """Tokens that each row of a step attends to."""
+def attended_keys(plan: StepPlan, rows: int, canvas_length: int, block_length: int | None = None) -> int:
+    """Tokens that each row of a step attends to; where attention goes by blocks, a mean over the rows."""
+    if block_length is not None:
+        num_blocks = -(-rows // block_length)
+        return plan.read + (num_blocks + 1) * block_length // 2
     if plan.retained_copy is RetainedCopy.READ:
         return plan.read
     if plan.read + plan.max_rows > canvas_length:
@@ -73,14 +82,13 @@ class Floor:
         self._attended = numbers(shape.num_rows, layer.num_heads * layer.head_dim)
         self._gated = numbers(shape.num_rows, size.intermediate_size * layer.num_heads // size.num_heads)
         self._masked = self._x[: shape.head_rows]
-        # A CPU's attention has no grouped-query form: there every query head is given keys of its own.
-        kv_heads = layer.num_kv_heads if weight.is_cuda else layer.num_heads
-        self._grouped = kv_heads != layer.num_heads
+        # Query heads that share a KV head are further rows of it, so that its keys are read once.
+        kv_heads, sharing = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         groups = Counter(shape.requests).items()
         num_keys = sum(keys * count for (_, keys), count in groups)
         kv_bytes = 2 * num_keys * kv_heads * layer.head_dim * weight.element_size()
         different = min(size.num_layers, max(1, _KV_BYTES // max(kv_bytes, 1)))
-        queries = [numbers(count, layer.num_heads, rows, layer.head_dim) for (rows, _), count in groups]
+        queries = [numbers(count, kv_heads, sharing * rows, layer.head_dim) for (rows, _), count in groups]
         keys_and_values = [
             [numbers(2, count, kv_heads, keys, layer.head_dim) for (_, keys), count in groups] for _ in range(different)
         ]
@@ -99,7 +107,7 @@ class Floor:
             assert isinstance(layer, DecoderLayer)
             layer.qkv_proj(self._x)
             for q, (k, v) in heads:
-                F.scaled_dot_product_attention(q, k, v, enable_gqa=self._grouped)
+                F.scaled_dot_product_attention(q, k, v)
             layer.out_proj(self._attended)
             if isinstance(layer.mlp, GatedMLP):
                 layer.mlp.gate_up_proj(self._x)

@@ -46,12 +46,14 @@ class ObservedPass:
 
     @property
     def kind(self) -> str | None:
-        """``whole`` where every request computes its whole canvas, ``reuse`` where every one reuses; None: mixed, or
-        an update of less than the canvas."""
+        """``whole`` where every request computes its whole canvas, ``update`` where every one keeps less, ``reuse``
+        where every one reuses; None: mixed."""
         if all(plan.scope is Scope.ALL for plan in self.plans):
             return "whole"
         if all(plan.state is RefreshState.REUSE for plan in self.plans):
             return "reuse"
+        if all(plan.state is RefreshState.UPDATE and plan.scope is not Scope.ALL for plan in self.plans):
+            return "update"
         return None
 
 
@@ -98,8 +100,10 @@ def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPa
         head_rows += min(left, plan.quota.candidates.size)
         masked[request_id] = left - min(left, plan.quota.count)
     rows = [layer_pass.rows_computed(i, batch.num_rows(i)) for i in range(len(batch.plans))]
-    canvases = [canvas.spec.visible(plan.window).size for canvas, plan in zip(batch.canvases, batch.plans, strict=True)]
-    return ObservedPass(list(batch.plans), PassShape.of_plans(batch.plans, rows, canvases, head_rows))
+    specs = [canvas.spec for canvas in batch.canvases]
+    canvases = [spec.visible(plan.window).size for spec, plan in zip(specs, batch.plans, strict=True)]
+    blocks = [spec.block_length if spec.is_block_causal else None for spec in specs]
+    return ObservedPass(list(batch.plans), PassShape.of_plans(batch.plans, rows, canvases, head_rows, blocks))
 
 
 @dataclass(frozen=True)

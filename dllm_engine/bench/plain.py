@@ -1,8 +1,9 @@
-"""The baseline: the same decoder in plain PyTorch, and decoding with it, one request at a time, nothing kept.
+"""The baseline: the same decoder in plain PyTorch, and decoding with it, one request at a time.
 
 It is what the models' own repositories do, without their slow spots: attention is one call of PyTorch's, logits are
-made for the masked rows of the block only. Nothing of the engine runs; schedules and unmasking rules, which decide what
-is computed but take no time, are its pure functions, so that both sides do the same work.
+made for the masked rows of the block only. Nothing is kept between steps, except where the authors themselves keep the
+keys and values of finished blocks (``ModelFamily.keeps_blocks``). Nothing of the engine runs; schedules and unmasking
+rules, which decide what is computed but take no time, are its pure functions, so that both sides do the same work.
 """
 
 from collections.abc import Iterator
@@ -291,35 +292,67 @@ def check_baseline(spec: DecodingSpec) -> None:
         )
 
 
+class PlainPasses:
+    """Forward passes over a canvas, and what is kept of them."""
+
+    def __init__(self, canvas: PlainCanvas) -> None:
+        self.canvas, self.model, self.spec = canvas, canvas.model, canvas.spec
+        self.kept: list[KeysValues | None] = [None] * self.model.shape.num_layers
+        """Keys and values of all positions before those that passes are asked for."""
+        self.num_forwards = self.num_rows = 0
+
+    def __call__(self, span: Span, *, keeps: bool = False) -> torch.Tensor:
+        """Hidden states of ``span``, ``[num_rows, hidden_size]``; with ``keeps``, its keys and values are kept."""
+        self.num_forwards, self.num_rows = self.num_forwards + 1, self.num_rows + span.size
+        model, length, visible = self.model, self.spec.block_length, None
+        positions = torch.arange(*span, device=model.device)
+        if self.spec.is_block_causal and span.start // length != (span.stop - 1) // length:
+            keys = torch.arange(span.stop, device=model.device)
+            visible = keys // length <= (positions // length)[:, None]
+        x, phases = model.embed(self.canvas.tokens[slice(*span)]), model.phases(positions)
+        for number, kept in enumerate(self.kept):
+            x, _, (k, v) = model.layer(number, x, phases, kept, visible)
+            if keeps:
+                self.kept[number] = (k, v) if kept is None else (torch.cat((kept[0], k), 1), torch.cat((kept[1], v), 1))
+        return x
+
+
 @torch.inference_mode()
 def decode(
-    model: PlainDecoder, prompt: list[int], spec: DecodingSpec, end_tokens: frozenset[int] = frozenset()
+    model: PlainDecoder,
+    prompt: list[int],
+    spec: DecodingSpec,
+    end_tokens: frozenset[int] = frozenset(),
+    *,
+    keeps_blocks: bool = False,
 ) -> Iterator[PlainResponse]:
     """Recompute the whole canvas in every step, or what a block attends to; yields after each block what there is so
-    far."""
+    far.
+
+    With ``keeps_blocks``, the prompt's whole blocks go through in a pass of their own and a step feeds its block alone;
+    one more pass of each block, also of the last one, stores its keys and values.
+    """
     canvas = PlainCanvas(model, prompt, spec)
-    num_forwards = num_unmasked = num_rows = 0
+    passes, num_unmasked = PlainPasses(canvas), 0
+    if keeps_blocks and spec.blocks_start:
+        passes(Span(0, spec.blocks_start), keeps=True)
     for block in range(spec.num_blocks):
         span, step = spec.block_span(block), 0
         of_response = Span(span.start, min(span.stop, spec.response_span.stop))
+        first = span.start - span.start % spec.block_length if keeps_blocks else 0
+        fed = Span(first, span.stop if spec.is_block_causal else spec.canvas_length)
         while canvas.masked(of_response).numel():
             left = canvas.masked(span).numel()
             quota = unmask_quota(spec, Progress(Blocks(block, block + 1), step, [left]), window_alone=False)
-            num_positions = span.stop if spec.is_block_causal else spec.canvas_length
-            positions = torch.arange(num_positions, device=model.device)
-            of_blocks = positions // spec.block_length
-            visible = of_blocks <= of_blocks[:, None] if spec.is_block_causal else None
-            x, phases = model.embed(canvas.tokens[: len(positions)]), model.phases(positions)
-            for number in range(model.shape.num_layers):
-                x, _, _ = model.layer(number, x, phases, visible=visible)
+            hidden = passes(fed)
             if quota.parallel is not None or quota.count:
-                num_unmasked += canvas.fill(x, 0, quota)
-            num_forwards += 1
-            num_rows += len(positions)
+                num_unmasked += canvas.fill(hidden, fed.start, quota)
             step += 1
+        if keeps_blocks:
+            passes(fed, keeps=True)
         token_ids = canvas.tokens[spec.prompt_length : of_response.stop].tolist()
         end = next((i for i, token in enumerate(token_ids) if token in end_tokens), None)
         made = token_ids if end is None else token_ids[: end + 1]
-        yield PlainResponse(made, num_forwards, num_rows, num_unmasked)
+        yield PlainResponse(made, passes.num_forwards, passes.num_rows, num_unmasked)
         if end is not None:
             return

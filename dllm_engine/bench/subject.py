@@ -51,6 +51,8 @@ class Lengths:
     response: int
     block: int | None
     """None: the model's default."""
+    shared: int = 0
+    """Tokens that the prompts of a batch begin with alike."""
 
     @property
     def longest(self) -> int:
@@ -69,13 +71,19 @@ class Subject:
         self.model, self.lengths, self.max_batch = model, lengths, max_batch
         self.has_random_weights = is_named_shape(model)
         self.engine_args = engine_args
-        self.max_model_len = max_model_len
         self.config = config_of(model)
         self.guide = {name: engine_args[name] for name in GUIDE_SETTINGS if name in engine_args}
         if self.guide and self.has_random_weights:
             raise ValueError(f"model {model!r} has random weights, which agree with no guide; leave out --guide-model")
         self.family = family_of(self.config)
+        # The last block of a response may end behind it.
+        whole = (lengths.block or self.family.attention_block) if self.family.attention_block else 1
+        self.max_model_len = max_model_len = -(-max_model_len // whole) * whole
         self.shape = decoder_shape(self.config)
+        if lengths.shared and not self.has_random_weights:
+            raise ValueError(
+                f"--shared-prefix {lengths.shared}: prompts of {model!r} are questions; give random weights as --model"
+            )
         own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
         self.dtype = own if dtype == "auto" else {"float": "float32", "half": "float16"}.get(dtype, dtype)
         most = self.config.max_position_embeddings
@@ -120,8 +128,10 @@ class Subject:
         if self.has_random_weights:
             draw = torch.Generator().manual_seed(seed)
             # The last two are the end and mask tokens.
-            tokens: list[list[int]] = torch.randint(self.shape.vocab_size - 2, (count, length), generator=draw).tolist()
-            return tokens
+            tokens = torch.randint(self.shape.vocab_size - 2, (count, length), generator=draw)
+            tokens[:, : self.lengths.shared] = tokens[0, : self.lengths.shared]
+            found: list[list[int]] = tokens.tolist()
+            return found
         examples = make_examples("names", count, seed, min_pairs=ASKED, max_pairs=ASKED, asked=ASKED)
         rng = random.Random(seed)
         return [_padded(example.prompt, length, rng, tokenizer) for example in examples]

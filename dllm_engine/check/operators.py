@@ -50,8 +50,9 @@ class Sizes:
     hidden_size: int
     vocab_size: int
     slots_per_page: int
-    limited: bool = False
-    """Whether rows have limits in attention: in a guide, and in a model whose attention goes by blocks."""
+    limited: tuple[bool, ...] = (False,)
+    """Whether rows have limits in attention: in a guide always, and in a model whose attention goes by blocks where a
+    pass feeds several of a request."""
 
     @classmethod
     def of_model(cls, config: Any, page_size: int = EngineOptions().page_size, num_ranks: int = 1) -> "Sizes":
@@ -59,7 +60,7 @@ class Sizes:
         heads, vocab_size = config.num_attention_heads, -(-config.vocab_size // num_ranks)
         kv_heads = max(1, config.num_key_value_heads // num_ranks)
         family = find_family(config.model_type, config.architectures)
-        limited = family is None or family.attention == "block_causal"
+        limited = (True,) if family is None else (True, False) if family.attention == "block_causal" else (False,)
         sizes = heads // num_ranks, kv_heads, head_dim_of(config), config.hidden_size, vocab_size
         return cls(*sizes, page_size * kv_heads, limited)
 

@@ -133,7 +133,7 @@ def _checks(device: torch.device, dtype: torch.dtype, models: Sequence[Sizes], d
     """Those of kernels that can be replaced, with the model's sizes, and with its guide's."""
     for sizes, is_guide in zip(models, (False, True), strict=False):
         for each in dict.fromkeys((dtype, torch.float32)):
-            for check in operator_checks(device, sizes, (each,), (sizes.limited,)):
+            for check in operator_checks(device, sizes, (each,), sizes.limited):
                 if check.name in _OF_LOGITS or (each == dtype and check.name != "noise"):
                     yield replace(check, case=f"{check.case}, guide") if is_guide else check
     if dense is not None:

@@ -70,10 +70,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what.add_argument(
         "--model",
         help="`demo`, folder or Hugging Face name of a checkpoint, or random weights of a shape: `llada-8b`, "
-        "`llada-moe-7b`, `dream-7b`, or `llada-8b/4` with a quarter of width, heads, layers and vocabulary (default: "
-        "demo)",
+        "`llada-moe-7b`, `dream-7b`, `sdar-8b`, `llada2-mini`, or `llada-8b/4` with a quarter of width, "
+        "heads, layers and vocabulary (default: demo)",
     )
-    what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all)")
+    what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all that suit the model)")
     what.add_argument(
         "--unmasking",
         metavar="RULE,…",
@@ -91,6 +91,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     what.add_argument(
         "--block-length", type=positive_int, metavar="N", help="default: the family's, demo model 8; at most --response"
+    )
+    what.add_argument(
+        "--shared-prefix",
+        type=positive_int,
+        metavar="N",
+        default=0,
+        help="the first N tokens of a batch's prompts are the same; for random weights (default: 0)",
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     guide = parser.add_argument_group("guide")
@@ -194,9 +201,12 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
 def settings(args: argparse.Namespace) -> "BenchSettings":
     """What the arguments ask for; raises ``ValueError`` for what cannot be measured."""
     from dllm_engine.bench.benchmark import BenchSettings
+    from dllm_engine.bench.random_model import config_of
     from dllm_engine.bench.subject import Lengths
+    from dllm_engine.families import family_of
 
-    methods = tuple(methods_for("full")) if args.methods == "all" else tuple(args.methods.split(","))
+    family = family_of(config_of(args.model))
+    methods = tuple(methods_for(family.attention)) if args.methods == "all" else tuple(args.methods.split(","))
     for method in methods:
         EngineOptions.parse({"cache_method": method})
     if (block := args.block_length) is not None and block > args.response:
@@ -210,7 +220,7 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
         methods=methods,
         unmaskings=tuple(_unmasking(text, asked) for text in split_names(args.unmasking)),
         batches=tuple(args.batch),
-        lengths=Lengths(tuple(args.prompt), args.response, block),
+        lengths=Lengths(tuple(args.prompt), args.response, block, args.shared_prefix),
         repeats=args.repeats,
         seed=args.seed,
         dtype=args.dtype,

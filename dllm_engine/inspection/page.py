@@ -62,6 +62,8 @@ def _header(inspection: "Inspection") -> str:
                 f"{inspection.num_layers} layers, {inspection.page_size} tokens per page",
             ),
         ]
+    if inspection.num_shared:
+        tiles.append(("found in shared pages", f"{inspection.num_shared:,}", "tokens that earlier requests computed"))
     passes = inspection.passes
     computed, uncached = sum(map(inspection.rows, passes)), inspection.canvas_length * len(passes)
     tiles += [
@@ -142,7 +144,7 @@ def _heat_map(inspection: "Inspection", window: "InspectedWindow") -> str:
 <div class="names"><b style="bottom:-4px">layer</b></div><div class="parts"><span style="width:{
         _percent(inspection.prompt_length, canvas)
     }">prompt · {inspection.prompt_length}</span><span style="width:{
-        _percent(inspection.gen_length, canvas)
+        _percent(canvas - inspection.prompt_length, canvas)
     }">response · {inspection.gen_length}</span></div>
 <div class="names">{names}</div>{_strip(inspection, window, layers, layers * height, rows, label)}
 <div class="names share"><b style="top:7px">share</b></div><div class="share">{
@@ -161,12 +163,12 @@ def _blocks_of(inspection: "Inspection", window: "InspectedWindow") -> str:
 
 def _strip(inspection: "Inspection", window: "InspectedWindow", rows: int, height: int, cells: str, label: str) -> str:
     """A map ``rows`` high, stretched to its place: background, what is computed, cells, borders of the blocks."""
-    canvas, middle = inspection.canvas_length, rows / 2
+    canvas, middle, seen = inspection.canvas_length, rows / 2, inspection.seen(window)
     spans = inspection.block_spans
     borders = "".join(f"M{span.start} 0v{rows}" for span in spans[1:])
     return f"""<svg viewBox="0 0 {canvas} {rows}" height="{height}" preserveAspectRatio="none" role="img" aria-label="{
         label
-    }" shape-rendering="crispEdges"><g stroke-width="{rows}"><path d="M0 {middle}h{canvas}" stroke="var(--evicted)"/>
+    }" shape-rendering="crispEdges"><g stroke-width="{rows}"><path d="M0 {middle}h{seen}" stroke="var(--evicted)"/>
 <path d="{_strokes(_runs(window.recomputed), middle - 0.5)}" stroke="var(--again)"/>
 <path d="{_strokes([window.span], middle - 0.5)}" stroke="var(--block)"/></g>
 {cells}{_row_lines(canvas, rows)}
@@ -276,8 +278,8 @@ def _order(inspection: "Inspection") -> str:
         "The response, block by block. The number under a token is the step that unmasked it; the stronger "
         "its colour, the later in its block."
     )
-    if len(inspection.response_pieces) < inspection.gen_length - left:
-        lead += " Dashed: after the end token, not part of the answer."
+    if len(inspection.response_pieces) < inspection.canvas_length - inspection.prompt_length - left:
+        lead += " Dashed: after the end of the answer, not part of it."
     if left:
         lead += f" The response ended early: {count_of(left, 'position')} stayed masked."
     legend = [("linear-gradient(90deg, var(--card), var(--warm))", "first step of the block … last step")]
@@ -296,7 +298,7 @@ def _cost(inspection: "Inspection") -> str:
     passes, canvas = inspection.passes, inspection.canvas_length
     names = {
         RefreshState.FULL: "FULL: the whole canvas, cache untouched",
-        RefreshState.UPDATE: "UPDATE: the whole canvas, and retains",
+        RefreshState.UPDATE: "UPDATE: what is due, and retains",
         RefreshState.REUSE: "REUSE: active rows only, the rest from pages",
     }
     used = [state for state in names if any(step.state is state for step in passes)]
@@ -329,6 +331,6 @@ def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}–{last}"
 
 
-def count_of(number: int, noun: str) -> str:
-    """``1 page``, ``2 pages``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def count_of(number: int, noun: str, plural: str = "s") -> str:
+    """``1 page``, ``2 pages``; ``plural`` is the noun's ending."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

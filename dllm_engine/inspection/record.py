@@ -75,6 +75,10 @@ class Inspection:
     """All blocks of the response, also those that an end token left masked."""
     windows: list[InspectedWindow]
     """In the order in which they ran."""
+    by_blocks: bool = False
+    """Whether a block attends to nothing behind it."""
+    num_shared: int = 0
+    """Prompt tokens whose pages earlier requests had filled."""
 
     @property
     def prompt_length(self) -> int:
@@ -82,7 +86,8 @@ class Inspection:
 
     @property
     def canvas_length(self) -> int:
-        return self.prompt_length + self.gen_length
+        """What is computed behind the response's end counts."""
+        return max(self.prompt_length + self.gen_length, self.block_spans[-1].stop)
 
     @property
     def passes(self) -> list[ForwardPass]:
@@ -107,13 +112,17 @@ class Inspection:
         windows = [window.share_of_layers(range(self.prompt_length)) for window in self.updated_windows]
         return [sum(shares) / len(windows) for shares in zip(*windows, strict=True)] if windows else []
 
+    def seen(self, window: InspectedWindow) -> int:
+        """The canvas position before which all lies that a window attends to."""
+        return window.span.stop if self.by_blocks else self.canvas_length
+
     def outside(self, window: InspectedWindow) -> int:
         """Positions outside a window: all that a layer could retain."""
-        return self.canvas_length - window.span.size
+        return self.seen(window) - window.span.size
 
     def evicts(self, window: InspectedWindow) -> bool:
         """Whether some layer neither retained nor recomputes some position."""
-        return any(len(set(layer).union(window.recomputed)) < self.canvas_length for layer in window.retained)
+        return any(len(set(layer).union(window.recomputed)) < self.seen(window) for layer in window.retained)
 
     def pages(self, window: InspectedWindow) -> int:
         """Pages that hold what a window's layers retained."""
@@ -141,8 +150,8 @@ class Inspection:
         """One line on the cache, one on the computation."""
         computed, uncached = sum(map(self.rows, self.passes)), self.canvas_length * len(self.passes)
         cost = (
-            f"{count_of(len(self.passes), 'denoising step')} computed {computed:,} tokens, {computed / uncached:.0%} "
-            f"of the {uncached:,} that computing the whole canvas in each takes"
+            f"{count_of(len(self.passes), 'forward pass', 'es')} computed {computed:,} tokens, "
+            f"{computed / uncached:.0%} of the {uncached:,} that computing the whole canvas in each takes"
         )
         windows = self.updated_windows
         if not windows:
@@ -154,7 +163,8 @@ class Inspection:
             f"{count_of(max(map(self.pages, windows)), 'page')} of {self.page_size} tokens over {self.num_layers} "
             f"layers"
         )
-        return cache, cost
+        found = f"; {count_of(self.num_shared, 'token')} found in shared pages" if self.num_shared else ""
+        return cache + found, cost
 
     def save(self, path: str | Path) -> None:
         """Write the page that shows it; it needs nothing but a browser.
@@ -175,14 +185,15 @@ def check_page_path(path: Path) -> None:
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def replay(figures: DiffusionFigures) -> list[InspectedWindow]:
-    """The traced forward passes of a request, by window."""
+def replay(figures: DiffusionFigures, shared: Sequence[list[int]] = ()) -> list[InspectedWindow]:
+    """The traced forward passes of a request, by window. ``shared``: per layer, the canvas positions that it found in
+    pages when the request began."""
     updates = iter(figures.retained_positions)
     found: list[InspectedWindow] = []
     columns = figures.refresh_states, figures.computed_positions, figures.unmasked_per_step, figures.windows
     for number, (state, computed, unmasked, window) in enumerate(zip(*columns, strict=True), start=1):
         if not found or found[-1].span != tuple(window):
-            found.append(InspectedWindow(Span(*window), []))
+            found.append(InspectedWindow(Span(*window), [], [] if found else [*shared]))
         found[-1].passes.append(ForwardPass(number, RefreshState(state), computed, unmasked))
         if found[-1].passes[-1].state is RefreshState.UPDATE:
             # Methods that keep every position, or choose once, record nothing for the other updates.

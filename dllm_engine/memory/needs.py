@@ -12,7 +12,6 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.sizing import (
     DTYPE_BYTES,
     Deployment,
-    Quantization,
     Sizing,
     SizingError,
     activation_bytes,
@@ -24,7 +23,6 @@ from dllm_engine.sizing import (
     mlp_matrices,
     plan,
     table_numbers,
-    weight_bytes,
     weights_of_models,
 )
 from dllm_engine.text import readable_size
@@ -70,6 +68,7 @@ class MemoryNeeds:
 
 def needs_on_cpu(
     models: Sequence[Any],
+    weights: Sequence[int],
     options: EngineOptions,
     *,
     ranks: int,
@@ -78,20 +77,19 @@ def needs_on_cpu(
     max_model_len: int,
     page_pool: int,
     overhead: int,
-    quantization: Quantization | None = None,
 ) -> MemoryNeeds:
     """Of all ranks on one machine.
 
     Args:
         models: configs of the model, and of its guide if it has one.
+        weights: bytes of each model on one rank.
         ranks: tensor-parallel ranks; ``page_pool`` and ``overhead`` are bytes of each.
         rows: of the largest batch.
-        quantization: of the model's weights; None: as its config states it.
     """
     per_pass = _largest_pass(models, options, ranks, dtype_bytes, rows, max_model_len)
     tables = [table_numbers(model, ranks) * dtype_bytes for model in models]
     return MemoryNeeds(
-        weights=ranks * sum(weights_of_models(models, ranks, dtype_bytes, quantization)),
+        weights=ranks * sum(weights),
         packed=ranks * max(dtype_bytes * _largest_matrix(model, ranks) for model in models),
         tied=ranks * sum(table for model, table in zip(models, tables, strict=True) if model.tie_word_embeddings),
         pages=ranks * page_pool * options.uses_pages,
@@ -102,6 +100,7 @@ def needs_on_cpu(
 
 def needs_on_gpu(
     models: Sequence[Any],
+    weights: Sequence[int],
     options: EngineOptions,
     *,
     ranks: int,
@@ -115,7 +114,7 @@ def needs_on_gpu(
     geometry = options.geometry(models[0], ranks)
     longest = options.method.longest_demand(options.cache, geometry, max_model_len) if options.uses_pages else 0
     return MemoryNeeds(
-        weights=sum(weight_bytes(model, ranks, dtype_bytes) for model in models),
+        weights=sum(weights),
         packed=0,
         tied=0,
         pages=longest * bytes_of_page(geometry, dtype_bytes) if page_pool is None else page_pool,
@@ -155,16 +154,17 @@ def plan_on_cpu(deployment: Deployment) -> tuple[Sizing, MemoryNeeds]:
     assert d.page_pool is not None
     config, max_model_len = checked_config(d)
     dtype = dtype_of(d.dtype, config)
+    models, dtype_bytes = models_of(config, d.options), DTYPE_BYTES[dtype]
     needs = needs_on_cpu(
-        models_of(config, d.options),
+        models,
+        weights_of_models(models, d.tensor_parallel_size, dtype_bytes, d.quantized),
         d.options,
         ranks=d.tensor_parallel_size,
-        dtype_bytes=DTYPE_BYTES[dtype],
+        dtype_bytes=dtype_bytes,
         rows=max(d.max_num_batched_tokens, max_model_len),
         max_model_len=max_model_len,
         page_pool=d.page_pool,
         overhead=d.overhead,
-        quantization=d.quantized,
     )
     if needs.total > d.memory:
         raise SizingError(

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 
 PATH = "/playground"
@@ -23,12 +24,15 @@ def page() -> str:
     return _PAGE.read_text(encoding="utf-8")
 
 
-def page_for(options: EngineOptions) -> str:
-    """The HTML, with attributes for the highest retention ratio of a request and whether it may ask for a trace."""
+def page_for(options: EngineOptions, family: ModelFamily) -> str:
+    """The HTML, with attributes for the highest retention ratio of a request, whether it may ask for a trace, and
+    whether attention goes by blocks."""
     ratio = getattr(options.cache, "retention_ratio", None)
     known = f' data-retention-ratio="{ratio}"' if ratio is not None else ""
     if options.trace:
         known += ' data-trace="true"'
+    if family.attention == "block_causal":
+        known += ' data-by-blocks="true"'
     return page().replace('<html lang="en"', f'<html lang="en"{known}', 1)
 
 
@@ -60,11 +64,11 @@ def _hashes(tag: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def add_route(app: Any, options: EngineOptions) -> None:
-    """Serve the page from a FastAPI ``app`` of an engine with these options."""
+def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
+    """Serve the page from a FastAPI ``app`` of an engine with these options and a model of this family."""
     from starlette.responses import HTMLResponse
 
-    html = page_for(options)
+    html = page_for(options, family)
 
     async def playground() -> HTMLResponse:
         return HTMLResponse(html, headers=page_headers())

@@ -11,7 +11,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.sizing import DTYPE_BYTES, Deployment, SizingError, checked_config, dtype_of, request_spec, steps_of
 from dllm_engine.speed.gpus import GPU, GPUS, TILE_HEAD_DIM
 from dllm_engine.speed.kernels import Decoder, Kernel
@@ -38,7 +38,7 @@ class Times:
     launched: float
     """With every kernel launched by the host."""
     recorded: float
-    """With REUSE steps replayed from CUDA graphs, as they are by default; other steps as launched."""
+    """With the steps replayed from CUDA graphs that are by default; other steps as launched."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,9 @@ class _Clock:
         floor = sum(number * sum(kernel.floor(self.gpu) for kernel in alike) for number, alike in kernels)
         beside = DISPATCH + batch * DISPATCH_OF_REQUEST
         launched = recorded = beside + max(launches * HOST_LAUNCH, self._on_device(kernels, STREAM_GAP))
-        size = padded_size([plan.max_rows] * batch) if self.method.recordable else None
-        if size is not None and plan.state is RefreshState.REUSE:
+        records = self.method.records
+        size = padded_size([plan.max_rows] * batch) if records is not None and records(self.spec, plan) else None
+        if size is not None:
             num_requests, num_rows = size
             kernels = self._kernels(replace(plan, max_rows=num_rows), head_rows, num_requests)
             recorded = beside + self._on_device(kernels, GRAPH_GAP)
@@ -171,7 +172,8 @@ class _Clock:
 
     def _shape(self, plan: StepPlan, head_rows: int, batch: int) -> PassShape:
         canvases = [self.spec.canvas_length] * batch
-        return PassShape.of_plans([plan] * batch, [plan.max_rows] * batch, canvases, batch * head_rows)
+        blocks = [self.spec.block_length if self.spec.is_block_causal else None] * batch
+        return PassShape.of_plans([plan] * batch, [plan.max_rows] * batch, canvases, batch * head_rows, blocks)
 
 
 def _sum(times: Sequence[Times]) -> Times:

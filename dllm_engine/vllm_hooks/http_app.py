@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from dllm_engine import playground
+from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
@@ -54,6 +55,6 @@ def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., Non
         app.add_middleware(RefuseWhileShuttingDown)
         options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
         if options.playground:
-            playground.add_route(app, options)
+            playground.add_route(app, options, family_of(model_config.hf_config))
 
     return register

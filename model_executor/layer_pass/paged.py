@@ -25,21 +25,24 @@ class PagedPass(LayerPass):
     reads = True
     """Whether any request attends to pages."""
 
-    def __init__(self, tokens: KVTables, rows: SplitRows, places: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, tokens: KVTables, rows: SplitRows, places: torch.Tensor | None = None, *, attend_fresh: bool = True
+    ) -> None:
         """
         Args:
             tokens: what is retained.
             rows: those of requests that read none of it attend alone.
-            places: where the rows' own keys and values are put into pages, to be attended to there, as
+            places: where the rows' own keys and values are put into pages before any row attends, as
                 ``PageView.write_tokens`` wants it, int64 ``[num_layers, num_rows]``. None: they are not put there.
+            attend_fresh: whether a row attends to its request's own rows beside what its pages retain.
         """
-        self.tokens, self.rows, self.row_places = tokens, rows, places
+        self.tokens, self.rows, self.row_places, self.attend_fresh = tokens, rows, places, attend_fresh
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         places = self.row_places
         if places is not None:
             self.tokens.pages.write_tokens(k, v, places[layer])
-        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=places is None)
+        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=self.attend_fresh)
 
 
 class OverwritePass(PagedPass):
@@ -52,7 +55,8 @@ class OverwritePass(PagedPass):
         tokens = TokenTables(batch, pages, read)
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.num_rows(i) == tokens_read for i, tokens_read in enumerate(read)])
-        super().__init__(tokens, rows, tokens.places(tokens.requests, tokens.positions, pages.page_size))
+        places = tokens.places(tokens.requests, tokens.positions, pages.page_size)
+        super().__init__(tokens, rows, places, attend_fresh=False)
 
     @property
     def repeats(self) -> bool:
@@ -137,9 +141,8 @@ class RetentionPass(PagedPass):
         at = self.updating.index(index)
         added, read = slice(*self.bounds[at : at + 2]), self.batch.plans[index].read
         canvas = self.batch.canvases[index]
-        # Of each layer, what pages held before comes first: of a request that has written nothing, the prefix that it
-        # shares with another.
-        before = canvas.cache_state or [list(range(read)) for _ in self.retained]
+        # Of each layer, what pages held before comes first.
+        before = canvas.cache_state or [[] for _ in self.retained]
         canvas.cache_state = [
             [*held[:read], *self.batch.positions[rows[added]].tolist()]
             for held, rows in zip(before, self.retained, strict=True)

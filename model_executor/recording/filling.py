@@ -21,10 +21,12 @@ class FillingSize(NamedTuple):
     choice: Choice
     guaranteed: bool
     """Whether some request fills one candidate at least, whatever its rule says."""
+    least: bool
+    """Whether some request fills a number of them at least."""
 
 
 def filling_size(
-    group: BatchCandidates, choices: dict[Choice, dict[int, float]], guaranteed: list[int]
+    group: BatchCandidates, choices: dict[Choice, dict[int, float]], guaranteed: list[int], least: list[int]
 ) -> FillingSize | None:
     """The size of a graph that fills ``group``; None where there is none. Graphs are for greedy requests that choose
     alike and ask for tokens alone."""
@@ -34,9 +36,9 @@ def filling_size(
     if any(canvas.spec.delay_eos or canvas.spec.needs_per_step_output for canvas in canvases):
         return None
     plans = group.batch.plans
-    if any(canvas.spec.certainty_sigma is not None for canvas in canvases) or any(group.least(plans)):
+    if any(canvas.spec.certainty_sigma is not None for canvas in canvases) or any(group.enough(plans)):
         return None
-    if any(group.enough(plans)) or any(plan.quota.observed is not None for plan in plans):
+    if any(plan.quota.observed is not None for plan in plans):
         return None
     if group.barred or canvases[0].constrained is not None:
         return None
@@ -44,7 +46,7 @@ def filling_size(
     num_candidates, width = padded(group.positions.numel()), padded(group.width)
     if choice.measure == "noise" or num_candidates is None or width is None:
         return None
-    return FillingSize(num_candidates, width, choice, any(guaranteed))
+    return FillingSize(num_candidates, width, choice, any(guaranteed), any(least))
 
 
 class FillingGraph:
@@ -70,16 +72,20 @@ class FillingGraph:
         self.filler = torch.tensor([num_requests, 0, 0, SPARE, 0], device=device)[:, None]
         self.table = self.filler.repeat(1, size.num_candidates)
         self.values = torch.zeros(num_requests + 1, device=device)
-        self.guaranteed = torch.zeros_like(self.values, dtype=torch.int64) if size.guaranteed else None
+        self.guaranteed, self.least = (
+            torch.zeros_like(self.values, dtype=torch.int64) if has_any else None
+            for has_any in (size.guaranteed, size.least)
+        )
         self.holds: BatchCandidates | None = None
-        self.held_values: tuple[list[float], list[int]] = [], []
+        self.held_values: tuple[list[float], list[int], list[int]] = [], [], []
         self.store, self.width = store, size.width
         requests, offsets, _, places, self.rows = self.table.unbind()
 
         def fill() -> torch.Tensor:
             statistics = predictor.predict(self.hidden, GREEDY, None, measure == "entropy", measure == "margin")
             confidence = statistics.confidence(measure, offsets).masked_fill(~store.masked[places], -torch.inf)
-            chosen = select(size.choice.rule, confidence, requests, offsets, self.values, size.width, self.guaranteed)
+            numbers = self.values, size.width, self.guaranteed, self.least
+            chosen = select(size.choice.rule, confidence, requests, offsets, *numbers)
             store.fill(places, statistics.token, chosen)
             return torch.stack((statistics.token, outcomes(statistics, chosen)))
 
@@ -94,25 +100,33 @@ class FillingGraph:
         self.table.copy_(torch.stack((requests, numbers % self.width, numbers, places, numbers)))
         self.hidden.copy_(torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(self.hidden))
         self.values.fill_(0.5)
-        if self.guaranteed is not None:
-            self.guaranteed.fill_(1)
+        for held in (self.guaranteed, self.least):
+            if held is not None:
+                held.fill_(1)
         self.store.masked[places] = True
-        self.holds, self.held_values = None, ([], [])
+        self.holds, self.held_values = None, ([], [], [])
 
     def __call__(
-        self, hidden: torch.Tensor, group: BatchCandidates, values: list[float], guaranteed: list[int]
+        self,
+        hidden: torch.Tensor,
+        group: BatchCandidates,
+        values: list[float],
+        guaranteed: list[int],
+        least: list[int],
     ) -> Filled:
-        """For each request of the batch: ``values`` of the rule, and ``guaranteed`` as ``select`` wants them."""
+        """For each request of the batch: ``values`` of the rule, ``guaranteed`` and ``least`` as ``select`` wants
+        them."""
         num_candidates = group.positions.numel()
         if self.holds is not group:
             self.table[:, :num_candidates] = group.table
             self.table[:, num_candidates:] = self.filler
             self.holds = group
-        if self.held_values != (values, guaranteed):
+        if self.held_values != (values, guaranteed, least):
             self.values[: len(values)] = on_device(values, hidden.device, self.values.dtype)
-            if self.guaranteed is not None:
-                self.guaranteed[: len(values)] = on_device(guaranteed, hidden.device)
-            self.held_values = values, guaranteed
+            for held, numbers in ((self.guaranteed, guaranteed), (self.least, least)):
+                if held is not None:
+                    held[: len(values)] = on_device(numbers, hidden.device)
+            self.held_values = values, guaranteed, least
         torch.index_select(hidden, 0, self.rows, out=self.hidden)
         tokens, outcome = self.replay()[:, :num_candidates].clone().unbind()
         return Filled(group.requests, group.positions, tokens, outcome)

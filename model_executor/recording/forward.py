@@ -1,6 +1,6 @@
-"""The recorded forward pass of a REUSE step."""
+"""The recorded forward pass of a step that computes few rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,12 @@ from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.recording.recorder import SIZES, Recorder, padded, padded_requests
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.step_plan import StepPlan
 
+Records = Callable[[DecodingSpec, StepPlan], bool]
+"""Whether a step of a request can be recorded."""
+NO_LIMIT = torch.iinfo(torch.int32).max
 FREE_ROWS = 256
 """Rows that a GPU computes about as fast as one: reading the weights takes longer."""
 
@@ -27,6 +32,8 @@ class ForwardSize(NamedTuple):
     """The most of one request."""
     overwrites: bool
     """Whether the rows are put into pages, to be attended to there."""
+    adds: bool
+    """Whether some rows are put into pages beside being attended to, and rows have limits."""
 
 
 def padded_size(num_rows: Sequence[int]) -> tuple[int, int] | None:
@@ -38,12 +45,16 @@ def padded_size(num_rows: Sequence[int]) -> tuple[int, int] | None:
     return num_requests, most_rows
 
 
-def forward_size(layer_pass: LayerPass) -> ForwardSize | None:
+def forward_size(batch: StepBatch, layer_pass: LayerPass, records: Records) -> ForwardSize | None:
     """The size of a graph that does what the pass does; None: it is to be launched."""
-    if not (isinstance(layer_pass, PagedPass) and layer_pass.repeats and layer_pass.reads):
+    if not (isinstance(layer_pass, PagedPass) and layer_pass.reads):
         return None
-    size = padded_size(layer_pass.rows.sizes)
-    return None if size is None else ForwardSize(*size, layer_pass.row_places is not None)
+    if not all(records(canvas.spec, plan) for canvas, plan in zip(batch.canvases, batch.plans, strict=True)):
+        return None
+    size, writes = padded_size(layer_pass.rows.sizes), layer_pass.row_places is not None
+    if size is None:
+        return None
+    return ForwardSize(*size, writes and not layer_pass.attend_fresh, writes and layer_pass.attend_fresh)
 
 
 class ForwardGraph:
@@ -62,7 +73,7 @@ class ForwardGraph:
         size: ForwardSize,
     ) -> None:
         """``max_pages``: the most pages of a request in a layer."""
-        (num_requests, num_rows, overwrites), device = size, pages.keys.device
+        (num_requests, num_rows, overwrites, adds), device = size, pages.keys.device
         self.places = torch.full((num_requests * num_rows,), SPARE, device=device)
         self.positions = torch.zeros_like(self.places)
         self.max_head_len = max_pages * pages.page_size
@@ -73,12 +84,14 @@ class ForwardGraph:
             torch.zeros(num_requests, dtype=torch.int32, device=device),
             self.max_head_len,
         )
-        rows = SplitRows([num_rows] * num_requests, [False] * num_requests, device)
+        self.limits = torch.zeros_like(self.places, dtype=torch.int32) if adds else None
+        rows = SplitRows([num_rows] * num_requests, [False] * num_requests, device, self.limits)
         self.cu_seqlens = rows.paged.cu_seqlens
         nowhere = torch.full((model.shape.num_layers, num_requests * num_rows), -1, device=device)
-        self.row_places = nowhere if overwrites else None
+        self.row_places = nowhere if overwrites or adds else None
         self.holds: LayerPass | None = None
-        layer_pass, places, positions = PagedPass(self.tokens, rows, self.row_places), self.places, self.positions
+        layer_pass = PagedPass(self.tokens, rows, self.row_places, attend_fresh=not overwrites)
+        places, positions = self.places, self.positions
         self.launch = lambda: model(store.tokens[places], positions, layer_pass)
         self.replay = record(self.launch)
 
@@ -102,6 +115,8 @@ class ForwardGraph:
         if self.row_places is not None:
             page_size = self.tokens.pages.page_size
             self.row_places.fill_(-1)[:, :page_size] = page * page_size + rows[:page_size]
+        if self.limits is not None:
+            self.limits.copy_(self.max_head_len + rows % 2)
         self.holds = None
 
     def _take(self, batch: StepBatch, layer_pass: PagedPass, num_rows: int) -> None:
@@ -116,3 +131,5 @@ class ForwardGraph:
         self.tokens.head_len[num_requests:] = 0
         if self.row_places is not None and places is not None:
             self.row_places[:, :num_rows], self.row_places[:, num_rows:] = places, -1
+        if self.limits is not None:
+            self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits

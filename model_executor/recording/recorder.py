@@ -12,7 +12,7 @@ Recorder = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 """From a function of tensors that stay where they are to one that does the same work again, into the same result."""
 MAX_GRAPHS = 64
 """Graphs kept of each kind; the least recently replayed one goes first."""
-SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of rows that graphs are recorded for. From the last on a GPU is busy for longer than launching takes."""
 
 _Key = TypeVar("_Key", bound=Hashable)

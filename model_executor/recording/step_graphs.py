@@ -11,7 +11,7 @@ from dllm_engine.model_executor.layer_pass.paged import PagedPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.recording.filling import FillingGraph, FillingSize, filling_size
-from dllm_engine.model_executor.recording.forward import ForwardGraph, ForwardSize, forward_size
+from dllm_engine.model_executor.recording.forward import ForwardGraph, ForwardSize, Records, forward_size
 from dllm_engine.model_executor.recording.recorder import Recorder, Recordings
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import TokenPredictor
@@ -30,6 +30,7 @@ class StepGraphs:
     """The most pages of a request in a layer."""
     max_requests: int
     """The most requests of a batch."""
+    records: Records
     record: Recorder
     forwards: Recordings[ForwardSize, ForwardGraph] = field(init=False)
     fillings: Recordings[FillingSize, FillingGraph] = field(init=False)
@@ -61,7 +62,7 @@ class StepGraphs:
         """
         self.pages.keys[1].normal_()
         self.pages.values[1].normal_()
-        for (num_requests, num_rows, _), forward in self.forwards.graphs.items():
+        for (num_requests, num_rows, *_), forward in self.forwards.graphs.items():
             forward.fill_up(page=1)
             launched = forward.launch().float()
             error = float((forward.replay().float() - launched).abs().max() / launched.abs().max())
@@ -77,7 +78,7 @@ class StepGraphs:
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor | None:
         """Hidden states ``[num_rows, hidden_size]``, to be read before the next step; None: launch it."""
-        size = forward_size(layer_pass)
+        size = forward_size(batch, layer_pass, self.records)
         if size is None:
             return None
         assert isinstance(layer_pass, PagedPass)
@@ -86,10 +87,10 @@ class StepGraphs:
 
     def fill(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> Filled | None:
         """What the step fills of ``group``; None: launch it. ``hidden`` is of all rows of the batch."""
-        choices, guaranteed = group.choices(plans), group.guaranteed(plans)
-        size = filling_size(group, choices, guaranteed) if self.predictor.tp_group.world_size == 1 else None
+        choices, guaranteed, least = group.choices(plans), group.guaranteed(plans), group.least(plans)
+        size = filling_size(group, choices, guaranteed, least) if self.predictor.tp_group.world_size == 1 else None
         if size is None:
             return None
         self._follow_store()
-        of_requests = choices[size.choice]
-        return self.fillings[size](hidden, group, [of_requests.get(i, 0.0) for i in range(len(plans))], guaranteed)
+        values = [choices[size.choice].get(i, 0.0) for i in range(len(plans))]
+        return self.fillings[size](hidden, group, values, guaranteed, least)

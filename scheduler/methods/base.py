@@ -56,8 +56,9 @@ class CacheMethod:
     """Whether what pages hold of a token depends on its block and what lies before it alone, and never changes: nothing
     is refreshed, requests with the same beginning can share pages, and a request that has lost its pages can fill new
     ones from its tokens. So it reserves pages as blocks come."""
-    recordable: bool = False
-    """Whether its REUSE steps do the same work on different numbers, so that ``cuda_graphs`` can record them."""
+    records: Callable[[DecodingSpec, StepPlan], bool] | None = None
+    """Whether a step of a request does the same work as others on different numbers, so that ``cuda_graphs`` records
+    it. None: no step does."""
     launches: Mapping[RefreshState, int] | None = None
     """Kernels that a layer launches for the method beside its own parts and attention, by refresh state, in a batch of
     like requests. None: its layers choose rows by what they compute, and nobody has counted them."""
@@ -91,6 +92,11 @@ class CacheMethod:
         if plan.max_rows <= max_rows or self.shortened is None:
             return plan
         return self.shortened(plan, spec, max_rows) or plan
+
+    @property
+    def recordable(self) -> bool:
+        """Whether ``cuda_graphs`` can record some of its steps."""
+        return self.records is not None
 
     @property
     def uses_pages(self) -> bool:
@@ -156,6 +162,11 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
 
 LAUNCHES_TO_RETAIN = {RefreshState.UPDATE: 6}
 """Gather keys and values, compute slots from places (2), and write both: ``RetentionPass.attend``."""
+
+
+def reuses(spec: DecodingSpec, plan: StepPlan) -> bool:
+    """REUSE steps, which compute all rows of their span and write nothing but these."""
+    return plan.state is RefreshState.REUSE
 
 
 def tokens_before(spec: DecodingSpec, blocks: Blocks) -> int:

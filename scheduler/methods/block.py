@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, UnmaskQuota, step_plan
@@ -39,6 +39,12 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
     )
 
 
+def records(spec: DecodingSpec, plan: StepPlan) -> bool:
+    """Steps of a block, also with the one before it. The parts of a prompt have too many sizes, and are long enough
+    to be launched."""
+    return plan.max_rows <= 2 * spec.block_length
+
+
 def span_of_block(spec: DecodingSpec, running: Blocks) -> Span:
     """Canvas positions of the running block, with the end of the prompt where that lies in it."""
     window = spec.span_of(running)
@@ -56,5 +62,6 @@ BLOCK = CacheMethod(
     attention=("block_causal",),
     shortened=shortened,
     keeps_for_good=True,
-    launches=LAUNCHES_TO_RETAIN,
+    records=records,
+    launches={RefreshState.UPDATE: 4},
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, tokens_before
+from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, reuses, tokens_before
 from dllm_engine.scheduler.methods.window_refresh import (
     RefreshOptions,
     hold_retained,
@@ -70,14 +70,14 @@ def retain_all(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[
 
 
 PREFIX = CacheMethod(
-    plan_prefix, hold_tokens(tokens_before), trims_suffix=True, recordable=True, launches=LAUNCHES_TO_RETAIN
+    plan_prefix, hold_tokens(tokens_before), trims_suffix=True, records=reuses, launches=LAUNCHES_TO_RETAIN
 )
 DUAL = CacheMethod(
     plan_dual,
     hold_retained(retain_all),
     DualOptions,
     trims_suffix=True,
-    recordable=True,
+    records=reuses,
     launches=LAUNCHES_TO_RETAIN,
     tuned={"refresh": ("all", "response", "near")},
 )

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, ScorerName, WindowWidth
+from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, ScorerName, WindowWidth, reuses
 from dllm_engine.scheduler.methods.window_refresh import (
     RefreshOptions,
     hold_retained,
@@ -76,7 +76,7 @@ SPARSE = CacheMethod(
     hold_retained(retain),
     SparseOptions,
     trims_suffix=True,
-    recordable=True,
+    records=reuses,
     launches=LAUNCHES,
     tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response")},
 )

@@ -12,6 +12,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.progress import Progress
 from tests.support.engines import runner_of
+from tests.support.plans import plans_of, spec_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE
@@ -46,6 +47,14 @@ def plan_of(method: str, step: int, **cache_options):
 )
 def test_keys_are_those_that_a_row_attends_to(method, options, step, rows, keys):
     assert attended_keys(plan_of(method, step, **options), rows, CANVAS) == keys
+
+
+def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
+    spec = spec_of(prompt_length=10, gen_length=6, block_length=4, attention="block_causal", steps=6)
+    found = [
+        (plan.max_rows, attended_keys(plan, plan.max_rows, spec.canvas_length, 4)) for plan in plans_of(spec, "block")
+    ]
+    assert found == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]
 
 
 def test_a_batch_of_plans_is_a_shape():

@@ -37,9 +37,17 @@ def test_passes_are_seen_with_their_kinds_and_shapes(engines, tiny_llada):
     assert runner_of(llm).denoiser.forward == forward
 
 
+def test_passes_that_keep_a_finished_block_are_updates(engines, tiny_sdar):
+    seen = run_watched(engines(tiny_sdar, enable_prefix_caching=False))
+    assert [forward.kind for forward in seen] == ["whole", *["reuse"] * 7, "update", *["reuse"] * 7]
+    rows, keys = zip(*(forward.shape.requests[0] for forward in (seen[0], seen[1], seen[8])), strict=True)
+    assert rows == (PROMPT + BLOCK, BLOCK, 2 * BLOCK)
+    assert keys == (20, PROMPT + BLOCK, PROMPT + 3 * BLOCK // 2)
+
+
 def test_rows_are_those_that_layers_compute(engines, tiny_llada):
     seen = run_watched(engines(tiny_llada, cache_method="dllm_cache"), num_requests=1)
-    assert {forward.kind for forward in seen} == {"whole", "reuse", None}
+    assert {forward.kind for forward in seen} == {"whole", "reuse", "update"}
     # Both layers recompute a quarter of the response, the first all of it.
     reuse = next(forward.shape for forward in seen if forward.kind == "reuse")
     assert reuse == PassShape(((RESPONSE * 5 // 8, CANVAS),), 7)

@@ -23,11 +23,11 @@ def checkpoint(request):
     return request.getfixturevalue(f"tiny_{request.param}")
 
 
-def baseline(checkpoint, prompt, params):
+def baseline(checkpoint, prompt, params, **how):
     config = load_config(str(checkpoint))
     model = PlainDecoder.from_checkpoint(checkpoint, config, torch.float32)
     spec = resolve_decoding(params, len(prompt), family_of(config), EngineOptions())
-    return list(decode(model, prompt, spec, end_token_ids(params, config)))
+    return list(decode(model, prompt, spec, end_token_ids(params, config), **how))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(f"{k}={v}" for k, v in settings.items()))
@@ -41,6 +41,20 @@ def test_tokens_passes_and_rows_are_the_engines(engines, checkpoint, settings):
         assert response.forward_passes == figures.forward_passes
         assert response.tokens_computed == figures.tokens_computed
         assert response.tokens_unmasked == figures.tokens_unmasked
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(f"{k}={v}" for k, v in settings.items()))
+def test_keeping_blocks_changes_no_token_and_stores_each_in_a_pass_of_its_own(engines, tiny_sdar, settings):
+    params = DiffusionParams(**settings, ignore_eos=True)
+    for prompt in ([3, 17, 99, 4, 61], [8] * 21):
+        (output,) = generate(engines(tiny_sdar), [prompt], params)
+        *_, whole = baseline(tiny_sdar, prompt, params)
+        blocks = baseline(tiny_sdar, prompt, params, keeps_blocks=True)
+        assert blocks[-1].token_ids == whole.token_ids == list(output.outputs[0].token_ids)
+        has_prompt_pass = len(prompt) >= settings["block_length"]
+        assert blocks[-1].forward_passes == whole.forward_passes + len(blocks) + has_prompt_pass
+        length, first = settings["block_length"], len(prompt) % settings["block_length"]
+        assert blocks[-1].tokens_computed == len(prompt) - first + length * (whole.forward_passes + len(blocks))
 
 
 def test_a_response_ends_with_the_block_of_its_first_end_token(engines, tiny_llada):

@@ -178,7 +178,7 @@ def test_only_a_guide_attends_with_limits(with_pages):
 
     with_pages.launch("paged_attention", wrong_with_limits)
     assert with_pages.run() == {}
-    found = with_pages.run(models=(SIZES, replace(SIZES, limited=True)))
+    found = with_pages.run(models=(SIZES, replace(SIZES, limited=(True,))))
     assert ", guide: error " in found["paged_attention"]
 
 

@@ -116,6 +116,18 @@ def test_vllms_names_of_its_lengths_are_taken():
 
 def test_all_methods_are_measured_where_none_is_named():
     assert bench.settings(bench.filled(parsed(), {})).methods == tuple(FULL_METHODS)
+    assert bench.settings(bench.filled(parsed("--model", "sdar-8b/16"), {})).methods == ("none", "block")
+
+
+def test_prompts_of_a_batch_begin_alike():
+    asked = ["--model", "llada2-mini/16", "--prompt", "60", "--response", "20", "--shared-prefix", "50"]
+    subject = Benchmark(bench.settings(bench.filled(parsed(*asked), {}))).subject
+    assert subject.max_model_len == 96, "its last block goes on behind the response"
+    first, second = subject.prompts(60, 2, 0, None)
+    assert first[:50] == second[:50]
+    assert first[50:] != second[50:]
+    with pytest.raises(ValueError, match="--shared-prefix 50: prompts of 'demo' are questions"):
+        Benchmark(bench.settings(bench.filled(parsed("--shared-prefix", "50"), {})))
 
 
 def test_policies_and_rules_say_how_to_unmask():

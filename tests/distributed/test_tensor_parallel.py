@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import generate
+from tests.support.engines import generate, scheduler_of
 from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases, request_fields
 from tests.support.sharded import assert_alike, two_ranks
@@ -124,8 +124,12 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_ch
     params = [DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))]
     with two_ranks(reference_checkpoints / model, **engine) as sharded:
         answers = generate(sharded, prompts, params)
+        by_blocks = scheduler_of(sharded).shares_prefixes
+        again = generate(sharded, prompts, params) if by_blocks else answers
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
     assert_alike(answers, generate(alone, prompts, params), *figures)
+    assert_alike(again, answers)
+    assert by_blocks == any(output.num_cached_tokens for output in again) == (rules is BLOCK_RULES)
 
 
 def test_two_ranks_split_shared_experts_and_dense_layers(engines, tiny_llada_moe):

@@ -30,8 +30,9 @@ def block(*, masked, step=1) -> ProvisionalBlock:
     """Two positions, the first of them filled."""
     pieces = ["a", None if masked else "b"]
     return ProvisionalBlock(
-        block=0, num_blocks=1, gen_length=2, block_length=2, start=0, step=step, forward_pass=step, sent=0,
-        token_ids=[7, 8], masked=[False, masked], confidences=[0.5, 0.25], pieces=pieces, special=[False, False],
+        block=0, num_blocks=1, gen_length=2, block_length=2, first_block_length=2, start=0, step=step,
+        forward_pass=step, sent=0, token_ids=[7, 8], masked=[False, masked], confidences=[0.5, 0.25],
+        pieces=pieces, special=[False, False],
     )  # fmt: skip
 
 

@@ -27,21 +27,27 @@ def test_the_server_has_the_page():
 
 
 @pytest.mark.parametrize(
-    ("options", "limit", "traces"),
+    ("model_type", "options", "expected"),
     [
-        ({}, None, None),
-        ({"cache_method": "sparse", "trace": True}, "0.5", "true"),
-        ({"cache_method": "sparse", "cache_options": {"retention_ratio": 0.3}}, "0.3", None),
-        ({"cache_method": "sparse", "cache_options": "paper"}, "0.5", None),
+        ("llada", {}, {}),
+        ("llada", {"cache_method": "sparse", "trace": True}, {"data-retention-ratio": "0.5", "data-trace": "true"}),
+        (
+            "llada",
+            {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.3}},
+            {"data-retention-ratio": "0.3"},
+        ),
+        ("llada", {"cache_method": "sparse", "cache_options": "paper"}, {"data-retention-ratio": "0.5"}),
+        ("sdar", {}, {"data-by-blocks": "true"}),
     ],
 )
-def test_the_page_knows_what_the_engine_allows(options, limit, traces):
-    answer = app_client("--additional-config", json.dumps({"dllm": options})).get("/playground")
+def test_the_page_knows_what_the_engine_allows(model_type, options, expected):
+    client = app_client("--additional-config", json.dumps({"dllm": options}), model_type=model_type)
+    answer = client.get("/playground")
     parser = Tags()
     parser.feed(answer.text)
     attributes = parser.found[0][1]
     assert parser.found[0][0] == "html"
-    assert (attributes.get("data-retention-ratio"), attributes.get("data-trace")) == (limit, traces)
+    assert {name: value for name, value in attributes.items() if name.startswith("data-")} == expected
 
 
 def test_servers_of_other_models_do_not():

@@ -140,7 +140,7 @@ def test_the_summary_says_what_was_kept_and_what_it_cost():
         "sparse (retention_ratio=0.4): a layer retained 38% of the positions outside the block; at most 4 pages of "
         "4 tokens over 2 layers"
     )
-    assert cost == "5 denoising steps computed 59 tokens, 69% of the 85 that computing the whole canvas in each takes"
+    assert cost == "5 forward passes computed 59 tokens, 69% of the 85 that computing the whole canvas in each takes"
 
 
 def test_a_character_of_several_tokens_stands_at_its_last():
@@ -249,6 +249,29 @@ def test_an_engine_shows_its_request(sparse_demo, tmp_path):
     steps = inspection.steps_of(Span(inspection.prompt_length, inspection.canvas_length))
     assert sorted(step for step in steps if step is not None) == list(range(1, len(inspection.passes) + 1))
     assert inspection.prompt_pieces[0] in "".join(Page(saved_page(inspection, tmp_path)).texts)
+
+
+def test_blocks_see_nothing_behind_them_and_share_pages(engines, tiny_sdar, tmp_path):
+    llm = engines(tiny_sdar, page_size=8, enable_prefix_caching=True)
+    llm.reset_prefix_cache()
+    prompt, params = {"prompt_token_ids": [*range(18)]}, DiffusionParams(gen_length=8, ignore_eos=True)
+    first, again = (llm.inspect(prompt, params) for _ in range(2))
+    assert [tuple(window.span) for window in first.windows] == [(18, 20), (20, 24), (24, 28)]
+    assert [window.retained for window in first.windows] == [[[*range(n)]] * 2 for n in (16, 20, 24)]
+    assert [inspection.num_shared for inspection in (first, again)] == [0, 16]
+    assert [window.retained for window in again.windows] == [window.retained for window in first.windows]
+    assert again.canvas_length == 28, "two positions behind the response are computed"
+    # The first block is fed with what the prompt has of it.
+    assert first.windows[0].recomputed == [16, 17, 18, 19]
+    assert not any(first.evicts(window) for window in first.windows)
+    assert [first.outside(window) for window in first.windows] == [18, 20, 24]
+    assert again.summary[0].endswith("over 2 layers; 16 tokens found in shared pages")
+    source = saved_page(again, tmp_path)
+    Page(source)
+    assert "<dt>found in shared pages</dt><dd>16 " in source
+    assert source.count('class="cut"') == 2
+    assert "after the end of the answer" in source
+    assert source.count('<path d="M0 1.0h20"') == 1, "nothing is behind the first block"
 
 
 def test_a_prompt_of_token_ids_needs_no_tokenizer(engines, tiny_llada):

@@ -25,6 +25,7 @@ TASKS = {
     "maskkv": ("llada", INTERVALS | {"kv_budget": 8}),
     "freecache": ("dream", {}),
     "es_dllm": ("llada", {"retention_ratio": 0.5}),
+    "block": ("sdar", {}),
 }
 """Model and cache options of each method."""
 SETTINGS = {"page_size": 4, "max_model_len": 64}
@@ -41,15 +42,15 @@ def prompt(length: int) -> list[int]:
     return [draw.randrange(tiny_checkpoints.MASK) for _ in range(length)]
 
 
-def test_every_cache_method(engines, tiny_llada, tiny_dream):
+def test_every_cache_method(engines, tiny_llada, tiny_dream, tiny_sdar):
     from dllm_engine import DiffusionParams
-    from tests.support.plans import FULL_METHODS
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
     requests = [
         {"prompt": prompt(10), "params": {"gen_length": 8, "block_length": 8, "steps": 4, "ignore_eos": True}},
         {"prompt": prompt(7), "params": {"gen_length": 6, "block_length": 4, "threshold": 0.03, "ignore_eos": True}},
     ]
-    models = {"llada": tiny_llada, "dream": tiny_dream}
+    models = {"llada": tiny_llada, "dream": tiny_dream, "sdar": tiny_sdar}
     tasks = [
         {
             "model": str(models[model]),
@@ -60,7 +61,7 @@ def test_every_cache_method(engines, tiny_llada, tiny_dream):
         }
         for method, (model, options) in TASKS.items()
         # Triton's interpreter is slow: one method is enough to see both ways.
-        for recorded in ([False, True] if method == "sparse" else [FULL_METHODS[method].recordable])
+        for recorded in ([False, True] if method == "sparse" else [CACHE_METHODS[method].recordable])
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.cuda_path_answers"],

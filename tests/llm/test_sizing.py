@@ -20,6 +20,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.sizing import (
     GIB,
+    QUANTIZATIONS,
     Deployment,
     SizingError,
     activation_bytes,
@@ -170,6 +171,24 @@ def test_released_models_have_their_published_sizes(model, billions, kib_per_tok
     assert round(sizing.weight_bytes / 2e9, 2) == billions
     layers = load_config(model).num_hidden_layers
     assert sizing.page_bytes * layers == kib_per_token * 1024 * PAGE_SIZE
+
+
+@pytest.mark.parametrize(
+    ("model", "in_layers", "outside"),
+    [
+        ("GSAI-ML/LLaDA-8B-Instruct", 6.98, 1.04),
+        ("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", 6.71, 0.65),
+        ("JetLM/SDAR-8B-Chat", 6.95, 1.24),
+        ("inclusionAI/LLaDA2.0-mini", 15.61, 0.65),
+    ],
+)
+@pytest.mark.parametrize("scheme", QUANTIZATIONS)
+def test_quantized_weights_of_released_models_have_their_bits(model, in_layers, outside, scheme):
+    """Billions of weights in the linear layers, and of embeddings, head, norms and routers, which stay as they are."""
+    bits = 8 if scheme in ("fp8", "int8") else 4 + (16 + 4) / 128  # with a scale and a zero point per group
+    *_, method = methods_for(family_of(load_config(model)).attention)
+    sizing = plan(deployment(model, method, dtype="auto", memory=80 * GIB, response=96, quantization=scheme))
+    assert sizing.weight_bytes / 1e9 == pytest.approx(in_layers * bits / 8 + outside * 2, rel=0.01)
 
 
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)

@@ -16,6 +16,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.checkpoints import load_config
 from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.sizing import Deployment, SizingError
 from dllm_engine.speed import prediction
 from dllm_engine.speed.gpus import COMPILED_TILES, GPUS, programs_at_once
@@ -28,6 +29,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 LLADA, DREAM = "GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"
 LLADA_MOE = "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"
 METHODS = [name for name, method in FULL_METHODS.items() if method.launches is not None]
+SDAR, BLOCK_METHODS = "JetLM/SDAR-8B-Chat", ["none", "block"]
 
 
 def predicted(model=LLADA, gpu="H200", batches=(1, 8, 64), steps=None, method="none", **changes):
@@ -83,10 +85,11 @@ class CountsLaunches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
-    llm = engines(tiny_llada, cache_method=method)
-    forward, decoder = runner_of(llm).denoiser.forward, Decoder(load_config(str(tiny_llada)), 4)
+@pytest.mark.parametrize("method", [*METHODS, "block"])
+def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, tiny_sdar, method):
+    path = tiny_llada if method in METHODS else tiny_sdar
+    llm = engines(path, cache_method=method, enable_prefix_caching=False)
+    forward, decoder = runner_of(llm).denoiser.forward, Decoder(load_config(str(path)), 4)
     seen = set()
     assert runner_of(llm).model.rotary_table is not None  # made once, not in a step
     assert runner_of(llm).pages is None or runner_of(llm).pages.heads is not None  # so are these
@@ -97,7 +100,7 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
         plan = batch.plans[0]
         canvas_length = batch.canvases[0].spec.canvas_length
         shape = PassShape.of_plans([plan], [batch.num_rows(0)], [canvas_length], head_rows=1)
-        layer = decoder.layer(shape, GPUS["H200"], FULL_METHODS[method].launches.get(plan.state, 0), 1)
+        layer = decoder.layer(shape, GPUS["H200"], CACHE_METHODS[method].launches.get(plan.state, 0), 1)
         tokens_embedding_and_sum = 3
         assert counts.launched.total() == decoder.num_layers * len(layer) + tokens_embedding_and_sum, counts.launched
         seen.add(plan.state)
@@ -106,14 +109,15 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, method):
     with mock.patch.object(runner_of(llm).denoiser, "forward", counting):
         llm.generate([{"prompt_token_ids": [5] * 40}], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True))
     assert not scheduler_of(llm).states
-    assert seen >= set(FULL_METHODS[method].launches)
+    assert seen >= set(CACHE_METHODS[method].launches)
 
 
-@pytest.mark.parametrize("model", [LLADA, LLADA_MOE, DREAM])
+@pytest.mark.parametrize("model", [LLADA, LLADA_MOE, DREAM, SDAR, "inclusionAI/LLaDA2.0-mini"])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
     result = predicted(model, gpu)
-    assert list(dict.fromkeys(speed.cache_method for speed in result.speeds)) == METHODS
+    methods = METHODS if model in (LLADA, LLADA_MOE, DREAM) else BLOCK_METHODS
+    assert list(dict.fromkeys(speed.cache_method for speed in result.speeds)) == methods
     for step in result.steps:
         assert 0 < step.seconds.floor < step.seconds.recorded <= step.seconds.launched
     for speed in result.speeds:
@@ -150,6 +154,14 @@ def test_fewer_steps_give_more_tokens():
     assert [step.steps for step in few.steps if step.cache_method == "none"] == [16]
     rates = few.speeds[0].tokens_per_second.launched, many.speeds[0].tokens_per_second.launched
     assert rates[0] == pytest.approx(4 * rates[1], rel=0.02)
+
+
+def test_blocks_that_are_kept_are_recorded_and_prompts_are_not():
+    update, reuse, *_ = predicted(SDAR, method="block", batches=[1]).steps
+    assert (update.state, update.steps, reuse.steps, reuse.rows) == ("update", 16, 48, 4)
+    assert update.seconds.recorded < update.seconds.launched
+    of_prompt, *_ = predicted(SDAR, method="block", batches=[1], response=4).steps
+    assert (of_prompt.steps, of_prompt.seconds.recorded) == (1, of_prompt.seconds.launched)
 
 
 def test_rows_beyond_a_pass_take_more_passes():

@@ -69,6 +69,23 @@ def test_every_step_shows_the_running_block(engines, request, family, cache_meth
     assert_nothing_left(llm)
 
 
+@pytest.mark.parametrize(("cache_method", "rows"), [("none", 64), ("block", 64), ("block", 16)])
+def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(engines, tiny_sdar, cache_method, rows):
+    """And not as far as they lie behind it; nor a pass that feeds a part of the prompt."""
+    prompt = list(range(30))
+    llm = engines(tiny_sdar, cache_method=cache_method, max_num_batched_tokens=rows, max_num_seqs=8)
+    outputs = [output.outputs[0] for output in stream(llm, prompts=[prompt], gen_length=9, block_length=4)]
+    blocks = [completion.provisional for completion in outputs]
+    spans = {(b.block, b.start, len(b.token_ids)) for b in blocks}
+    assert spans == {(0, 0, 2), (1, 2, 4), (2, 6, 3)}
+    assert {(b.num_blocks, b.gen_length, b.block_length, b.first_block_length) for b in blocks} == {(3, 9, 4, 2)}
+    assert [b.step for b in blocks if b.block < 2] == [1, 2, 1, 2, 3, 4]
+    assert [len(c.token_ids) for c in outputs if c.token_ids] == [2, 4, 3]
+    (expected,) = generate(llm, [prompt], parameters(gen_length=9, block_length=4))
+    assert [token for c in outputs for token in c.token_ids] == list(expected.outputs[0].token_ids)
+    assert blocks[-1].token_ids == list(expected.outputs[0].token_ids)[6:]
+
+
 def test_the_response_and_its_figures_are_those_without_streaming_by_step(engines, tiny_llada):
     llm = engines(tiny_llada)
     expected = plain(llm, logprobs=1)
@@ -184,8 +201,8 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
     """What a step changed, as the engine sends it."""
     masked = length - len(positions) if step == 1 else 0
     return {
-        "block": block, "num_blocks": 2, "gen_length": 2 * length, "block_length": length, "start": block * length,
-        "length": length, "sent": block * length, "step": step, "forward_pass": step,
+        "block": block, "num_blocks": 2, "gen_length": 2 * length, "block_length": length, "first_block_length": length,
+        "start": block * length, "length": length, "sent": block * length, "step": step, "forward_pass": step,
         "positions": positions, "token_ids": token_ids,
         "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0, "template": None,
     }  # fmt: skip
@@ -235,7 +252,7 @@ def test_a_chunk_brings_what_changed_since_the_last_one():
     first = changes.to(reader.read(message([1], [9], length=3, guess=0.4)))
     assert first == {
         "block": 0, "step": 1, "forward_pass": 1, "sent": 0,
-        "num_blocks": 2, "gen_length": 6, "block_length": 3, "start": 0, "length": 3,
+        "num_blocks": 2, "gen_length": 6, "block_length": 3, "first_block_length": 3, "start": 0, "length": 3,
         "positions": [1], "token_ids": [9], "confidences": [0.1235], "pieces": ["<end>"], "special": [1],
         "guess_positions": [0, 2], "guess_percents": [40, 40],
     }  # fmt: skip

@@ -1,18 +1,22 @@
 """What an engine needs of memory is computed before it is loaded; what does not fit is refused with both numbers."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.families import family_of
 from dllm_engine.memory.machine import MachineMemory
 from dllm_engine.memory.needs import needs_on_cpu, plan_on_cpu
-from dllm_engine.memory.start_up import check_gpu_memory
+from dllm_engine.memory.start_up import check_gpu_memory, stored_bytes, weights_on_a_rank
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.sizing import GIB, Deployment, SizingError, activation_bytes, weight_bytes
 from dllm_engine.vllm_hooks import engine_config
+from examples.quantize import quantize
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
 
@@ -51,8 +55,8 @@ def test_advice_depends_on_what_is_missing(missing, advice):
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_all_ranks_share_the_memory(tmp_path, is_tied, ranks):
     config = load_config(str(tiny_checkpoints.write_llada(tmp_path, weight_tying=is_tied)))
-    needs = needs_on_cpu([config], EngineOptions(cache_method="dual"), ranks=ranks, **SIZES)
-    assert needs.weights == ranks * weight_bytes(config, ranks, 4)
+    needs = needs_on_cpu([config], [101], EngineOptions(cache_method="dual"), ranks=ranks, **SIZES)
+    assert needs.weights == ranks * 101
     assert needs.packed == max(TABLE, 2 * 112 * 64 * 4)
     assert needs.tied == TABLE * is_tied
     assert (needs.pages, needs.overhead) == (ranks * SIZES["page_pool"], ranks * SIZES["overhead"])
@@ -62,7 +66,7 @@ def test_all_ranks_share_the_memory(tmp_path, is_tied, ranks):
 
 def test_experts_of_a_layer_are_packed_together(tiny_llada_moe):
     config = load_config(str(tiny_llada_moe))
-    needs = needs_on_cpu([config], EngineOptions(), ranks=1, **SIZES)
+    needs = needs_on_cpu([config], [101], EngineOptions(), ranks=1, **SIZES)
     assert needs.packed == 6 * 2 * 48 * 64 * 4
     assert needs.pages == 0
 
@@ -82,3 +86,55 @@ def test_a_model_that_does_not_fit_a_gpu_is_refused(engines, tiny_llada):
     check_gpu_memory(config, GIB)
     with pytest.raises(ValueError, match=r"leaves 1\.0MiB: weights .*; raise tensor_parallel_size \(now 1\), or"):
         check_gpu_memory(config, 1 << 20)
+
+
+PER_TOKEN, PER_CHANNEL, HALF = "nvfp4_per_token", "fp8_per_channel_static", torch.bfloat16
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4", "unknown"])
+def test_a_quantized_checkpoint_counts_as_its_tensors(tiny_dream, tmp_path, scheme):
+    """Whether or not its config tells their sizes; in bfloat16, its plain ones take half."""
+    folder = quantize(str(tiny_dream), tmp_path / "quantized", "int8" if scheme == "unknown" else scheme)
+    tensors = load_file(folder / "model.safetensors").values()
+    in_bfloat16 = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in tensors)
+    assert stored_bytes(str(folder), 2) == in_bfloat16
+    config = load_config(str(folder))
+    if scheme == "unknown":
+        config.quantization_config = {"quant_method": "unknown"}
+    model = SimpleNamespace(model=folder, dtype=HALF, quantization=scheme, quantization_config=None)
+    assert weights_on_a_rank(model, [config], 2) == [in_bfloat16 // 2]
+    model.model = "not/here"  # at least four bits each
+    assert 0 < weights_on_a_rank(model, [config], 2)[0] < in_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_linear", "of_experts"),
+    [
+        (None, (1, 4), (1, 4)),
+        ({"linear": PER_CHANNEL, "moe": "fp8_per_tensor_static", "targets": None}, (1, 4), (1, 4)),
+        ({"linear": PER_CHANNEL, "moe": None, "targets": None}, (1, 4), (2, 0)),
+        ({"linear": None, "moe": PER_TOKEN, "targets": None}, (2, 0), (0.5, 2)),
+        ({"linear": None, "moe": None, "targets": {"*": PER_TOKEN}}, (0.5, 0), (0.5, 0)),
+    ],
+)
+def test_weights_quantized_at_load_time_count_by_their_bits(tmp_path, asked, of_linear, of_experts):
+    """Bytes of a weight and of a scale; what is left as it is has no scales. By module, the least is counted."""
+    config = load_config(str(tiny_checkpoints.write_llada_moe(tmp_path)))
+    asked = asked and SimpleNamespace(**asked)
+    model = SimpleNamespace(model="", dtype=HALF, quantization="fp8_per_tensor", quantization_config=asked)
+    linear, experts = (2 * 4 * 64 * 64, 2 * 4 * 64), (2 * 6 * 3 * 48 * 64, 2 * 6 * (2 * 48 + 64))  # weights and scales
+    others = weight_bytes(config, 1, 2) - 2 * (linear[0] + experts[0])
+    counted = [
+        number * size
+        for part, sizes in ((linear, of_linear), (experts, of_experts))
+        for number, size in zip(part, sizes, strict=True)
+    ]
+    assert weights_on_a_rank(model, [config], 1) == [others + sum(counted)]
+
+
+def test_quantized_weights_that_do_not_fit_are_refused(tiny_dream, monkeypatch, tmp_path):
+    folder = quantize(str(tiny_dream), tmp_path / "quantized", "int8")
+    monkeypatch.setattr(engine_config, "machine_memory", lambda: MachineMemory(8 * GIB, 64 << 20))
+    for model, settings in [(folder, {}), (tiny_dream, {"quantization": "fp8_per_channel", "dtype": "bfloat16"})]:
+        with pytest.raises(ValueError, match=r"needs 1\.\dGiB of memory, and 64\.0MiB of 8\.0GiB are available"):
+            start_engine(model, **settings)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
-from tests.support.plans import FULL_METHODS
 from tests.support.stepped_engines import Poison, abort_all, run_in_steps
 
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -47,6 +47,7 @@ VARIANTS = {
         "es_dllm",
         SKIPS | {"retention_ratio": 0.4, "update_delay": 0, "prompt_refresh_interval": 5, "indicator": "value"},
     ),
+    "block": ("block", {}),
 }
 ADAPTIVE_SCOPES = {"all", "prompt", "response", "active"}
 LENGTHS = [
@@ -56,7 +57,10 @@ LENGTHS = [
 """Prompt, response, block and steps; without steps by a threshold."""
 JOINS = [0, 1, 2, 4, 5, 12, 13]
 MODELS = ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"]
-EACH_WITH_A_MODEL = list(zip(VARIANTS, cycle(MODELS)))
+EACH_WITH_A_MODEL = [
+    *zip([name for name in VARIANTS if name != "block"], cycle(MODELS)),
+    *[("none", "llada2-moe-tiny-a"), ("block", "sdar-tiny-a"), ("block", "llada2-moe-tiny-a")],
+]
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -89,6 +93,7 @@ def test_requests_in_all_phases_share_a_batch(engine, variant, model):
     asked alone, the others with the next variant."""
     llm = engine(variant, model)
     pages, params = scheduler_of(llm).pages, [request(*case[1:]) for case in LENGTHS]
+    llm.reset_prefix_cache()
     poison = Poison(llm) if runner_of(llm).pages is not None else None
 
     def after_step() -> None:
@@ -102,15 +107,16 @@ def test_requests_in_all_phases_share_a_batch(engine, variant, model):
     if VARIANTS[variant][0] in ("dllm_cache", "maskkv"):
         assert ADAPTIVE_SCOPES in [{plan.scope.value for plan in plans} for plans in together.plans]
     for i in range(list(VARIANTS).index(variant) % 2, len(LENGTHS), 2):
+        llm.reset_prefix_cache()  # else less is fed
         alone = run_in_steps(llm, PROMPTS[i : i + 1], params[i : i + 1])
         assert together.tokens[i] == alone.tokens[0], i
         assert together.figures[i].trace == alone.figures[0].trace, i
         assert together.figures[i].tokens_computed == alone.figures[0].tokens_computed, i
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name in FULL_METHODS or name == "es_dllm, eviction"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name in CACHE_METHODS or name == "es_dllm, eviction"])
 def test_aborting_in_any_state_leaks_no_page(engine, variant):
-    llm = engine(variant, "dream-tiny-a")
+    llm = engine(variant, "sdar-tiny-a" if variant == "block" else "dream-tiny-a")
     lengths = [random.Random(i).choice(LENGTHS) for i in range(30)]
     prompts, params = [prompt(case[0], i) for i, case in enumerate(lengths)], [request(*case[1:]) for case in lengths]
     scopes = abort_all(llm, prompts, params, seed=5)
@@ -134,4 +140,4 @@ def test_requests_that_reuse_rows_of_equal_shape_share_one_attention_call_per_la
 
 
 def test_every_method_is_among_the_variants():
-    assert {method for method, _ in VARIANTS.values()} == set(FULL_METHODS)
+    assert {method for method, _ in VARIANTS.values()} == set(CACHE_METHODS)

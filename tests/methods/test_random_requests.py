@@ -5,11 +5,19 @@ from typing import Any
 import pytest
 import torch
 
+from dllm_engine.families import Attention
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.engines import runner_of
-from tests.support.plans import FULL_METHODS
-from tests.support.random_requests import Request, assert_answers_as, in_constraints, in_spans, random_requests
+from tests.support.random_requests import (
+    Request,
+    assert_answers_as,
+    between_blocks,
+    in_constraints,
+    in_spans,
+    random_requests,
+)
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
 PROFILE = [0.3, 0.1, 0.1, 0.5]
@@ -95,9 +103,10 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
         (32, 4, refreshes(2, 5, 0.0, kv_budget=1)),
         (32, 4, refreshes(6, 5, 0.04, kv_budget=0)),
     ],
+    "block": [(4, 1, {}), (16, 4, {}), (6, 1, {})],
 }
 """Page size, steps per dispatch, cache options."""
-NUM_REQUESTS = {"es_dllm": 6, "none": 8, "prefix": 8, "dual": 6, "freecache": 6}
+NUM_REQUESTS = {"es_dllm": 6, "none": 8, "prefix": 8, "dual": 6, "freecache": 6, "block": 20}
 """Where the default is too few for each kind of request, or for enough that rounding does not decide."""
 ENDS = (42, 74, 226, 316, 319, 409)
 """Tokens that the tiny models are quick to predict, as end tokens."""
@@ -125,8 +134,8 @@ def by_blocks(requests: list[Request], number: int) -> list[Request]:
     return requests
 
 
-def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: bool) -> list[Request]:
-    count = NUM_REQUESTS.get(method, 4)
+def requests_of(method: str, number: int, options: dict[str, Any], model: PlainModel) -> list[Request]:
+    count, is_dream = NUM_REQUESTS.get(method, 4), model.is_dream
     if method == "es_dllm":
         # It measures plain probabilities; the other policies are not ES-dLLM's.
         requests = [
@@ -139,13 +148,15 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
     if cache_block := options.get("cache_block_length"):
         drawn = random_requests(number, 8 * count, is_dream)
         requests = [(p, asked) for p, asked in drawn if cache_block % asked["block_length"] == 0][:count]
+    elif model.block_length:
+        requests = between_blocks(requests)
     else:
         requests = in_spans(requests, number)
     requests = by_blocks(in_certain_order(requests, number), number)
     if method != "dkv":  # which feeds what an end token has given up once more
         for _, asked in requests[1::4]:
             asked |= {"stop_token_ids": list(ENDS), "early_stop": True}
-    if FULL_METHODS[method].trims_suffix:
+    if CACHE_METHODS[method].trims_suffix and not model.block_length:
         for number, (_, asked) in enumerate(requests[::3]):
             asked["suffix_blocks"] = number % 3
     if options.get("similarity") == "random":
@@ -157,18 +168,22 @@ def requests_of(method: str, number: int, options: dict[str, Any], *, is_dream: 
     return requests
 
 
-MODELS = ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"]
+MODELS: dict[Attention, list[str]] = {
+    "full": ["llada-tiny-a", "dream-tiny-a", "llada-moe-tiny-a"],
+    "block_causal": ["sdar-tiny-a", "llada2-moe-tiny-a"],
+}
+SUITED = [(method, name) for method in METHODS for kind in CACHE_METHODS[method].attention for name in MODELS[kind]]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "name"), SUITED)
 def test_random_requests(engines, reference_checkpoints, monkeypatch, method, name):
     """A method's first options with every model, the others with one each."""
     torch.set_num_threads(1)
     model = PlainModel(reference_checkpoints / name)
+    names = next(names for names in MODELS.values() if name in names)
     compared = asked = 0
     for number, (page_size, steps_per_dispatch, options) in enumerate(ENGINES[method]):
-        if number and MODELS[number % 3] != name:
+        if number and names[number % len(names)] != name:
             continue
         if method == "es_dllm":
             options = {"keep_schedule": SCHEDULE, "block_refresh_interval": 8} | options
@@ -181,7 +196,7 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
         )
         model.end_tokens = ENDS
         monkeypatch.setattr(runner_of(llm).denoiser, "end_tokens", torch.tensor(ENDS))
-        requests = requests_of(method, number, options, is_dream=model.is_dream)
+        requests = requests_of(method, number, options, model)
         requests = in_constraints(requests, number, model.head.shape[0], model.mask)
 
         def plain(prompt, asked, options=options):
@@ -196,4 +211,4 @@ def test_random_requests(engines, reference_checkpoints, monkeypatch, method, na
 
 
 def test_every_method_is_among_them():
-    assert set(ENGINES) == set(METHODS) == set(FULL_METHODS)
+    assert set(ENGINES) == set(METHODS) == set(CACHE_METHODS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import generate, runner_of
 from tests.support.plans import FULL_METHODS
 
@@ -78,11 +79,12 @@ def asked(**settings):
     return DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | settings))
 
 
-@pytest.mark.parametrize(("method", "options"), [*((name, OPTIONS.get(name, {})) for name in FULL_METHODS), *REFRESHES])
-def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, waits, method, options):
+@pytest.mark.parametrize(("method", "options"), [*((n, OPTIONS.get(n, {})) for n in CACHE_METHODS), *REFRESHES])
+def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, tiny_sdar, waits, method, options):
     """Also where blocks end, and in steps that refresh. What the host must know besides comes along: how many slots
     MaskKV needs after a vote, and by what d2Cache chooses rows. The importance of layers MaskKV must know before."""
-    llm = engines.shared(tiny_dream, trace=False, cache_method=method, cache_options=options, page_size=8)
+    model = tiny_dream if method in FULL_METHODS else tiny_sdar
+    llm = engines.shared(model, trace=False, cache_method=method, cache_options=options, page_size=8)
     of_dispatches = waits(llm)
     params = [asked(), asked(threshold=0.2), asked(unmasking="entropy"), asked(temperature=0.8, seed=1)]
     generate(llm, PROMPTS, params)

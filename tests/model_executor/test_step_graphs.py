@@ -47,16 +47,17 @@ def recording(engines):
         runner.denoiser.graphs = None
 
 
-def recordable() -> list[dict[str, Any]]:
-    from tests.support.plans import FULL_METHODS
+def recordable() -> list[tuple[dict[str, Any], str]]:
+    """Settings of every method that can be recorded, and a family that it is for."""
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    defaults = [{"cache_method": name} for name, method in FULL_METHODS.items() if method.recordable]
-    return [*defaults, {"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}}]
+    full = itertools.cycle(["llada", "llada_moe", "dream"])
+    found = [{"cache_method": name} for name, method in CACHE_METHODS.items() if method.recordable]
+    found.append({"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}})
+    return [(s, next(full) if "full" in CACHE_METHODS[s["cache_method"]].attention else "sdar") for s in found]
 
 
-@pytest.mark.parametrize(
-    ("method", "family"), list(zip(recordable(), itertools.cycle(["llada", "llada_moe", "dream"])))
-)
+@pytest.mark.parametrize(("method", "family"), [*recordable(), ({"cache_method": "block"}, "llada2")])
 def test_recorded_steps_give_the_same_tokens(engines, recording, request, method, family):
     checkpoint = request.getfixturevalue(f"tiny_{family}")
     expected = answers(engines(checkpoint, page_size=4, **method))
@@ -78,8 +79,27 @@ def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
     llm, recorder = recording(tiny_llada, cache_method="dual")
     answers(llm)
     assert set(forward_sizes(llm)) == {(1, 8), (4, 8), (8, 8)}
-    assert set(filling_sizes(llm)) == {(8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
-    assert recorder.num_recorded == 8
+    assert set(filling_sizes(llm)) == {(4, 8), (8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
+    assert recorder.num_recorded == 9
+
+
+def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recording, tiny_sdar):
+    """Requests begin their blocks at different times, so that in a pass some keep a block and some do not."""
+    from dllm_engine import DiffusionParams
+
+    prompts = [[draw] * length for draw, length in enumerate((17, 9, 30, 12), start=3)]
+    params = [
+        DiffusionParams(gen_length=20, block_length=4, ignore_eos=True, trace=True, **asked)
+        for asked in ({"steps_per_block": 2}, {}, {"threshold": 0.05, "steps_per_block": 2}, {"threshold": 0.05})
+    ]
+    settings = {"cache_method": "block", "trace": True, "enable_prefix_caching": False}
+    expected = generate(engines(tiny_sdar, page_size=4, **settings), prompts, params)
+    llm, _ = recording(tiny_sdar, **settings)
+    for found, other in zip(generate(llm, prompts, params), expected, strict=True):
+        assert found.outputs[0].token_ids == other.outputs[0].token_ids
+        assert found.outputs[0].diffusion.trace == other.outputs[0].diffusion.trace
+    sizes = runner_of(llm).denoiser.graphs.forwards.graphs
+    assert {(size.num_requests > 1, size.adds) for size in sizes} >= {(True, False), (True, True)}
 
 
 def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada, monkeypatch):
@@ -91,16 +111,23 @@ def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada, m
     assert recorder.num_replayed
 
 
-@pytest.mark.parametrize("method", recordable())
-def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, tiny_dream, method):
+@pytest.mark.parametrize(("method", "family"), recordable())
+def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
     from dllm_engine import DiffusionParams
 
-    asked = [{}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}, {"unmasking": "entropy"}]
+    asked = [
+        {"gen_length": 24},
+        {"block_length": 3},
+        {"threshold": 0.3},
+        {"temperature": 0.5, "seed": 2},
+        {"unmasking": "entropy"},
+    ]
     params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
     prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
-    expected = generate(engines(tiny_dream, page_size=4, **method), prompts, params)
-    llm, _ = recording(tiny_dream, **method)
+    checkpoint = request.getfixturevalue(f"tiny_{'dream' if family in ('llada', 'llada_moe') else family}")
+    expected = generate(engines(checkpoint, page_size=4, **method), prompts, params)
+    llm, _ = recording(checkpoint, **method)
     for output, other in zip(generate(llm, prompts, params), expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
     assert [size for size in forward_sizes(llm) if size[0] > 2]
@@ -114,6 +141,7 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
         {"unmasking": "entropy"},
         {"unmasking": "topk_margin"},
         {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
+        {"threshold": 0.2, "tokens_per_step": 2},
         {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}},
     ],
 )
@@ -181,7 +209,7 @@ def test_requests_and_rows_are_padded_to_few_sizes():
     from dllm_engine.model_executor.recording.recorder import padded, padded_requests
 
     assert [padded_requests(n) for n in (1, 2, 3, 4, 5, 8, 9, 64)] == [1, 2, 4, 4, 8, 8, 16, 64]
-    assert [padded(n) for n in (1, 8, 9, 32, 33, 1000, 1024, 1025)] == [8, 8, 16, 32, 48, 1024, 1024, None]
+    assert [padded(n) for n in (1, 8, 9, 32, 33, 1000, 1024, 1025)] == [4, 8, 16, 32, 48, 1024, 1024, None]
 
 
 def test_the_recorder_would_notice_the_host():
@@ -230,10 +258,10 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
 
 def test_methods_that_cannot_be_recorded_are_refused():
     from dllm_engine.options import EngineOptions
-    from tests.support.plans import FULL_METHODS
+    from dllm_engine.scheduler.methods import CACHE_METHODS
 
-    for method in FULL_METHODS:
-        if FULL_METHODS[method].recordable:
+    for method in CACHE_METHODS:
+        if CACHE_METHODS[method].recordable:
             assert EngineOptions.parse({"cache_method": method, "cuda_graphs": True}).cuda_graphs
         else:
             with pytest.raises(ValueError, match=f"cuda_graphs=True .*prefix, dual, sparse, freecache.*'{method}'"):
@@ -248,10 +276,11 @@ def test_without_a_gpu_it_is_refused_and_off_by_default(engines, tiny_llada):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", recordable())
-def test_cuda_graphs_give_the_same_tokens(engines, tiny_llada, method):
-    expected = answers(engines(tiny_llada, page_size=4, cache_method=method))
-    llm = engines(tiny_llada, page_size=4, cache_method=method, cuda_graphs=True)
+@pytest.mark.parametrize(("method", "family"), recordable())
+def test_cuda_graphs_give_the_same_tokens(engines, request, method, family):
+    checkpoint = request.getfixturevalue(f"tiny_{family}")
+    expected = answers(engines(checkpoint, page_size=4, **method))
+    llm = engines(checkpoint, page_size=4, cuda_graphs=True, **method)
     assert answers(llm) == expected
     assert forward_sizes(llm)
 

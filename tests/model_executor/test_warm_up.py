@@ -13,6 +13,7 @@ import dllm_engine.kernels
 from dllm_engine.kernels._operator import Operator
 from dllm_engine.model_executor import warm_up
 from dllm_engine.model_executor.warm_up import WarmUp
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.plans import FULL_METHODS
 from tests.support.stand_in_recorder import StandInRecorder
@@ -26,12 +27,12 @@ OPTIONS = {
 
 
 @pytest.fixture
-def engine(engines, tiny_llada):
+def engine(engines, tiny_llada, tiny_sdar):
     """``engine(method)``: canvases of up to 128 positions, three requests at once."""
 
     def start(method):
         return engines(
-            tiny_llada,
+            tiny_llada if method in FULL_METHODS else tiny_sdar,
             page_size=4,
             max_model_len=128,
             max_num_seqs=3,
@@ -109,7 +110,7 @@ def compilations(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("method", FULL_METHODS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_no_kernel_is_compiled_after_it(engine, compilations, method):
     llm = engine(method)
     WarmUp(runner_of(llm)).compile()
@@ -132,7 +133,7 @@ def test_no_kernel_is_compiled_after_it(engine, compilations, method):
     assert compilations == before, "compiled later:\n" + "\n".join(map(str, compilations - before))
 
 
-@pytest.mark.parametrize("method", [name for name, method in FULL_METHODS.items() if method.recordable])
+@pytest.mark.parametrize("method", [name for name, method in CACHE_METHODS.items() if method.recordable])
 def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
     from dllm_engine import DiffusionParams
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from tests.oracles.block import plain_block
 from tests.oracles.d2_cache import plain_d2_cache
 from tests.oracles.decoding import Decoding
 from tests.oracles.delayed import plain_delayed
@@ -27,6 +28,7 @@ METHODS: dict[str, Callable[..., None]] = {
     "freecache": plain_freecache,
     "delayed": plain_delayed,
     "d2_cache": plain_d2_cache,
+    "block": plain_block,
 }
 
 

@@ -27,6 +27,9 @@ Readings where the papers leave room:
 * A constraint: the predictions of a pass are the tokens of the most probable text, by the sum of logits with their
   noise, that is accepted with what is decided. What top-p and top-k leave out comes after all else. A confidence is
   that of this token, and a margin what it is ahead of the best other by.
+* Attention by blocks: these are counted from the start of the canvas, and the last one is whole, whatever the
+  response's length. The first has the end of the prompt. ``steps_per_block`` are those of a whole block. A confidence
+  of ``threshold`` itself is not enough.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -155,13 +158,21 @@ class Decoding:
     """Whether some masked positions of the window have no row."""
 
     def __post_init__(self) -> None:
+        self.by_blocks = self.model.block_length is not None
+        start = before = len(self.prompt)
+        behind = 0
+        if self.by_blocks:
+            before -= before % self.block_length
+            behind, self.early_stop = -(start + self.gen_length) % self.block_length, False
         template = self.template = self.response_template or [None] * self.gen_length
         given = [i for i, token in enumerate(template, len(self.prompt)) if token is not None]
         self.last_given = max(given, default=0)
         self.canvas = self.prompt + [self.model.mask if token is None else token for token in template]
-        self.length, start = len(self.canvas), len(self.prompt)
+        self.canvas += [self.model.mask] * behind
+        self.length = len(self.canvas)
         self.blocks = [
-            (s, min(s + self.block_length, self.length)) for s in range(start, self.length, self.block_length)
+            (max(s, start), min(s + self.block_length, self.length))
+            for s in range(before, self.length, self.block_length)
         ]
         if self.unmasking in ("entropy", "topk_margin"):
             self.threshold = None
@@ -184,10 +195,12 @@ class Decoding:
         self.parallel = any(getattr(self, rule) is not None for rule in RULES)
         sizes = [end - first for first, end in self.blocks]
         self.masks_of = [len(self.masked(*block)) for block in self.blocks]
-        self.steps_of = steps_per_block(self.gen_length if self.steps is None else self.steps, sizes)
+        self.steps_of = steps_per_block(sum(sizes) if self.steps is None else self.steps, sizes)
         if self.entropy_budget is not None:
             self.steps_per_block = None
         if self.steps_per_block:
+            sizes = [self.block_length] * len(sizes) if self.by_blocks else sizes
+            self.masks_of = sizes if self.by_blocks else self.masks_of
             self.steps_of = [min(self.steps_per_block, size) for size in sizes]
         if self.tokens_per_step:
             self.steps_of = [math.ceil(masks / self.tokens_per_step) for masks in self.masks_of]
@@ -195,9 +208,14 @@ class Decoding:
     @property
     def tokens(self) -> list[int]:
         """The response; up to its first end token, if it has one."""
-        tokens = self.canvas[len(self.prompt) :]
+        tokens = self.canvas[len(self.prompt) :][: self.gen_length]
         ends = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
         return tokens[: ends[0] + 1] if ends else tokens
+
+    @property
+    def draws_tempered(self) -> bool:
+        """Whether temperature and filters make a distribution of their own, as in Dream's code."""
+        return self.model.is_dream or self.top_p < 1 or self.top_k > 0
 
     @property
     def window(self) -> tuple[int, int]:
@@ -212,6 +230,8 @@ class Decoding:
     @property
     def seen(self) -> list[int]:
         """The canvas positions that exist for a pass of this window."""
+        if self.by_blocks:
+            return list(range(self.window[1]))
         blocks = len(self.blocks) if self.suffix_blocks is None else self.suffix_blocks
         return list(range(min(self.window[1] + blocks * self.block_length, self.length, self.cut)))
 
@@ -373,7 +393,7 @@ class Decoding:
             row = self.row(logits, position)
             if position not in candidates or row.isnan().any():
                 return None
-            if self.model.is_dream and self.temperature > 0:
+            if self.draws_tempered and self.temperature > 0:
                 tempered = row / self.temperature
                 row = self._filtered(tempered)
                 row = torch.where(row > torch.finfo(row.dtype).min, row, tempered - 1e6)
@@ -384,7 +404,7 @@ class Decoding:
             self.plain_constraint,
             response,
             self.template,
-            self.window[1] - start,
+            min(self.window[1] - start, self.gen_length),
             row_of,
             lambda a, b: self.decided(gap(a, b)),
         )
@@ -394,12 +414,12 @@ class Decoding:
     def prior(self) -> dict[int, float]:
         """What the confidence of each position of the response is weighted with."""
         sigma, start = self.certainty_sigma, len(self.prompt)
-        return dict(enumerate([1.0] * self.gen_length if sigma is None else self.density(sigma), start))
+        return dict(enumerate([1.0] * (self.length - start) if sigma is None else self.density(sigma), start))
 
     def density(self, sigma: float) -> list[float]:
         """How much of what is near each position of the response is known. All before the response is; what lies behind
         it counts as its last position does."""
-        size, start = self.gen_length, len(self.prompt)
+        size, start = self.length - len(self.prompt), len(self.prompt)
 
         def weight(distance: int) -> float:
             return math.exp(-(distance**2) / (2 * sigma**2))
@@ -464,7 +484,7 @@ class Decoding:
         row = untempered = self.row(logits, position)
         assert not row.isnan().any(), f"position {position} was not predicted"
         held = self.held_to_constraint(logits).get(position)
-        if self.model.is_dream:  # LLaDA's confidence is of the plain softmax
+        if self.draws_tempered:  # LLaDA's confidence is of the plain softmax
             row = self._filtered(row / self.temperature if self.temperature > 0 else row)
         plain = untempered.softmax(-1)
         token, token_gap = self._token(row, position) if held is None else (held, math.inf)
@@ -498,7 +518,7 @@ class Decoding:
     def noisy(self, row: torch.Tensor, position: int) -> torch.Tensor:
         score = row.double()
         if self.uniform is not None:
-            temperature = 1.0 if self.model.is_dream else self.temperature  # Dream's rows are tempered already
+            temperature = 1.0 if self.draws_tempered else self.temperature  # such rows are tempered already
             score = score - temperature * (-self.uniform(len(self.order), position).log()).log()
             score[self.model.mask] = -math.inf
         return score
@@ -531,7 +551,8 @@ class Decoding:
             bound = self.threshold if self.threshold is not None else self.margin
             bound = self.passing if self.slow_fast is not None else bound
             assert bound is not None
-            passing, passes = confidences, [c > bound if strict and self.threshold else c >= bound for c in confidences]
+            strict = (strict or self.by_blocks) and self.threshold is not None
+            passing, passes = confidences, [c > bound if strict else c >= bound for c in confidences]
         for value in passing:
             self.decided(gap(value, bound))
         if sum(passes) < self.enough:

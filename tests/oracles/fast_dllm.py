@@ -18,7 +18,10 @@ from tests.oracles.refreshes import Refreshes
 def plain_none(run: Decoding) -> None:
     for _ in run.passes():
         seen = run.seen
-        logits = Buffer(run.model, run.length).forward(run.canvas, seen, [seen] * len(run.model.layers))[0]
+        if run.by_blocks:
+            logits = run.model.logits(run.canvas[: len(seen)], run.block_length)
+        else:
+            logits = Buffer(run.model, run.length).forward(run.canvas, seen, [seen] * len(run.model.layers))[0]
         run.fill(logits, seen)
 
 

@@ -58,7 +58,7 @@ class PlainModel:
         for file in sorted(folder.glob("*.safetensors")):
             tensors.update({name: tensor.float() for name, tensor in load_file(file).items()})
         self.is_dream, is_llada2 = c["model_type"] == "Dream", c["model_type"] == "llada2_moe"
-        self.block_length: int | None = c.get("block_size")
+        self.block_length: int | None = c.get("block_size", 32 if is_llada2 else None)
         """Of the blocks that attention goes by."""
         self.mask = c["mask_token_id"]
         self.end_tokens = (c["eos_token_id"],)
@@ -163,10 +163,10 @@ class PlainModel:
         """Raw logits ``[row, vocabulary]`` of the last layer's hidden states."""
         return self._rms_norm(x, self.norm) @ self.head.T
 
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """Raw logits ``[len(ids), vocabulary]``, not shifted."""
+    def logits(self, ids: list[int], block_length: int | None = None) -> torch.Tensor:
+        """Raw logits ``[len(ids), vocabulary]``, not shifted. ``block_length``: another one than the config's."""
         x = self.embed(ids)
-        length = self.block_length or len(ids)
+        length = block_length or self.block_length or len(ids)
         for layer in self.layers:
             q, k, v = self.qkv(layer, x, range(len(ids)))
             # A block sees itself and those before it.

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from dllm_engine.families import Attention
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
-from tests.support.plans import FULL_METHODS
-from tests.support.random_requests import in_spans, random_requests
+from tests.support.random_requests import between_blocks, in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-NUM_ENGINES, NUM_REQUESTS = 33, 14
+NUM_ENGINES, NUM_REQUESTS = 36, 14
 """Three engines of each cache method."""
 GUIDE_DECIDES = (
     *("steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
@@ -81,11 +82,19 @@ CHOICES: dict[str, dict[str, list[Any]]] = {
         "range_unit": ["masks", "block"],
     },
     "delayed": {"cache_delay": [0, 1, 3], "refresh_interval": [1, 4, 10_000]},
+    "block": {},
 }
 
 
+MODELS: dict[Attention, list[str]] = {
+    "full": ["tiny_dream", "tiny_dream", "tiny_llada", "tiny_llada_moe"],
+    "block_causal": ["tiny_sdar", "tiny_llada2"],
+}
+"""Fixtures of checkpoints."""
+
+
 def test_every_cache_method_has_choices():
-    assert CHOICES.keys() == FULL_METHODS.keys()
+    assert CHOICES.keys() == CACHE_METHODS.keys()
 
 
 @pytest.fixture(scope="session")
@@ -107,12 +116,14 @@ def tiny_guide(tmp_path_factory) -> str:
 def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> dict[str, Any]:
     """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
     guided = guide is not None and method not in ("es_dllm", "d2_cache") and draw.random() < 0.4
+    keeps_for_good = CACHE_METHODS[method].keeps_for_good
     options = {name: draw.choice(values) for name, values in CHOICES[method].items()}
     if options.get("similarity") == "random":
         del options["similarity_metric"]  # nothing is compared
     if options.get("refresh", "all") != "all":
         options.pop("scorer", None)  # the others look at the whole canvas
     return {
+        **({"enable_prefix_caching": draw.random() < 0.7} if keeps_for_good else {}),
         "guide_model": guide if guided else None,
         "cache_method": method,
         "cache_options": options,
@@ -120,19 +131,20 @@ def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> d
         "refresh_ratio": draw.choice([None, 0.1, 1.0]),
         "steps_per_dispatch": draw.choice([1, 1, 4]),
         "max_num_seqs": draw.choice([1, 3, 8, 64]),
-        "max_num_batched_tokens": draw.choice([256, 400, 2048]),
-        "kv_cache_memory_bytes": draw.choice([3, 4, 8]) << 20,
+        "max_num_batched_tokens": draw.choice([64 if keeps_for_good else 256, 400, 2048]),
+        "kv_cache_memory_bytes": draw.choice([1 if keeps_for_good else 3, 4, 8]) << 20,
     }
 
 
 def draw_requests(
-    draw: random.Random, is_dream: bool, *, has_guide: bool = False, trims_suffix: bool = False
+    draw: random.Random, model: str, *, has_guide: bool = False, trims_suffix: bool = False
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
-    back."""
-    requests = []
+    back, or begin alike."""
+    requests, by_blocks = [], model in MODELS["block_causal"]
     number = draw.randrange(1 << 30)
-    for prompt, asked in in_spans(random_requests(number, NUM_REQUESTS, is_dream), number):
+    drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
+    for prompt, asked in between_blocks(drawn) if by_blocks else in_spans(drawn, number):
         # The scorer `random` draws too, so greedy requests need a seed as well.
         asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
         if draw.random() < 0.3:
@@ -157,7 +169,8 @@ def draw_requests(
             asked = {name: value for name, value in asked.items() if name not in GUIDE_DECIDES}
             asked |= {"speculation_length": draw.choice([1, 3, 32]), "guide_top_k": draw.choice([1, 40])}
             asked |= {"guide_fallback": draw.choice(["guide", "draft"]), "guide_correction": draw.random() < 0.3}
-        requests.append(([token % 140 for token in prompt], asked))
+        beginning = [*range(draw.choice([0, 20, 70]))] if by_blocks else []
+        requests.append((beginning + [token % 140 for token in prompt], asked))
     return requests
 
 
@@ -194,12 +207,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
 
 
-def draw_model(draw: random.Random, request) -> tuple[Any, bool]:
-    """Its folder, and whether it is a Dream."""
-    is_dream = draw.random() < 0.5
-    return request.getfixturevalue(
-        "tiny_dream" if is_dream else draw.choice(["tiny_llada", "tiny_llada_moe"])
-    ), is_dream
+def draw_model(draw: random.Random, method: str) -> str:
+    """One that the method suits."""
+    return draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
 
 
 def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
@@ -207,11 +217,12 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
 
     draw = random.Random(number)
     method = list(CHOICES)[number % len(CHOICES)]
-    model, is_dream = draw_model(draw, request)
-    settings = draw_engine(draw, method, tiny_guide)
-    trims_suffix = FULL_METHODS[method].trims_suffix
-    requests = draw_requests(draw, is_dream, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
-    llm = engines(model, **settings)
+    model = draw_model(draw, method)
+    by_blocks = model in MODELS["block_causal"]
+    settings = draw_engine(draw, method, None if by_blocks else tiny_guide)
+    trims_suffix = CACHE_METHODS[method].trims_suffix and not by_blocks
+    requests = draw_requests(draw, model, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
+    llm = engines(request.getfixturevalue(model), **settings)
 
     answers = answer_with_aborts(llm, requests, draw)
 
@@ -221,7 +232,7 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
         (alone,) = generate(llm, [prompt], DiffusionParams(**asked))
         assert list(answer.token_ids) == list(alone.outputs[0].token_ids), (settings, prompt, asked)
         assert answer.finish_reason == alone.outputs[0].finish_reason
-        assert answer.diffusion.forward_passes == alone.outputs[0].diffusion.forward_passes
+        assert answer.diffusion.denoising_steps == alone.outputs[0].diffusion.denoising_steps
     assert_nothing_left(llm)
 
 
@@ -229,9 +240,10 @@ def test_two_ranks_answer_as_one_beside_aborted_requests(engines, request, shard
     from dllm_engine import DiffusionParams
 
     draw = random.Random(1000 + sharded_number)
-    model, is_dream = draw_model(draw, request)
-    settings = draw_engine(draw, draw.choice(["sparse", "es_dllm", "maskkv"]))
-    requests = draw_requests(draw, is_dream)
+    method = draw.choice(["sparse", "es_dllm", "maskkv", "block"])
+    fixture = draw_model(draw, method)
+    model, settings = request.getfixturevalue(fixture), draw_engine(draw, method)
+    requests = draw_requests(draw, fixture)
     prompts, params = [prompt for prompt, _ in requests], [DiffusionParams(**asked) for _, asked in requests]
     with two_ranks(model, max_model_len=256, **settings) as sharded:
         pages = watch_pages(sharded)

@@ -43,8 +43,10 @@ def answer_of(output: "RequestOutput", gen_length: int | None = None, num_given:
 
 
 def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
-    """Of requests that run together and leave nothing behind."""
+    """Of requests that run together and leave nothing behind, nor find anything that others have left."""
     from dllm_engine import DiffusionParams
+
+    llm.reset_prefix_cache()
 
     params = [
         DiffusionParams(

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from dllm_engine import LLM
 
 
-def app_client(*arguments: str, ours: bool = True, tasks: tuple[str, ...] = ()) -> "TestClient":
+def app_client(
+    *arguments: str, ours: bool = True, model_type: str = "llada", tasks: tuple[str, ...] = ()
+) -> "TestClient":
     """A client of the application that ``vllm serve`` with these arguments builds for a model of ours or another."""
     from starlette.testclient import TestClient
     from vllm.entrypoints.cli.serve import make_arg_parser
@@ -24,7 +26,7 @@ def app_client(*arguments: str, ours: bool = True, tasks: tuple[str, ...] = ()) 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
     model_config = SimpleNamespace(get_pooling_task=lambda tasks: None, is_encoder_decoder=False)
     if ours:
-        model_config.is_dllm_engine = True
+        model_config.is_dllm_engine, model_config.hf_config = True, SimpleNamespace(model_type=model_type, block_size=4)
     return TestClient(launcher.build_app(args, tasks, model_config), raise_server_exceptions=False)
 
 

@@ -92,6 +92,20 @@ def in_spans(requests: list[Request], number: int) -> list[Request]:
     return requests
 
 
+def between_blocks(requests: list[Request]) -> list[Request]:
+    """As models can take them whose attention goes by blocks, which may be longer than the response."""
+    for i, (prompt, asked) in enumerate(requests):
+        for name in ("response_template", "block_add_threshold"):
+            asked.pop(name, None)
+        length = asked["block_length"] = (1, 4, 5, 8, 16)[i % 5]
+        asked |= (
+            {"steps": max(asked["steps"], -(-(len(prompt) % length + asked["gen_length"]) // length))}
+            if "steps" in asked
+            else {}
+        )
+    return requests
+
+
 def in_constraints(requests: list[Request], number: int, vocab_size: int, mask: int) -> list[Request]:
     """Some of them with random constraints that they can satisfy."""
     draw = random.Random(number)

@@ -59,6 +59,10 @@ SAMPLED_SETTINGS = {
         "gen_length": 10, "block_length": 10, "steps": 8, "unmasking": "topk_margin", "temperature": 0.8, "top_p": 0.8,
         "top_k": 7,
     },
+    "sdar": {"gen_length": 18, "block_length": 8, "steps_per_block": 3, "temperature": 1.0},
+    "sdar, filters": {
+        "gen_length": 10, "block_length": 4, "threshold": 0.6, "temperature": 0.8, "top_p": 0.9, "top_k": 7,
+    },
 }  # fmt: skip
 
 
@@ -93,8 +97,9 @@ def uniform_of(seed: int) -> Uniform:
 
 @pytest.mark.parametrize("constraint", [{}, {"constraint": CONSTRAINT.packed}], ids=["free", "constrained"])
 @pytest.mark.parametrize("name", SAMPLED_SETTINGS)
-def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, name, constraint):
-    folder = unsure_dream if "filters" in name else tiny_dream if "dream" in name else tiny_llada
+def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, tiny_sdar, name, constraint):
+    folders = {"llada": tiny_llada, "dream": tiny_dream, "sdar": tiny_sdar, "dream, filters": unsure_dream}
+    folder = folders.get(name) or folders[name.split(",")[0]]
     assert_decodes_like_the_plain_model(engines(folder), folder, SAMPLED_SETTINGS[name] | constraint, seed=17)
 
 

@@ -1,0 +1,107 @@
+"""A server of a block diffusion model, asked by the real OpenAI client."""
+
+import json
+
+import openai
+import pytest
+
+from dllm_engine import DiffusionParams
+from tests.support.blocks_server import PAGE_SIZE, blocks_server
+from tests.support.server import scrape
+
+pytestmark = pytest.mark.slow
+
+TEXT = "Tom lives in Paris. Ida lives in Oslo. Where does Ida live?"
+MESSAGES = [{"role": "user", "content": TEXT}]
+LENGTH = 14
+ALL = {"ignore_eos": True}
+STEPS = ALL | {"vllm_xargs": {"stream_granularity": "step"}}
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    return blocks_server(servers)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def offline(server, servers, engines):
+    llm = engines(servers.folder / "blocks", skip_tokenizer_init=False, page_size=PAGE_SIZE, dtype="auto")
+    return llm.chat(MESSAGES, DiffusionParams(gen_length=LENGTH, ignore_eos=True), use_tqdm=False)[0]
+
+
+def chat(client, body=ALL, **options):
+    return client.chat.completions.create(
+        model="blocks", messages=MESSAGES, **({"max_tokens": LENGTH} | options), extra_body=body
+    )
+
+
+def test_the_second_request_finds_the_pages_of_the_first(client, server, offline):
+    first, second = chat(client), chat(client)
+    whole = len(offline.prompt_token_ids) // PAGE_SIZE * PAGE_SIZE
+    for answer in (first, second):
+        assert answer.choices[0].message.content == offline.outputs[0].text
+        assert answer.usage.completion_tokens == LENGTH
+        assert answer.usage.prompt_tokens == len(offline.prompt_token_ids)
+    assert second.usage.prompt_tokens_details.cached_tokens == whole
+    assert second.choices[0].model_extra["diffusion"]["denoising_steps"] == offline.outputs[0].diffusion.denoising_steps
+    counted = scrape(server.url)
+    assert counted["vllm:prefix_cache_hits_total"] >= whole
+    assert counted["vllm:prefix_cache_queries_total"] > counted["vllm:prefix_cache_hits_total"]
+
+
+def test_streams_by_block_and_by_step_are_the_answer(client, offline):
+    usual, chunks = (list(chat(client, body, stream=True)) for body in (ALL, STEPS))
+    for stream in (usual, chunks):
+        assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == offline.outputs[0].text
+    steps = [chunk.model_extra["provisional"] for chunk in chunks if "provisional" in chunk.model_extra]
+    first = 4 - len(offline.prompt_token_ids) % 4
+    begun = [step for step in steps if "start" in step]
+    assert {(step["block_length"], step["first_block_length"], step["gen_length"]) for step in begun} == {
+        (4, first, 14)
+    }
+    assert all(step["start"] == (step["block"] and first + 4 * (step["block"] - 1)) for step in begun)
+    pieces = {}
+    for step in steps:
+        pieces |= zip(step["positions"], step["pieces"], strict=True)
+    assert "".join(pieces[p] for p in sorted(pieces)) == offline.outputs[0].text
+
+
+def test_what_else_a_request_asks_for(client, offline):
+    text = offline.outputs[0].text
+    stopped = chat(client, stop=[text[3:6]]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (text[: text.index(text[3:6])], "stop")
+    drawn = chat(client, n=3, temperature=1.0, seed=4, logprobs=True, top_logprobs=2)
+    assert len({choice.message.content for choice in drawn.choices}) == 3
+    assert [len(choice.logprobs.content) for choice in drawn.choices] == [LENGTH] * 3
+    schema = {"type": "object", "properties": {"age": {"enum": [7, 48]}}, "required": ["age"]}
+    format = {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}}
+    answer = chat(client, {}, response_format=format, max_tokens=30, temperature=1.0, seed=1)
+    assert json.loads(answer.choices[0].message.content)["age"] in (7, 48)
+    options = {"trace": True, "return_order": True, "steps_per_block": 2}
+    figures = chat(client, ALL | {"vllm_xargs": options}).choices[0].model_extra["diffusion"]
+    assert len(figures["committed_at"]) == LENGTH
+    assert figures["denoising_steps"] == len({tuple(window) for window in figures["trace"]["windows"]}) * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"template": [" a", 2, " b"]}, "response_template"),
+        ({"block_add_threshold": 0.5, "threshold": 0.9}, "block_add_threshold"),
+        ({"suffix_blocks": 1}, "suffix_blocks"),
+        ({"guided": True}, "guided=True"),
+    ],
+)
+def test_what_blocks_cannot_do_is_refused_by_name(client, options, named):
+    with pytest.raises(openai.BadRequestError, match=named):
+        chat(client, {"vllm_xargs": options}, max_tokens=openai.NOT_GIVEN)
+
+
+def test_an_editors_suffix_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="suffix: attention of SDAR goes by blocks"):
+        client.completions.create(model="blocks", prompt="Tom", suffix=" Oslo", max_tokens=4)
