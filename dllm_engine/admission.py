@@ -72,7 +72,7 @@ def check_request(
     ends = end_token_ids(params, hf_config)
     _check_given(spec.template, ends, hf_config)
     _check_constraint(spec, ends)
-    if spec.canvas_length > max_model_len:
+    if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
         raise InvalidRequestError(
             f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
             f"{spec.canvas_length}, max_model_len is {max_model_len}; shorten one or raise max_model_len"

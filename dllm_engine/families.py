@@ -45,6 +45,10 @@ class ModelFamily:
         """The length of the blocks that attention goes by, unless a request names another; None: there are none."""
         return self.default_block_length if self.attention == "block_causal" else None
 
+    def longest_canvas(self, max_model_len: int) -> int:
+        """Canvas positions of a request of at most so many tokens: the block in which they end is whole."""
+        return max_model_len + -max_model_len % (self.attention_block or 1)
+
 
 LLADA = ModelFamily(
     name="LLaDA",

@@ -41,7 +41,7 @@ class MetricSpec:
 
 METRICS = (
     MetricSpec("pages_total", "gauge", "pages", "Pages of the pool that can be handed out."),
-    MetricSpec("pages_reserved", "gauge", "pages", "Pages set aside for admitted requests, at their upper bounds."),
+    MetricSpec("pages_reserved", "gauge", "pages", "Pages set aside for admitted requests."),
     MetricSpec("pages_allocated", "gauge", "pages", "Pages that hold retained tokens now."),
     MetricSpec("tokens_retained", "gauge", "tokens per layer", "Tokens in pages now, summed over running requests."),
     MetricSpec(

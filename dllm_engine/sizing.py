@@ -17,7 +17,7 @@ from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec, Guidance
+from dllm_engine.scheduler.request import FIRST_BLOCK, DecodingSpec, Guidance
 from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.text import one_line, readable_size
 
@@ -123,7 +123,7 @@ class RequestDemand:
     tokens_retained: int
     """The most per layer, of the canvas."""
     pages: int
-    """Reserved at admission: over all layers, on each GPU."""
+    """The most that it holds: over all layers, on each GPU."""
     bytes: int
     rows_per_step: float
     """Positions computed per denoising step, as a mean over the response; an upper bound if it depends on tokens."""
@@ -131,6 +131,10 @@ class RequestDemand:
     """How many run at once."""
     limit: str
     """What limits their number; for 0 requests, why the engine would not serve any."""
+    admission_pages: int = 0
+    """Reserved at admission: ``pages``, or where pages come as blocks come, those of the prompt and the first block."""
+    admitted: int = 0
+    """How many requests such a reservation lets run at once, until their pages have grown."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ def plan(deployment: Deployment) -> Sizing:
             options.method.check(options.cache, geometry.num_layers, True)
         spec = request_spec(d, config, options)
         pages = options.method.page_demand(spec, geometry)
+        at_first = options.method.admission_demand(spec, FIRST_BLOCK, geometry)
         retained, rows_per_step = walk(replace(spec, guidance=None), options, geometry)
         its_pool = d.page_pool or pool + of_method - options.method.pass_bytes(rows, max_model_len)
         its_pages = pages_of_pool(its_pool, page_bytes)
@@ -214,6 +219,8 @@ def plan(deployment: Deployment) -> Sizing:
             rows_per_step=rows_per_step,
             requests=requests,
             limit=limit,
+            admission_pages=at_first,
+            admitted=_requests(d, options, geometry, at_first, its_pages, max_model_len)[0],
         )
 
     chosen = demand(d.options)

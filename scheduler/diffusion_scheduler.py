@@ -55,11 +55,15 @@ class DiffusionScheduler(RequestQueue):
         planned = self._plans_in_order(output)
         if self.method.keeps_for_good:
             output.preempted_req_ids = self._make_room(planned)
+        planned = [(request, plan) for request, plan in planned if request.status == RequestStatus.RUNNING]
+        due = sum(plan.max_rows for _, plan in planned)
         for request, plan in planned:
-            if request.status == RequestStatus.PREEMPTED:
-                continue
+            due -= plan.max_rows
             try:
-                plan = self.method.fitted(plan, self.states[request.request_id].spec, budget)
+                spec = self.states[request.request_id].spec
+                # A part of a long prompt takes what the others leave, and one that was left out a block at least.
+                is_short = plan.max_rows <= 2 * spec.block_length
+                plan = self.method.fitted(plan, spec, budget if is_short else max(budget - due, spec.block_length))
                 if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
                     self._schedule_one(request, plan, output)
                     budget -= plan.max_rows
@@ -181,8 +185,7 @@ class DiffusionScheduler(RequestQueue):
                 found.append((request, self._next_plan(request)))
             except Exception as error:
                 self._fail(request, failure_of(request.request_id, error), output)
-        # Those left out of the last steps first: a row budget too small for all must not starve anyone. A part of a
-        # long prompt takes what the others leave.
+        # Those left out of the last steps first: a row budget too small for all must not starve anyone.
         by_rows = self.method.shortened is not None
         return sorted(found, key=lambda of: (self.states[of[0].request_id].last_scheduled, by_rows * of[1].max_rows))
 

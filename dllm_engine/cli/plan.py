@@ -214,14 +214,26 @@ def as_text(
     rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *s.others)]
     lines = [head, "", format_table(memory), "", format_table(rows), ""]
     lines += [f"Note: {note}." for note in s.notes]
+    grows = s.demand.admission_pages < s.demand.pages
+    pages = "the most that a request holds" if grows else "those reserved for a request at admission"
     lines += [
-        "* as asked for; the others with their papers' options. Pages are those reserved for a request at admission;",
+        f"* as asked for; the others with their papers' options. Pages are {pages};",
         "  rows are the positions computed per step, as a mean over the response at a token per step.",
+        *(_while_pages_grow(s.demand) if grows else []),
         *([f"  Of the pages, {s.guide_pages:,} are the guide's."] if args.guide_model is not None else []),
         "",
         f"To serve it so: {shlex.join(command)}",
     ]
     return "\n".join(lines)
+
+
+def _while_pages_grow(demand: "RequestDemand") -> list[str]:
+    return [
+        f"  Pages come as blocks come: with the {demand.admission_pages:,} of its prompt and first block a request is "
+        "admitted,",
+        f"  up to {demand.admitted:,} at once. {demand.requests:,} of them fit at full length; beyond that the newest "
+        "ones are preempted.",
+    ]
 
 
 def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[str, ...]:

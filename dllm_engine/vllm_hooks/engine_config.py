@@ -84,7 +84,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler.enable_chunked_prefill &= method.shortened is not None
         if not scheduler.enable_chunked_prefill:
             # A step computes the whole canvas at once.
-            scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, model_config.max_model_len)
+            canvas = family_of(model_config.hf_config).longest_canvas(model_config.max_model_len)
+            scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, canvas)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":

@@ -22,6 +22,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
+from dllm_engine.families import family_of
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
 from dllm_engine.model_executor.loading.packing import embedding_table, output_head
@@ -221,13 +222,16 @@ class DiffusionDecoder(nn.Module, ABC):
         """
         Args:
             hf_config: of a second model beside the engine's own, which is not quantized; None: the engine's.
-            max_positions: the longest sequence that the model is given; None: ``max_model_len``.
+            max_positions: the longest sequence that the model is given; None: the canvas of ``max_model_len``.
         """
         super().__init__()
         self.vllm_config = vllm_config
         self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
         self.takes_parts = False  # whether ``load_weights`` is given some tensors at a time
-        self.max_positions = max_positions or vllm_config.model_config.max_model_len
+        model_config = vllm_config.model_config
+        self.max_positions = max_positions or family_of(model_config.hf_config).longest_canvas(
+            model_config.max_model_len
+        )
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.shape = self.decoder_shape(hf_config or vllm_config.model_config.hf_config)
         tp_size = get_tensor_model_parallel_world_size()

@@ -38,6 +38,18 @@ def test_json_holds_bytes_and_the_command(capsys):
     assert sizing["serve"][:3] == ["dllm", "serve", "GSAI-ML/LLaDA-8B-Instruct"]
 
 
+def test_pages_that_grow_are_counted_at_admission_and_at_full_length(capsys):
+    asked = ["plan", "JetLM/SDAR-8B-Chat", "--gpu-memory", "80GiB", "--prompt", "1000", "--response", "4096"]
+    demand = json.loads(planned(capsys, *asked, "--json"))["demand"]
+    # Blocks of 4, pages of 32 tokens in 36 layers; the last block is not kept.
+    assert (demand["admission_pages"], demand["pages"]) == (36 * 32, 36 * 160)
+    assert demand["requests"] < demand["admitted"] <= 256
+    out = planned(capsys, *asked)
+    assert "Pages are the most that a request holds" in out
+    assert f"up to {demand['admitted']} at once. {demand['requests']} of them fit at full length" in out
+    assert "preempted" not in planned(capsys, *LLADA)
+
+
 def test_the_command_serves_with_the_plans_settings(capsys):
     """As `dllm serve` and vLLM's own parser read it."""
     settings = ["--page-size", "16", "--tensor-parallel-size", "2", "--dtype", "half", "--max-num-seqs", "9"]

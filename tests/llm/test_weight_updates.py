@@ -238,7 +238,7 @@ def test_running_requests_keep_their_pages_on_a_gpu(monkeypatch, num_running):
     done = []
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=True)),
-        scheduler=SimpleNamespace(running=[None] * num_running, reset_prefix_cache=lambda: done.append("reset")),
+        scheduler=SimpleNamespace(num_begun=num_running, reset_prefix_cache=lambda: done.append("reset")),
     )
     calls = [
         lambda: weights.guarding_sleep(lambda self, level, mode: done.append(mode))(engine, 1, "keep"),

@@ -167,3 +167,25 @@ def test_every_request_ends_and_the_first_is_never_preempted(arrivals, aborts, n
                 received[out.request_id] = received.get(out.request_id, 0) + len(out.new_token_ids)
     assert all(received.get(name, 0) >= length for name, length in lengths.items() if name not in aborted)
     assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("room", [16, 20, 24, 100])
+def test_neither_a_long_prompt_nor_those_that_decode_wait(room):
+    """Three requests decode in every step while a prompt of 30 blocks is fed in what they leave."""
+    decoding = [of_blocks(name, 1, 40, steps_per_block=4) for name in "abc"]
+    scheduler, runner = make(*decoding, num_blocks=1000, max_rows=room)
+    while len(scheduler.running) < 3:
+        step(scheduler, runner)
+    scheduler.add_request(of_blocks("long", 30, 1))
+    parts, steps = [], 0
+    while "long" in scheduler.states:
+        output = scheduler.schedule()
+        left_out = {*"abc"} - output.plans.keys()
+        # Where a block of each is all that fits, a request that keeps a block beside them takes the place of one.
+        assert not left_out or room < 24
+        parts += [plan.span.size for name, plan in output.plans.items() if name == "long"]
+        scheduler.update_from_output(output, runner.execute(output))
+        steps += 1
+    assert sum(parts) == 31 * 4
+    assert steps <= 2 * -(-31 * 4 // (room - 12)), "others take four rows each, and eight in one of four steps"
+    assert {state.progress.num_unmasked for state in scheduler.states.values()} != {0}

@@ -1,6 +1,8 @@
 """A server of a block diffusion model, asked by the real OpenAI client."""
 
 import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -30,7 +32,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def offline(server, servers, engines):
-    llm = engines(servers.folder / "blocks", skip_tokenizer_init=False, page_size=PAGE_SIZE, dtype="auto")
+    llm = engines(servers.folder / "blocks", skip_tokenizer_init=False, page_size=PAGE_SIZE)
     return llm.chat(MESSAGES, DiffusionParams(gen_length=LENGTH, ignore_eos=True), use_tqdm=False)[0]
 
 
@@ -105,3 +107,37 @@ def test_what_blocks_cannot_do_is_refused_by_name(client, options, named):
 def test_an_editors_suffix_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="suffix: attention of SDAR goes by blocks"):
         client.completions.create(model="blocks", prompt="Tom", suffix=" Oslo", max_tokens=4)
+
+
+def test_preemptions_and_hits_are_in_vllms_metrics(client, server):
+    """Requests side by side get the tokens that they get alone."""
+    shared, numbers = [*range(10, 26)], range(4)
+
+    def ask(number):
+        body = {"seed": number, "temperature": number % 2, "ignore_eos": True, "return_token_ids": True}
+        prompt = [*shared, *range(30, 35 + number)]
+        answer = client.completions.create(model="blocks", prompt=prompt, max_tokens=200, extra_body=body)
+        return answer.choices[0].model_extra["token_ids"]
+
+    def grown():
+        after = scrape(server.url)
+        names = ("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
+        return [after[f"vllm:{name}"] - before[f"vllm:{name}"] for name in names]
+
+    def reset():
+        urllib.request.urlopen(urllib.request.Request(server.url + "/reset_prefix_cache", b""), timeout=30)
+
+    reset()
+    before = scrape(server.url)
+    alone = [ask(number) for number in numbers]
+    assert [len(tokens) for tokens in alone] == [200] * 4
+    # Each but the first finds what all begin with.
+    assert grown() == [0, sum(len(shared) + 5 + number for number in numbers), 3 * len(shared)]
+    with ThreadPoolExecutor(4) as clients:
+        assert [*clients.map(ask, numbers)] == alone
+    assert grown()[0] > 0
+    reset()
+    before = scrape(server.url)
+    assert ask(0) == alone[0]
+    assert grown() == [0, len(shared) + 5, 0]
+    assert scrape(server.url)["vllm:dllm_pages_reserved"] == 0

@@ -4,6 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from dllm_engine.demo import demo_model_path
 from tests.support.server import Server, ServerFactory
 from tests.support.tiny_checkpoints import Tensors, write_sdar
@@ -26,8 +28,13 @@ def blocks_checkpoint(folder: Path) -> Path:
 
 
 def blocks_server(servers: ServerFactory) -> Server:
+    """Its memory holds one request of the longest and a quarter, so that requests side by side are preempted."""
     model = servers.folder / "blocks"
     if not model.exists():
         blocks_checkpoint(model)
     flags = ["--page-size", str(PAGE_SIZE), "--max-model-len", "256", "--enable-prompt-tokens-details", "--trace"]
-    return servers("dllm", "serve", str(model), "--served-model-name", "blocks", *flags)
+    # Pages of 2 layers and 2 KV heads of 24 numbers.
+    flags += ["--dtype", "float32", "--kv-cache-memory-bytes", str(80 * 2 * PAGE_SIZE * 2 * 24 * 4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for `/reset_prefix_cache`
+        return servers("dllm", "serve", str(model), "--served-model-name", "blocks", *flags)

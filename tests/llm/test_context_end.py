@@ -1,0 +1,67 @@
+"""Block diffusion up to the end of the context, and responses that end before theirs."""
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine import DiffusionParams
+from tests.support.engines import generate, scheduler_of
+
+CONTEXT = 61
+"""No multiple of a block, of 4 tokens and of 8."""
+ASKED = {"threshold": 0.5, "ignore_eos": True}
+
+
+@pytest.fixture(params=["tiny_sdar", "tiny_llada2"])
+def checkpoint(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"cache_method": "none"}, {"enable_chunked_prefill": False}], ids=["block", "none", "whole"]
+)
+def test_a_response_may_run_to_the_end_of_the_context(engines, checkpoint, settings):
+    """Its last block is whole, beyond ``max_model_len``; the tokens are those of a longer context."""
+    prompts = [[*range(length)] for length in (CONTEXT - 20, CONTEXT - 3, 5, CONTEXT - 1)]
+    params = [DiffusionParams(gen_length=CONTEXT - len(prompt), **ASKED) for prompt in prompts]
+    longer = [output.outputs[0].token_ids for output in generate(engines(checkpoint), prompts, params)]
+    llm = engines(checkpoint, max_model_len=CONTEXT, **settings)
+    outputs = [output.outputs[0] for output in generate(llm, prompts, params)]
+    assert [output.token_ids for output in outputs] == longer
+    assert [(len(tokens), output.finish_reason) for tokens, output in zip(longer, outputs, strict=True)] == [
+        (20, "length"),
+        (3, "length"),
+        (CONTEXT - 5, "length"),
+        (1, "length"),
+    ]
+
+
+def test_a_length_that_is_left_open_ends_with_the_context(engines, checkpoint):
+    llm = engines(checkpoint, max_model_len=CONTEXT)
+    for params in (DiffusionParams(ignore_eos=True), SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)):
+        (output,) = generate(llm, [[*range(50)]], params)
+        assert len(output.outputs[0].token_ids) == CONTEXT - 50
+
+
+def test_what_does_not_fit_the_context_is_refused_with_the_numbers(engines, checkpoint):
+    llm = engines(checkpoint, max_model_len=CONTEXT)
+    with pytest.raises(ValueError, match=rf"\(50 tokens\) and gen_length=12 .* max_model_len is {CONTEXT}"):
+        generate(llm, [[*range(50)]], DiffusionParams(gen_length=12))
+    with pytest.raises(ValueError, match=rf"need a canvas of 80, max_model_len is {CONTEXT}"):
+        generate(llm, [[*range(50)]], DiffusionParams(gen_length=8, block_length=40))
+
+
+def test_an_end_token_gives_pages_back_at_once(engines, checkpoint):
+    llm = engines(checkpoint)
+    prompt, asked = [*range(20)], {"gen_length": 120, "threshold": 0.5}
+    (output,) = generate(llm, [prompt], DiffusionParams(ignore_eos=True, **asked))
+    tokens = list(output.outputs[0].token_ids)
+    place, end = next((i, token) for i, token in enumerate(tokens) if i >= 20 and token not in tokens[:i])
+    engine, pages = llm.llm_engine, scheduler_of(llm).pages
+    engine.add_request("a", {"prompt_token_ids": prompt}, DiffusionParams(stop_token_ids=[end], **asked))
+    finished = []
+    while not finished:
+        assert pages.num_reserved or not scheduler_of(llm).running
+        finished = [output for output in engine.step() if output.finished]
+    assert list(finished[0].outputs[0].token_ids) == tokens[: place + 1]
+    assert (pages.num_reserved, pages.num_allocated) == (0, 0)
+    engine.step()
