@@ -20,8 +20,8 @@ from dllm_engine.model_executor.models.configs import unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, with_defaults
-from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, RequestOptions, with_defaults
+from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
 from dllm_engine.sizing import CPU_PAGE_POOL_BYTES
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
@@ -135,8 +135,10 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     options = EngineOptions.from_vllm_config(vllm_config)
     check_request_defaults(options)
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
+    family = family_of(model_config.hf_config)
+    check_attention(RequestOptions.model_validate(defaults), family)
     options = options.model_copy(update={"request_defaults": defaults})
-    asked, options = options, options.with_paper_settings(model_config.model, family_of(model_config.hf_config))
+    asked, options = options, options.with_paper_settings(model_config.model, family)
     _tell_of_guessed_settings(asked, options, model_config)
     if options.guide_model is not None:
         options = _with_guide_shape(options, model_config)

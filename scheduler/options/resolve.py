@@ -167,19 +167,24 @@ def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
         )
 
 
-def _check_attention(options: RequestOptions, family: ModelFamily) -> None:
-    """Refuse what needs attention to positions behind a block, or several blocks at once."""
+def check_attention(options: RequestOptions, family: ModelFamily) -> None:
+    """Raise ``InvalidRequestError`` for what needs attention to positions behind a block, or several blocks at once,
+    where the family has neither."""
     if family.attention == "full":
         return
     reasons = {
-        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text",
+        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text "
+        "(template, suffix)",
         "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
         "block_add_threshold": "blocks run one at a time; the model was not trained for several",
         "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
     }
     for name, reason in reasons.items():
-        if getattr(options, name) is not None:
-            raise InvalidRequestError(f"{name}: attention of {family.name} goes by blocks: {reason}; leave it unset")
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"{name}={value}: attention of {family.name} goes by blocks: {reason}; leave it unset, or use a model "
+                f"that attends to the whole canvas"
+            )
 
 
 def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
@@ -240,7 +245,7 @@ def resolve_decoding(
     decides = options if guidance is None else own
     unmasking, parallel = resolve_unmasking(decides, family)
     _check_several_blocks(decides, parallel)
-    _check_attention(options, family)
+    check_attention(options, family)
     _check_suffix(options, engine)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(

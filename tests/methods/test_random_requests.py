@@ -106,7 +106,7 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     "block": [(4, 1, {}), (16, 4, {}), (6, 1, {})],
 }
 """Page size, steps per dispatch, cache options."""
-NUM_REQUESTS = {"es_dllm": 6, "none": 8, "prefix": 8, "dual": 6, "freecache": 6, "block": 20}
+NUM_REQUESTS = {"es_dllm": 6, "none": 8, "prefix": 8, "dual": 6, "freecache": 6, "block": 10}
 """Where the default is too few for each kind of request, or for enough that rounding does not decide."""
 ENDS = (42, 74, 226, 316, 319, 409)
 """Tokens that the tiny models are quick to predict, as end tokens."""

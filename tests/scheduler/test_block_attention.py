@@ -1,5 +1,7 @@
 """Requests to models whose attention goes by blocks: where blocks lie, and what is refused."""
 
+import re
+
 import pytest
 from vllm.sampling_params import SamplingParams
 
@@ -9,6 +11,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec, Span
+from tests.support.engines import start_engine
 from tests.support.plans import plans_of
 
 
@@ -53,11 +56,39 @@ def test_a_request_may_name_another_block_length():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("suffix_blocks", 1), ("response_template", [None, 7, None]), ("block_add_threshold", 0.5)],
+    [
+        ("suffix_blocks", 1),
+        ("response_template", [None, 7, None]),  # before given text, in the block and over blocks
+        ("response_template", [None] * 9 + [7]),
+        ("block_add_threshold", 0.5),
+        ("slow_fast", {}),
+    ],
 )
 def test_what_needs_attention_to_later_blocks_is_refused_by_name(option, value):
-    with pytest.raises(InvalidRequestError, match=f"^{option}: attention of SDAR goes by blocks"):
-        spec(5, 3, threshold=0.9, **{option: value})
+    rule = {} if option == "slow_fast" else {"threshold": 0.9}
+    length = len(value) if isinstance(value, list) else 3
+    said = (
+        re.escape(f"{option}={value}: attention of SDAR goes by blocks: ") + ".*; leave it unset, or use a model that"
+    )
+    with pytest.raises(InvalidRequestError, match=f"^{said}"):
+        spec(5, length, **rule, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"request_defaults": {"block_add_threshold": 0.5, "threshold": 0.9}},
+            "^block_add_threshold=0.5: attention of",
+        ),
+        ({"request_defaults": {"slow_fast": {}}}, "^slow_fast={}: attention of"),
+        ({"cache_method": "dual", "cache_options": {"refresh": "near"}}, "^cache_method='dual' does not suit SDAR"),
+        ({"cache_method": "block", "cache_options": {"prompt_refresh_interval": 2}}, "prompt_refresh_interval"),
+    ],
+)
+def test_an_engine_does_not_start_with_what_it_must_refuse(tiny_sdar, settings, said):
+    with pytest.raises(ValueError, match=said):
+        start_engine(tiny_sdar, **settings)
 
 
 def test_steps_are_counted_with_what_the_last_block_adds():

@@ -87,7 +87,7 @@ def test_what_else_a_request_asks_for(client, offline):
     options = {"trace": True, "return_order": True, "steps_per_block": 2}
     figures = chat(client, ALL | {"vllm_xargs": options}).choices[0].model_extra["diffusion"]
     assert len(figures["committed_at"]) == LENGTH
-    assert figures["denoising_steps"] == len({tuple(window) for window in figures["trace"]["windows"]}) * 2
+    assert len(figures["trace"]["windows"]) == figures["denoising_steps"] < LENGTH
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_blocks_cannot_do_is_refused_by_name(client, options, named):
 
 
 def test_an_editors_suffix_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match="suffix: attention of SDAR goes by blocks"):
+    with pytest.raises(openai.BadRequestError, match=r"attention of SDAR goes by blocks: .*suffix"):
         client.completions.create(model="blocks", prompt="Tom", suffix=" Oslo", max_tokens=4)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.blocks_server import blocks_server
 from tests.support.keyed_server import KEY, MARKUP, WORD, keyed_server
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
@@ -137,7 +138,7 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def browser(server, tmp_path_factory) -> Iterator[Page]:
+def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
@@ -145,9 +146,14 @@ def browser(server, tmp_path_factory) -> Iterator[Page]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     try:
-        yield Page(driver, server)
+        yield driver
     finally:
         driver.quit()
+
+
+@pytest.fixture(scope="module")
+def browser(driver, server) -> Page:
+    return Page(driver, server)
 
 
 @pytest.fixture
@@ -201,6 +207,29 @@ def test_the_cache_is_drawn_where_the_engine_traces(page):
         "return [...seen];"
     )
     assert {"15,124,140", "238,155,31", "230,233,236"} <= set(used), "retained, the block, the rest"
+
+
+def test_a_block_that_begins_in_the_prompt_is_shown_from_the_response_on(driver, servers):
+    page = Page(driver, blocks_server(servers)).open(key=None)
+    page.wait(lambda: page.text("model").startswith("blocks"))
+    page.move("max_tokens", 16)
+    page.ask_for_all_steps("Tom lives in Oslo.")  # 10 tokens with the template
+    sizes = page.js("return [...document.querySelectorAll('.block')].map(box => box.querySelectorAll('.cell').length)")
+    assert sizes == [2, 4, 4, 4, 2]
+    assert page.masked == 0
+    page.move("step", 3)
+    assert "block 2" in page.text("where")
+    assert page.masked == 16 - 3
+    captions = [caption.text for caption in page.all("#maps figcaption")]
+    assert captions[-4:] == [
+        f"Block {n}\n{4 + 4 * n} of {4 + 4 * n} positions outside the block, in 2 layers" for n in (2, 3, 4, 5)
+    ], captions
+    page.js("document.getElementById('rule').value = 'threshold'; showRule()")
+    hidden = page.js(
+        "return ['block_add_threshold', 'template'].map(name => !document.getElementById(name).offsetParent)"
+    )
+    assert hidden == [True, True]
+    assert page.errors() == []
 
 
 def test_several_running_blocks_are_shown_as_they_fill(page):
