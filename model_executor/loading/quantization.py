@@ -71,8 +71,8 @@ def is_group_index(parameter_name: str) -> bool:
 
 
 def may_be_missing(parameter_name: str) -> bool:
-    """Whether a checkpoint need not have a parameter: GPTQ's groups, if they follow each other, and the biases of 0 that
-    vLLM gives experts in GPTQ's format."""
+    """Whether a checkpoint need not have a parameter: GPTQ's groups, if they follow each other, and the biases of 0
+    that vLLM gives experts in GPTQ's format."""
     return is_group_index(parameter_name) or parameter_name.endswith((".w13_bias", ".w2_bias"))
 
 

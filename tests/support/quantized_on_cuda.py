@@ -1,8 +1,8 @@
-"""Loads quantized models as vLLM does on a GPU, as far as a machine without one can: its CUDA platform, the quantization
-methods and kernels that it chooses there, and their parameters, which are filled and converted in the CPU's memory.
+"""Loads quantized models as vLLM does on a GPU, as far as a machine without one can.
 
-What conversions call of vLLM's compiled operators for CUDA has stand-ins: they give tensors of the right shapes. Nothing
-is computed with the weights.
+vLLM's CUDA platform chooses quantization methods and kernels. Their parameters are filled and converted in the memory of
+the CPU. What conversions call of vLLM's compiled operators for CUDA has stand-ins, which give tensors of the right
+shapes. Nothing is computed with the weights.
 
 Reads a JSON list of ``{"model", "settings"}`` and writes a list as the last line: what each became, or the error.
 """

@@ -20,17 +20,15 @@ pytestmark = pytest.mark.slow
 
 # Marlin's kernels take multiples of 64 or 128.
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
+WIDE_EXPERTS = {"hidden_size": 128, "dense_intermediate_size": 256}
+WIDE_EXPERTS |= {"expert_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 FAMILIES = {
     "llada": (tiny_checkpoints.write_llada, {"d_model": 128, "mlp_hidden_size": 256}),
     "dream": (tiny_checkpoints.write_dream, WIDE),
     "sdar": (tiny_checkpoints.write_sdar, WIDE | {"head_dim": 32}),
     "llada_moe": (
         tiny_checkpoints.write_llada_moe,
-        {
-            **tiny_checkpoints.ALL_KINDS_OF_EXPERTS,
-            **{"hidden_size": 128, "dense_intermediate_size": 256, "expert_intermediate_size": 128},
-            "shared_expert_intermediate_size": 128,
-        },
+        tiny_checkpoints.ALL_KINDS_OF_EXPERTS | WIDE_EXPERTS,
     ),
     "llada2": (tiny_checkpoints.write_llada2, WIDE | {"head_dim": 32, "moe_intermediate_size": 128}),
 }
