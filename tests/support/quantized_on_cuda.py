@@ -1,6 +1,6 @@
 """Loads quantized models as vLLM does on a GPU, as far as a machine without one can.
 
-vLLM's CUDA platform chooses quantization methods and kernels. Their parameters are filled and converted in the memory of
+vLLM's CUDA platform chooses quantization methods and kernels. Their parameters are filled and converted in memory of
 the CPU. What conversions call of vLLM's compiled operators for CUDA has stand-ins, which give tensors of the right
 shapes. Nothing is computed with the weights.
 
