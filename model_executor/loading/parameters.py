@@ -8,7 +8,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.model_executor.loading.checks import is_finite
 from dllm_engine.model_executor.loading.packing import Packer
-from dllm_engine.model_executor.loading.quantization import check_group_index, is_group_index
+from dllm_engine.model_executor.loading.quantization import check_group_index, is_group_index, may_be_missing
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.names import NamedModules, Shard, shards_of
 
@@ -66,7 +66,7 @@ def fill_parameters(
         for packed in packer.fill(name, shard):
             del parameters[packed]
     missing = sorted(
-        name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not is_group_index(name)
+        name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not may_be_missing(name)
     )
     if missing and whole:
         raise ValueError(

@@ -70,6 +70,12 @@ def is_group_index(parameter_name: str) -> bool:
     return "g_idx" in parameter_name.rpartition(".")[2]
 
 
+def may_be_missing(parameter_name: str) -> bool:
+    """Whether a checkpoint need not have a parameter: GPTQ's groups, if they follow each other, and the biases of 0
+    that vLLM gives experts in GPTQ's format."""
+    return is_group_index(parameter_name) or parameter_name.endswith((".w13_bias", ".w2_bias"))
+
+
 def check_group_index(tensor_name: str, tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` unless groups follow each other, as vLLM's kernels have them."""
     if (tensor.diff() < 0).any():

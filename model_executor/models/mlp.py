@@ -96,6 +96,9 @@ class ExpertMLP(nn.Module):
                 shared_experts=self.shared_expert,
                 prefix=prefix_of("mlp.experts"),
             )
+            method = self.experts.routed_experts.quant_method
+            if getattr(getattr(method, "fp8_backend", None), "name", None) == "NONE":
+                raise NotImplementedError("none for FP8")  # vLLM says so after loading
         except (NotImplementedError, ValueError) as error:
             if quant_config is not None:
                 raise ValueError(

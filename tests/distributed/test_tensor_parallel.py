@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from examples.quantize import quantize
 from tests.support.engines import generate, scheduler_of
 from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases, request_fields
 from tests.support.sharded import assert_alike, two_ranks
-from tests.support.tiny_checkpoints import write_adapter
+from tests.support.tiny_checkpoints import write_adapter, write_llada
 
 pytestmark = pytest.mark.slow
 
@@ -140,6 +141,21 @@ def test_two_ranks_split_shared_experts_and_dense_layers(engines, tiny_llada_moe
     with two_ranks(tiny_llada_moe, max_model_len=256, cache_method="dual") as sharded:
         answers = generate(sharded, prompts, params)
     assert_alike(answers, generate(engines(tiny_llada_moe, cache_method="dual"), prompts, params), "unmasked_per_step")
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_two_ranks_split_quantized_weights(engines, tmp_path, scheme):
+    from dllm_engine import DiffusionParams
+
+    # CPU kernels for four bits take multiples of 32, on each rank.
+    plain = write_llada(tmp_path / "plain", mlp_hidden_size=128)
+    model = quantize(str(plain), tmp_path / "quantized", scheme)
+    prompts = [[3, 17, 99, 4, 61], [8] * 21, [5, 6, 7]]
+    params = [DiffusionParams(gen_length=24, block_length=8, ignore_eos=True, **rule) for rule in ({}, *RULES[1:3])]
+    settings = {"cache_method": "dual", "dtype": "bfloat16"}
+    with two_ranks(model, max_model_len=256, **settings) as sharded:
+        answers = generate(sharded, prompts, params)
+    assert_alike(answers, generate(engines(model, **settings), prompts, params), "unmasked_per_step")
 
 
 def test_two_ranks_share_an_adapter(engines, tiny_llada, tmp_path):

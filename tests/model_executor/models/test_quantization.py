@@ -23,11 +23,13 @@ FAMILIES = {
         tiny_checkpoints.write_llada_moe,
         {**tiny_checkpoints.ALL_KINDS_OF_EXPERTS, "dense_intermediate_size": 128, "moe_layer_freq": [0, 0]},
     ),
+    "sdar": (tiny_checkpoints.write_sdar, {"intermediate_size": 128}),
+    "llada2": (tiny_checkpoints.write_llada2, {"intermediate_size": 128, "first_k_dense_replace": 2}),
 }
-"""LLaDA-MoE's experts have no kernels on a CPU without AMX: its layers are dense ones here."""
+"""Experts have no kernels on a CPU without AMX: all layers are dense ones here."""
 IDS = [11, 12, 13, 14, tiny_checkpoints.MASK, 15, tiny_checkpoints.MASK, tiny_checkpoints.MASK]
-EACH_SCHEME = [(family, scheme) for family in FAMILIES for scheme in quantize.SCHEMES if family != "llada_moe"]
-EACH_SCHEME += [("llada_moe", "int8"), ("llada_moe", "gptq")]
+EACH_SCHEME = [(family, scheme) for family in ("llada", "dream") for scheme in quantize.SCHEMES]
+EACH_SCHEME += [(family, scheme) for family in ("llada_moe", "sdar", "llada2") for scheme in ("int8", "gptq")]
 
 
 @pytest.fixture(scope="session")
@@ -229,18 +231,35 @@ def test_groups_out_of_order_are_named(plain, tmp_path):
     refuse(quantized, name, "desc_act", dtype="bfloat16")
 
 
+EXPERTS = {"llada_moe": "tiny_llada_moe", "llada2": "tiny_llada2"}
+
+
 @pytest.mark.parametrize("at_load_time", [False, True])
-def test_experts_may_be_left_as_they_are(engines, tiny_llada_moe, tmp_path, at_load_time):
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_may_be_left_as_they_are(engines, request, tmp_path, family, at_load_time):
+    settings, plain_model = {}, request.getfixturevalue(EXPERTS[family])
+    model = plain_model
     if at_load_time:
         settings = {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}
-        model = tiny_llada_moe
     else:
-        settings = {}
         model = quantize.quantize(
-            str(tiny_llada_moe), tmp_path / "quantized", "int8", ignore=["re:.*mlp.experts", "re:.*shared_expert"]
+            str(model), tmp_path / "quantized", "int8", ignore=["re:.*mlp.experts", "re:.*shared_expert"]
         )
     llm = engines(model, dtype="bfloat16", **settings)
-    (expected,) = dense_logits(engines(tiny_llada_moe), IDS)
+    (expected,) = dense_logits(engines(plain_model), IDS)
     layer = runner_of(llm).model.layers[1]
     assert type(layer.out_proj.quant_method).__name__ != "UnquantizedLinearMethod"
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
+
+
+@pytest.mark.parametrize("scheme", quantize.SCHEMES)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_quantized_experts_are_refused_on_a_cpu_without_amx(monkeypatch, tmp_path, family, scheme):
+    """Their widths are multiples of 32, as they are in released models."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    write, widths = {
+        "llada_moe": (tiny_checkpoints.write_llada_moe, {"expert_intermediate_size": 64}),
+        "llada2": (tiny_checkpoints.write_llada2, {"moe_intermediate_size": 64, "intermediate_size": 128}),
+    }[family]
+    quantized = quantize.quantize(str(write(tmp_path / "plain", **widths)), tmp_path / "quantized", scheme)
+    refuse(quantized, "quantization=", "needs AMX", "leaves the experts as they are", dtype="bfloat16")
