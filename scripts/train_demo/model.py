@@ -28,6 +28,7 @@ from .circuit import Circuit, CopyHead
 from .network import DemoModel, ModelSettings
 from .samples import (
     BATCH_TOKENS,
+    BLOCK_LENGTH,
     BOS,
     CHAT_TEMPLATE,
     EOS,
@@ -42,11 +43,10 @@ from .samples import (
     render_prompt,
     train_tokenizer,
 )
-from .training import CURRICULUM, Loss, TrainingSettings, round_to_bfloat16, train
+from .training import Loss, TrainingSettings, round_to_bfloat16, train
 
 SHAPE = ModelSettings(n_layers=4)
 TRAINING = TrainingSettings(steps=7000, seed=0, eos_tail_weight=0.3, curriculum_loss=0.55)
-BLOCK_LENGTH = 8
 MIN_MASK_RATIO = 0.05
 BLOCK_MASKED_SHARE = 0.4
 """Share of samples masked the way block decoding meets them."""
@@ -88,7 +88,7 @@ def run(out: Path, settings: TrainingSettings) -> None:
         print("  exact:", *(f"{row.task} x{row.pairs} {score.exact:.2f}" for row, score in scores), flush=True)
         save(model, tokenizer, out)
 
-    train(model, SampleStream(tokenizer, settings.seed, CURRICULUM[0]), settings, loss_of, show_progress)
+    train(model, SampleStream(tokenizer, settings.seed, settings.curriculum[0]), settings, loss_of, show_progress)
     round_to_bfloat16(model)
     save(model, tokenizer, out)
     write_card(model, tokenizer, settings, out)
@@ -148,8 +148,9 @@ def block_decode(model: DemoModel, prompts: Tensor, threshold: float | None = No
     when every response has an end-of-text token in a finished block: later blocks cannot change what is shown.
     """
     prompt_length = prompts.shape[1]
-    canvas = F.pad(prompts, (0, GEN_LENGTH), value=MASK)
-    for start in range(prompt_length, prompt_length + GEN_LENGTH, BLOCK_LENGTH):
+    first, end = model.first_block(prompt_length), prompt_length + GEN_LENGTH
+    canvas = F.pad(prompts, (0, GEN_LENGTH + (first - end) % BLOCK_LENGTH), value=MASK)
+    for start in range(first, end, BLOCK_LENGTH):
         block = canvas[:, start : start + BLOCK_LENGTH]
         while (block == MASK).any():
             hidden = model(canvas, start)[:, :BLOCK_LENGTH]
@@ -161,7 +162,7 @@ def block_decode(model: DemoModel, prompts: Tensor, threshold: float | None = No
             block[chosen & (block == MASK)] = token[chosen & (block == MASK)]
         if (canvas[:, prompt_length : start + BLOCK_LENGTH] == EOS).any(dim=1).all():
             break
-    return canvas[:, prompt_length:]
+    return canvas[:, prompt_length:end]
 
 
 @dataclass(frozen=True)
