@@ -69,7 +69,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--model",
-        help="`demo`, folder or Hugging Face name of a checkpoint, or random weights of a shape: `llada-8b`, "
+        help="`demo`, `demo-blocks`, folder or Hugging Face name of a checkpoint, or random weights of a shape: `llada-8b`, "
         "`llada-moe-7b`, `dream-7b`, or `llada-8b/4` with a quarter of width, heads, layers and vocabulary (default: "
         "demo)",
     )
@@ -90,7 +90,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--response", "--output-len", type=positive_int, metavar="N", help="response tokens (default: 64)"
     )
     what.add_argument(
-        "--block-length", type=positive_int, metavar="N", help="default: the family's, demo model 8; at most --response"
+        "--block-length", type=positive_int, metavar="N", help="default: the model's, `demo` 8; at most --response"
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     guide = parser.add_argument_group("guide")

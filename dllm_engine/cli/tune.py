@@ -17,7 +17,7 @@ from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, po
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
 from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
-from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
@@ -143,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
     for method in _methods(args, CACHE_METHODS):
         if method not in CACHE_METHODS:
             raise ValueError(f"--methods: unknown cache method {method!r}; choose some of {', '.join(CACHE_METHODS)}")
-    if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model != DEMO_MODEL:
+    if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model not in DEMO_MODELS:
         raise ValueError(
             f"nothing says what {args.model} is to answer; give --tasks FILE with your own prompts and answers, or "
             f"--lm-eval or --paper-task"

@@ -4,7 +4,6 @@ Training feeds each canvas twice in one pass, as BD3-LM and SDAR do: clean, and 
 response. A block with masks learns from the clean blocks before it.
 """
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -15,21 +14,22 @@ from torch import Tensor
 
 from dllm_engine.demo import DEMO_MODEL_DIR
 
-from .checkpoint import PROGRESS_EXAMPLES, PROGRESS_ROWS, save_checkpoint
-from .model import evaluate
+from .checkpoint import Evaluation, copy_from_demo, llama_config, llama_name, save_checkpoint, write_model_card
+from .model import evaluated, print_progress
 from .network import BlockModel, ModelSettings
-from .samples import BLOCK_LENGTH, MASK, Batch, SampleStream
+from .samples import BATCH_TOKENS, BLOCK_LENGTH, GEN_LENGTH, MASK, TASK_WEIGHTS, Batch, SampleStream
 from .training import Loss, TrainingSettings, round_to_bfloat16, train
 
 SHAPE = ModelSettings(n_layers=4, n_heads=8, n_kv_heads=4, qk_norm=True)
 TRAINING = TrainingSettings(
-    steps=1000,
+    steps=400,
     seed=2,  # other samples than the demo model saw
     eos_tail_weight=0.1,
     curriculum=(40,),
     muon_lr=0.003,
     adam_lr=2e-3,
     progress_every=200,
+    card_examples=100,
 )
 HEAD_NORM = 2.0
 """First weights of the norms of queries and keys: about the scale that these have in the demo model."""
@@ -43,17 +43,16 @@ def run(out: Path, settings: TrainingSettings) -> None:
     model = BlockModel(SHAPE)
     start_from_demo(model)
     generator = torch.Generator().manual_seed(settings.seed)
-    out.mkdir(parents=True, exist_ok=True)
 
     def show_progress() -> None:
-        torch.save(model.state_dict(), out / "state.pt")
-        scores = [(row, evaluate(model, tokenizer, row, PROGRESS_EXAMPLES)) for row in PROGRESS_ROWS]
-        print("  exact:", *(f"{row.task} x{row.pairs} {score.exact:.2f}" for row, score in scores), flush=True)
+        print_progress(model, tokenizer)
+        save(model, out)
 
     stream = SampleStream(tokenizer, settings.seed, settings.curriculum[0], long_response_share=0.0)
     train(model, stream, settings, lambda batch: block_loss(model, batch, generator, settings), show_progress)
     round_to_bfloat16(model)
-    torch.save(model.state_dict(), out / "state.pt")
+    save(model, out)
+    write_card(model, tokenizer, settings, out)
 
 
 @torch.no_grad()
@@ -106,3 +105,41 @@ def block_loss(model: BlockModel, batch: Batch, generator: torch.Generator, sett
     recall = in_answer & batch.is_recall[:, None].expand_as(masked)[masked]
     loss: Tensor = (weight * token_loss).sum() / weight.sum()
     return loss, (float(token_loss.detach()[recall].sum()), int(recall.sum()))
+
+
+# Checkpoint folder
+
+
+def save(model: BlockModel, out: Path) -> None:
+    """Write weights and config in SDAR's layout; the other files are the demo model's."""
+    config = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        **llama_config(model.settings),
+        "block_size": BLOCK_LENGTH,
+        "mask_token_id": MASK,
+    }
+    save_checkpoint(model, llama_name, {"config": config}, out)
+    copy_from_demo(out, "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def write_card(model: BlockModel, tokenizer: Tokenizer, settings: TrainingSettings, out: Path) -> None:
+    """Evaluate every row of the model card and write it."""
+    rows = [Evaluation(task, threshold=threshold) for threshold in (None, 0.9) for task in TASK_WEIGHTS]
+    facts = {
+        "parameters": model.num_parameters / 1e6,
+        "layers": SHAPE.n_layers,
+        "width": SHAPE.d_model,
+        "query_heads": SHAPE.n_heads,
+        "kv_heads": SHAPE.n_kv_heads,
+        "steps": settings.steps,
+        "batch_tokens": BATCH_TOKENS,
+        "seed": settings.seed,
+        "tail_weight": settings.eos_tail_weight,
+        "muon_lr": settings.muon_lr,
+        "adam_lr": settings.adam_lr,
+        "count": settings.card_examples,
+        "gen_length": GEN_LENGTH,
+        "block_length": BLOCK_LENGTH,
+    }
+    write_model_card("blocks_card.md", evaluated(model, tokenizer, rows, settings.card_examples), facts, out)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from safetensors.torch import save
 
+from dllm_engine.demo import DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import Example, make_examples
 
 from .network import DemoModel, ModelSettings
@@ -55,8 +57,14 @@ def save_checkpoint(model: DemoModel, name_of: Callable[[str], str], configs: di
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
+def copy_from_demo(out: Path, *names: str) -> None:
+    """Copy files that are those of the demo model, such as its tokenizer."""
+    for name in names:
+        shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
+
+
 def llama_config(settings: ModelSettings) -> dict[str, Any]:
-    """What config.json of a Llama and of a SDAR have in common."""
+    """What config.json of a Llama and of an SDAR have in common."""
     return {
         "hidden_size": settings.d_model,
         "intermediate_size": settings.mlp_hidden_size,

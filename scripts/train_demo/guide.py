@@ -5,7 +5,6 @@ This one learns by teacher forcing on samples of the same tasks: prompt, answer,
 canvas. Its checkpoint folder has the layout of Hugging Face's ``LlamaForCausalLM``.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from .checkpoint import (
     PROGRESS_EXAMPLES,
     PROGRESS_ROWS,
     Evaluation,
+    copy_from_demo,
     llama_config,
     llama_name,
     save_checkpoint,
@@ -153,8 +153,7 @@ def save(model: Guide, out: Path) -> None:
         **llama_config(model.settings),
     }
     save_checkpoint(model, llama_name, {"config": config}, out)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
+    copy_from_demo(out, "tokenizer.json", "tokenizer_config.json")
 
 
 def write_card(model: Guide, tokenizer: Tokenizer, settings: TrainingSettings, out: Path, minutes: float) -> None:

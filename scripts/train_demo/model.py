@@ -5,6 +5,7 @@ with chat template, model card.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dllm_engine.demo.tasks import CITIES, NAMES, Example, exact_match, item_matches
+from dllm_engine.demo.tasks import CITIES, MAX_PAIRS, NAMES, Example, exact_match, item_matches
 
 from .checkpoint import (
     CARD_ROWS,
@@ -84,8 +85,7 @@ def run(out: Path, settings: TrainingSettings) -> None:
         return masked_loss(model, batch, draw_masks(batch, generator), settings)
 
     def show_progress() -> None:
-        scores = [(row, evaluate(model, tokenizer, row, PROGRESS_EXAMPLES)) for row in PROGRESS_ROWS]
-        print("  exact:", *(f"{row.task} x{row.pairs} {score.exact:.2f}" for row, score in scores), flush=True)
+        print_progress(model, tokenizer)
         save(model, tokenizer, out)
 
     train(model, SampleStream(tokenizer, settings.seed, settings.curriculum[0]), settings, loss_of, show_progress)
@@ -196,6 +196,23 @@ def evaluate(model: DemoModel, tokenizer: Tokenizer, row: Evaluation, count: int
     )
 
 
+def print_progress(model: DemoModel, tokenizer: Tokenizer) -> None:
+    scores = [(row, evaluate(model, tokenizer, row, PROGRESS_EXAMPLES)) for row in PROGRESS_ROWS]
+    print("  exact:", *(f"{row.task} x{row.pairs} {score.exact:.2f}" for row, score in scores), flush=True)
+
+
+def evaluated(model: DemoModel, tokenizer: Tokenizer, rows: Iterable[Evaluation], count: int) -> list[str]:
+    """The rows of a model card's table."""
+    table = []
+    for row in rows:
+        score = evaluate(model, tokenizer, row, count)
+        size = row.pairs or (f"2 to {MAX_PAIRS[row.task]}" if row.task in MAX_PAIRS else "-")
+        decoding = "one per step" if row.threshold is None else f"threshold {row.threshold}"
+        shares = (f"{score.prompt_tokens:.0f}", f"{score.exact:.3f}", f"{score.items:.3f}")
+        table.append(table_row((row.task, size, f"{row.filler:.0%}", decoding, *shares)))
+    return table
+
+
 # Checkpoint folder
 
 
@@ -257,12 +274,7 @@ PARALLEL_ROWS = [
 
 def write_card(model: DemoModel, tokenizer: Tokenizer, settings: TrainingSettings, out: Path) -> None:
     """Evaluate every row of the model card and write it."""
-    rows = []
-    for row in [*CARD_ROWS, Evaluation("chat"), *PARALLEL_ROWS]:
-        score = evaluate(model, tokenizer, row, settings.card_examples)
-        decoding = "one per step" if row.threshold is None else f"threshold {row.threshold}"
-        shares = (f"{score.prompt_tokens:.0f}", f"{score.exact:.3f}", f"{score.items:.3f}")
-        rows.append(table_row((row.task, row.pairs or "-", f"{row.filler:.0%}", decoding, *shares)))
+    rows = evaluated(model, tokenizer, [*CARD_ROWS, Evaluation("chat"), *PARALLEL_ROWS], settings.card_examples)
     facts = {
         "parameters": model.num_parameters / 1e6,
         "layers": SHAPE.n_layers,
