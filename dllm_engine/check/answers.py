@@ -90,7 +90,7 @@ def demo_for(method: str) -> str:
 
 @contextmanager
 def running(method: str, **settings: Any) -> Iterator["LLM"]:
-    """An engine of the demo model that suits the method, ended before the next one starts: a device holds one at a time."""
+    """An engine of a method's demo model, ended before the next one starts: a device holds one at a time."""
     from dllm_engine.llm import LLM
 
     options = CACHE_OPTIONS.get(method)

@@ -69,9 +69,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--model",
-        help="`demo`, `demo-blocks`, folder or Hugging Face name of a checkpoint, or random weights of a shape: `llada-8b`, "
-        "`llada-moe-7b`, `dream-7b`, or `llada-8b/4` with a quarter of width, heads, layers and vocabulary (default: "
-        "demo)",
+        help="`demo`, `demo-blocks`, folder or Hugging Face name of a checkpoint, or random weights of a shape: "
+        "`llada-8b`, `llada-moe-7b`, `dream-7b`, or `llada-8b/4` with a quarter of width, heads, layers and vocabulary "
+        "(default: demo)",
     )
     what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all)")
     what.add_argument(

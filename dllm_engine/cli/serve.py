@@ -49,7 +49,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Everything `vllm serve` accepts works here too; `vllm serve --help=all` lists it.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    )
     add_cache_arguments(parser)
     requests = parser.add_argument_group(
         "requests",

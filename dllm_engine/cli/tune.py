@@ -49,14 +49,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "block length for the fastest setting that loses at most so much accuracy against plain decoding (no cache, a "
         "token per pass). Run again, the same command goes on where it stopped.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    )
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--tasks",
         type=Path,
         metavar="FILE",
-        help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for `demo`: '
-        "the demo model's tasks)",
+        help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for a demo '
+        "model: its tasks)",
     )
     asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
     asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")

@@ -144,6 +144,7 @@ def evaluate(model: Guide, tokenizer: Tokenizer, row: Evaluation, count: int) ->
 
 # Checkpoint folder
 
+
 def save(model: Guide, out: Path) -> None:
     """Write weights and config in Llama's layout, and copy the demo model's tokenizer files."""
     config = {

@@ -1,4 +1,4 @@
-"""The training loop and its optimizer, the same for both models."""
+"""The training loop and its optimizer, the same for all models."""
 
 import math
 import time

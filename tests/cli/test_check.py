@@ -34,7 +34,9 @@ def one_engine(engines, monkeypatch):
 
     @contextmanager
     def shared(method, **settings):
-        yield engines(demo_for(method), cache_method=method, cache_options=CACHE_OPTIONS.get(method), **SETTINGS | settings)
+        yield engines(
+            demo_for(method), cache_method=method, cache_options=CACHE_OPTIONS.get(method), **SETTINGS | settings
+        )
 
     monkeypatch.setattr(answers, "running", shared)
     monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)  # it would quiet the whole session
