@@ -29,7 +29,7 @@ TRAINING = TrainingSettings(
     muon_lr=0.003,
     adam_lr=2e-3,
     progress_every=200,
-    card_examples=100,
+    card_examples=40,
 )
 HEAD_NORM = 2.0
 """First weights of the norms of queries and keys: about the scale that these have in the demo model."""
