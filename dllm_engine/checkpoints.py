@@ -120,7 +120,7 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     """Check that ``model`` is one of ours and that what the engine needs is installed.
 
     Args:
-        model: a checkpoint's folder or Hugging Face name, or ``"demo"``.
+        model: a checkpoint's folder or Hugging Face name, ``"demo"`` or ``"demo-blocks"``.
         arguments: those of ``vllm.LLM`` that the caller gave.
 
     Raises:

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.admission import open_gen_length
 from dllm_engine.checkpoints import check_start
-from dllm_engine.demo import DEMO_MODEL, demo_model_path, model_path
+from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.families import check_profiled, family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
@@ -32,7 +32,7 @@ class LLM(vllm.LLM):
     It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise.
 
     Args:
-        model: a checkpoint's folder or Hugging Face name, or ``"demo"``.
+        model: a checkpoint's folder or Hugging Face name, ``"demo"`` or ``"demo-blocks"``.
         cache_method: which cache to use; ``dllm models`` lists them.
         cache_options: options of the cache method; ``"paper"`` for those of its paper.
         page_size: tokens per page of one layer.
@@ -280,6 +280,7 @@ def _argument_names() -> set[str]:
 
 def _model_name(model: str) -> str:
     """The model as a reader knows it: of a folder its name alone."""
-    if model == demo_model_path():
-        return DEMO_MODEL
+    for name, folder in DEMO_MODELS.items():
+        if model == folder:
+            return name
     return Path(model).name if Path(model).is_dir() else model

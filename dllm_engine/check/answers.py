@@ -1,4 +1,4 @@
-"""The demo model's answers under every cache method, against those stored from a CPU."""
+"""The demo models' answers under every cache method, against those stored from a CPU."""
 
 import gc
 import json
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dllm_engine.check.checks import CannotRunError, Check
-from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo import DEMO_BLOCKS, DEMO_MODEL
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 
@@ -38,10 +38,9 @@ CACHE_OPTIONS: dict[str, dict[str, Any]] = _METHODS["cache_options"]
 LOGPROB_BOUND = 1e-3
 SHARDED_METHOD: str = _METHODS["two_ranks"]
 """What it retains follows from sums over the ranks."""
-METHODS = methods_for("full")
-"""Those for the demo model."""
+METHODS = list(CACHE_METHODS)
 FIRST_WORD, VOCAB_SIZE = 4, 512
-"""Of the demo model; token ids below the first are special."""
+"""Of both demo models; token ids below the first are special."""
 
 
 def answer_checks(device: torch.device) -> Iterator[Check]:
@@ -84,13 +83,18 @@ def _compare(method: str, **settings: Any) -> tuple[float, float]:
     return error, LOGPROB_BOUND
 
 
+def demo_for(method: str) -> str:
+    """The demo model that a cache method is for."""
+    return DEMO_MODEL if method in methods_for("full") else DEMO_BLOCKS
+
+
 @contextmanager
 def running(method: str, **settings: Any) -> Iterator["LLM"]:
-    """An engine of the demo model, ended before the next one starts: a device holds one at a time."""
+    """An engine of a method's demo model, ended before the next one starts: a device holds one at a time."""
     from dllm_engine.llm import LLM
 
     options = CACHE_OPTIONS.get(method)
-    llm = LLM(DEMO_MODEL, cache_method=method, cache_options=options, **SETTINGS | settings)
+    llm = LLM(demo_for(method), cache_method=method, cache_options=options, **SETTINGS | settings)
     try:
         yield llm
     finally:

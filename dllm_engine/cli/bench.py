@@ -69,8 +69,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what = parser.add_argument_group("what to measure")
     what.add_argument(
         "--model",
-        help="`demo`, folder or Hugging Face name of a checkpoint, or random weights of a shape: `llada-8b`, "
-        "`llada-moe-7b`, `dream-7b`, `sdar-8b`, `llada2-mini`, or `llada-8b/4` with a quarter of width, "
+        help="`demo`, `demo-blocks`, folder or Hugging Face name of a checkpoint, or random weights of a shape: "
+        "`llada-8b`, `llada-moe-7b`, `dream-7b`, `sdar-8b`, `llada2-mini`, or `llada-8b/4` with a quarter of width, "
         "heads, layers and vocabulary (default: demo)",
     )
     what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all that suit the model)")
@@ -90,7 +90,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--response", "--output-len", type=positive_int, metavar="N", help="response tokens (default: 64)"
     )
     what.add_argument(
-        "--block-length", type=positive_int, metavar="N", help="default: the family's, demo model 8; at most --response"
+        "--block-length", type=positive_int, metavar="N", help="default: the model's, `demo` 8; at most --response"
     )
     what.add_argument(
         "--shared-prefix",

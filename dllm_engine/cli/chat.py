@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
-from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         with suppress(ImportError):
             import readline  # noqa: F401  input() edits lines and remembers them once it is loaded
         print(GREETING)
-        if args.model == DEMO_MODEL:
+        if args.model in DEMO_MODELS:
             print(DEMO_HINT)
     while True:
         try:

@@ -29,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "check",
         help="check that the engine computes right on this machine",
         description="Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and "
-        "the demo model's answers under every cache method with those of a CPU. Exits with 1 if anything differs.",
+        "the demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs.",
     )
     parser.add_argument(
         "model",

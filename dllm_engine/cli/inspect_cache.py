@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
-from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import make_examples
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo_prompt(model: str) -> str:
-    if model != DEMO_MODEL:
+    if model not in DEMO_MODELS:
         raise ValueError("give a PROMPT")
     (example,) = make_examples("facts", 1, seed=3, min_pairs=6, max_pairs=6, filler=0.4, asked=3)
     return example.prompt

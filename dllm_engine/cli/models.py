@@ -1,12 +1,12 @@
 """``dllm models``: lists checkpoints, cache methods, unmasking policies and rules of parallel unmasking; and
-``dllm demo-path``: where the demo model lies, for tools that want a path."""
+``dllm demo-path``: where a demo model lies, for tools that want a path."""
 
 import argparse
 import json
 from dataclasses import asdict
 from typing import Any
 
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import DEMO_MODEL, DEMO_MODELS, demo_model_path
 from dllm_engine.families import FAMILIES
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import format_table
@@ -18,7 +18,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--json", action="store_true", help="as JSON; options of cache methods as JSON schemas")
     parser.set_defaults(run=run)
-    parser = commands.add_parser("demo-path", help="print the folder of the demo model")
+    parser = commands.add_parser("demo-path", help="print the folder of a demo model")
+    parser.add_argument("model", nargs="?", choices=DEMO_MODELS, default=DEMO_MODEL, help="(default: %(default)s)")
     parser.set_defaults(run=print_demo_path)
 
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_demo_path(args: argparse.Namespace) -> int:
-    print(demo_model_path())
+    print(demo_model_path(args.model))
     return 0
 
 

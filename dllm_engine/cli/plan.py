@@ -49,7 +49,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, and on a "
         "CPU of all ranks.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    )
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of one GPU, such as 80GiB")
     parser.add_argument("--memory", type=byte_size, metavar="SIZE", help="for --device cpu (default: this machine's)")

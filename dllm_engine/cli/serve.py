@@ -17,7 +17,7 @@ from dllm_engine.cli.engine import (
     cache_options,
     given,
 )
-from dllm_engine.demo import DEMO_MODEL, model_path
+from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.text import one_line
 from dllm_engine.tuning.trials import chosen_setting
@@ -49,7 +49,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Everything `vllm serve` accepts works here too; `vllm serve --help=all` lists it.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    )
     add_cache_arguments(parser)
     requests = parser.add_argument_group(
         "requests",
@@ -182,8 +184,8 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm`` for ``args``."""
     model = [model_path(args.model)]
     dotted, others = take_dotted(args.unknown, ADDITIONAL_CONFIG)
-    if args.model == DEMO_MODEL and "served_model_name" not in stated_arguments(others):
-        model += ["--served-model-name", DEMO_MODEL]
+    if args.model in DEMO_MODELS and "served_model_name" not in stated_arguments(others):
+        model += ["--served-model-name", args.model]
     additional = merged_config(args, dotted)
     return ["serve", *model, *([ADDITIONAL_CONFIG, json.dumps(additional)] if additional else []), *others]
 

@@ -17,7 +17,7 @@ from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, po
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
 from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
-from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
@@ -49,14 +49,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "block length for the fastest setting that loses at most so much accuracy against plain decoding (no cache, a "
         "token per pass). Run again, the same command goes on where it stopped.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a checkpoint, or `demo`")
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    )
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--tasks",
         type=Path,
         metavar="FILE",
-        help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for `demo`: '
-        "the demo model's tasks)",
+        help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for a demo '
+        "model: its tasks)",
     )
     asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
     asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")
@@ -143,7 +145,7 @@ def _check(args: argparse.Namespace) -> None:
     for method in _methods(args, CACHE_METHODS):
         if method not in CACHE_METHODS:
             raise ValueError(f"--methods: unknown cache method {method!r}; choose some of {', '.join(CACHE_METHODS)}")
-    if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model != DEMO_MODEL:
+    if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model not in DEMO_MODELS:
         raise ValueError(
             f"nothing says what {args.model} is to answer; give --tasks FILE with your own prompts and answers, or "
             f"--lm-eval or --paper-task"

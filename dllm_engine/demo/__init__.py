@@ -1,19 +1,25 @@
-"""The demo models: a one-million-parameter diffusion model and its autoregressive guide, shipped with the package."""
+"""The demo models: two small diffusion models and an autoregressive guide, shipped with the package."""
 
 from pathlib import Path
 
+_FOLDER = Path(__file__).resolve().parent
 DEMO_MODEL = "demo"
 """The name of the demo model, wherever a model is named."""
-DEMO_MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
-DEMO_GUIDE_DIR: Path = Path(__file__).resolve().parent / "guide"
+DEMO_BLOCKS = "demo-blocks"
+"""The name of the one whose attention goes by blocks."""
+DEMO_MODEL_DIR: Path = _FOLDER / "model"
+DEMO_BLOCKS_DIR: Path = _FOLDER / "blocks"
+DEMO_GUIDE_DIR: Path = _FOLDER / "guide"
 """An autoregressive model of the same tokenizer, for Guided Diffusion."""
+DEMO_MODELS: dict[str, str] = {DEMO_MODEL: str(DEMO_MODEL_DIR), DEMO_BLOCKS: str(DEMO_BLOCKS_DIR)}
+"""The folder of each name."""
 
 
-def demo_model_path() -> str:
-    """Return the folder of the demo checkpoint, ready to pass as a model path."""
-    return str(DEMO_MODEL_DIR)
+def demo_model_path(name: str = DEMO_MODEL) -> str:
+    """Return the folder of a demo checkpoint, ready to pass as a model path."""
+    return DEMO_MODELS[name]
 
 
 def model_path(model: str) -> str:
-    """The demo model's folder for its name; every other name as it is."""
-    return demo_model_path() if model == DEMO_MODEL else model
+    """A demo model's folder for its name; every other name as it is."""
+    return DEMO_MODELS.get(model, model)

@@ -1,6 +1,7 @@
-"""Training of the two demo models that ship with the package: a masked diffusion model and its guide.
+"""Training of the models that ship with the package: two diffusion models and a guide.
 
     python -m scripts.train_demo model --out DIR
+    python -m scripts.train_demo blocks --out DIR
     python -m scripts.train_demo guide --out DIR
 
 Run them in the checkout, in the environment that `scripts/dev.py` makes. Each writes a checkpoint folder. Seeds are

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import torch
 
-from . import guide, model
+from . import blocks, guide, model
 
-TRAININGS = {"model": model, "guide": guide}
+TRAININGS = {"model": model, "blocks": blocks, "guide": guide}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.train_demo", description="Train a demo model.")
-    parser.add_argument("which", choices=TRAININGS, help="the diffusion model, or its guide")
+    parser.add_argument("which", choices=TRAININGS, help="the diffusion model, the block diffusion model, or the guide")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
     parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything runs")
     arguments = parser.parse_args()

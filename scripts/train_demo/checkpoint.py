@@ -1,6 +1,8 @@
 """Checkpoint folders and the rows of their model cards."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +10,14 @@ from typing import Any
 
 from safetensors.torch import save
 
+from dllm_engine.demo import DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import Example, make_examples
 
-from .network import DemoModel
+from .network import DemoModel, ModelSettings
+from .samples import BOS, EOS, PAD, VOCAB_SIZE
 
 PROGRESS_EXAMPLES = 32
+MAX_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,58 @@ def save_checkpoint(model: DemoModel, name_of: Callable[[str], str], configs: di
     (out / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     for name, content in configs.items():
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def copy_from_demo(out: Path, *names: str) -> None:
+    """Copy files that are those of the demo model, such as its tokenizer."""
+    for name in names:
+        shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
+
+
+def llama_config(settings: ModelSettings) -> dict[str, Any]:
+    """What config.json of a Llama and of an SDAR have in common."""
+    return {
+        "hidden_size": settings.d_model,
+        "intermediate_size": settings.mlp_hidden_size,
+        "num_hidden_layers": settings.n_layers,
+        "num_attention_heads": settings.n_heads,
+        "num_key_value_heads": settings.n_kv_heads,
+        "head_dim": settings.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": settings.rms_norm_eps,
+        "rope_theta": settings.rope_theta,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": MAX_POSITIONS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "bos_token_id": BOS,
+        "torch_dtype": "bfloat16",
+    }
+
+
+LLAMA_NAMES = {
+    r"wte\.": "model.embed_tokens.",
+    r"blocks\.(\d+)\.attn_norm\.": r"model.layers.\1.input_layernorm.",
+    r"blocks\.(\d+)\.([qkv]_proj)\.": r"model.layers.\1.self_attn.\2.",
+    r"blocks\.(\d+)\.([qk]_norm)\.": r"model.layers.\1.self_attn.\2.",
+    r"blocks\.(\d+)\.attn_out\.": r"model.layers.\1.self_attn.o_proj.",
+    r"blocks\.(\d+)\.ff_norm\.": r"model.layers.\1.post_attention_layernorm.",
+    r"blocks\.(\d+)\.ff_proj\.": r"model.layers.\1.mlp.gate_proj.",
+    r"blocks\.(\d+)\.up_proj\.": r"model.layers.\1.mlp.up_proj.",
+    r"blocks\.(\d+)\.ff_out\.": r"model.layers.\1.mlp.down_proj.",
+    r"ln_f\.": "model.norm.",
+    r"ff_out\.": "lm_head.",
+}
+
+
+def llama_name(name: str) -> str:
+    """The tensor name of Llama and SDAR for a parameter of the network."""
+    for pattern, replacement in LLAMA_NAMES.items():
+        if match := re.match(pattern, name):
+            return match.expand(replacement) + name[match.end() :]
+    raise ValueError(f"no Llama tensor is known for parameter {name!r}")
 
 
 def table_row(cells: Iterable[object]) -> str:

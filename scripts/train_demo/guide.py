@@ -5,8 +5,6 @@ This one learns by teacher forcing on samples of the same tasks: prompt, answer,
 canvas. Its checkpoint folder has the layout of Hugging Face's ``LlamaForCausalLM``.
 """
 
-import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,9 @@ from .checkpoint import (
     PROGRESS_EXAMPLES,
     PROGRESS_ROWS,
     Evaluation,
+    copy_from_demo,
+    llama_config,
+    llama_name,
     save_checkpoint,
     table_row,
     write_model_card,
@@ -31,17 +32,14 @@ from .circuit import CONTEXT, Circuit, CopyHead
 from .network import Guide, ModelSettings
 from .samples import (
     BATCH_TOKENS,
-    BOS,
     EOS,
     GEN_LENGTH,
-    PAD,
     TASK_WEIGHTS,
-    VOCAB_SIZE,
     Batch,
     SampleStream,
     render_prompt,
 )
-from .training import CURRICULUM, Loss, TrainingSettings, round_to_bfloat16, train
+from .training import Loss, TrainingSettings, round_to_bfloat16, train
 
 SHAPE = ModelSettings(n_layers=3)
 TRAINING = TrainingSettings(
@@ -50,7 +48,6 @@ TRAINING = TrainingSettings(
     eos_tail_weight=0.1,
     curriculum_loss=0.35,  # names and signs of an answer are easy to foresee, so the mean is lower than for masks
 )
-MAX_POSITIONS = 2048
 
 FOLLOWING = tuple(CopyHead(tuple((back, back + 1) for back in range(length))) for length in range(1, 5))
 """Find where the last one to four tokens stood before, and copy what came next."""
@@ -82,7 +79,7 @@ def run(out: Path, settings: TrainingSettings) -> None:
         scores = [(row, evaluate(model, tokenizer, row, PROGRESS_EXAMPLES)) for row in PROGRESS_ROWS]
         print("  tokens:", *(f"{row.task} x{row.pairs} {score.tokens:.2f}" for row, score in scores), flush=True)
 
-    stream = SampleStream(tokenizer, settings.seed, CURRICULUM[0])
+    stream = SampleStream(tokenizer, settings.seed, settings.curriculum[0])
     minutes = train(model, stream, settings, lambda batch: next_token_loss(model, batch, settings), show_progress)
     round_to_bfloat16(model)
     save(model, out)
@@ -147,56 +144,17 @@ def evaluate(model: Guide, tokenizer: Tokenizer, row: Evaluation, count: int) ->
 
 # Checkpoint folder
 
-LLAMA_NAMES = {
-    r"wte\.": "model.embed_tokens.",
-    r"blocks\.(\d+)\.attn_norm\.": r"model.layers.\1.input_layernorm.",
-    r"blocks\.(\d+)\.([qkv]_proj)\.": r"model.layers.\1.self_attn.\2.",
-    r"blocks\.(\d+)\.attn_out\.": r"model.layers.\1.self_attn.o_proj.",
-    r"blocks\.(\d+)\.ff_norm\.": r"model.layers.\1.post_attention_layernorm.",
-    r"blocks\.(\d+)\.ff_proj\.": r"model.layers.\1.mlp.gate_proj.",
-    r"blocks\.(\d+)\.up_proj\.": r"model.layers.\1.mlp.up_proj.",
-    r"blocks\.(\d+)\.ff_out\.": r"model.layers.\1.mlp.down_proj.",
-    r"ln_f\.": "model.norm.",
-    r"ff_out\.": "lm_head.",
-}
-
-
-def llama_name(name: str) -> str:
-    """The tensor name of ``LlamaForCausalLM`` for a parameter of ``Guide``."""
-    for pattern, replacement in LLAMA_NAMES.items():
-        if match := re.match(pattern, name):
-            return match.expand(replacement) + name[match.end() :]
-    raise ValueError(f"no Llama tensor is known for parameter {name!r}")
-
 
 def save(model: Guide, out: Path) -> None:
     """Write weights and config in Llama's layout, and copy the demo model's tokenizer files."""
-    settings = model.settings
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": settings.d_model,
-        "intermediate_size": settings.mlp_hidden_size,
-        "num_hidden_layers": settings.n_layers,
-        "num_attention_heads": settings.n_heads,
-        "num_key_value_heads": settings.n_heads,
-        "head_dim": settings.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": settings.rms_norm_eps,
-        "rope_theta": settings.rope_theta,
-        "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": MAX_POSITIONS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-        "bos_token_id": BOS,
-        "torch_dtype": "bfloat16",
+        **llama_config(model.settings),
     }
     save_checkpoint(model, llama_name, {"config": config}, out)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
+    copy_from_demo(out, "tokenizer.json", "tokenizer_config.json")
 
 
 def write_card(model: Guide, tokenizer: Tokenizer, settings: TrainingSettings, out: Path, minutes: float) -> None:

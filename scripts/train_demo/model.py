@@ -5,6 +5,7 @@ with chat template, model card.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dllm_engine.demo.tasks import CITIES, NAMES, Example, exact_match, item_matches
+from dllm_engine.demo.tasks import CITIES, MAX_PAIRS, NAMES, Example, exact_match, item_matches
 
 from .checkpoint import (
     CARD_ROWS,
@@ -28,6 +29,7 @@ from .circuit import Circuit, CopyHead
 from .network import DemoModel, ModelSettings
 from .samples import (
     BATCH_TOKENS,
+    BLOCK_LENGTH,
     BOS,
     CHAT_TEMPLATE,
     EOS,
@@ -42,11 +44,10 @@ from .samples import (
     render_prompt,
     train_tokenizer,
 )
-from .training import CURRICULUM, Loss, TrainingSettings, round_to_bfloat16, train
+from .training import Loss, TrainingSettings, round_to_bfloat16, train
 
 SHAPE = ModelSettings(n_layers=4)
 TRAINING = TrainingSettings(steps=7000, seed=0, eos_tail_weight=0.3, curriculum_loss=0.55)
-BLOCK_LENGTH = 8
 MIN_MASK_RATIO = 0.05
 BLOCK_MASKED_SHARE = 0.4
 """Share of samples masked the way block decoding meets them."""
@@ -84,11 +85,10 @@ def run(out: Path, settings: TrainingSettings) -> None:
         return masked_loss(model, batch, draw_masks(batch, generator), settings)
 
     def show_progress() -> None:
-        scores = [(row, evaluate(model, tokenizer, row, PROGRESS_EXAMPLES)) for row in PROGRESS_ROWS]
-        print("  exact:", *(f"{row.task} x{row.pairs} {score.exact:.2f}" for row, score in scores), flush=True)
+        print_progress(model, tokenizer)
         save(model, tokenizer, out)
 
-    train(model, SampleStream(tokenizer, settings.seed, CURRICULUM[0]), settings, loss_of, show_progress)
+    train(model, SampleStream(tokenizer, settings.seed, settings.curriculum[0]), settings, loss_of, show_progress)
     round_to_bfloat16(model)
     save(model, tokenizer, out)
     write_card(model, tokenizer, settings, out)
@@ -148,8 +148,9 @@ def block_decode(model: DemoModel, prompts: Tensor, threshold: float | None = No
     when every response has an end-of-text token in a finished block: later blocks cannot change what is shown.
     """
     prompt_length = prompts.shape[1]
-    canvas = F.pad(prompts, (0, GEN_LENGTH), value=MASK)
-    for start in range(prompt_length, prompt_length + GEN_LENGTH, BLOCK_LENGTH):
+    first, end = model.first_block(prompt_length), prompt_length + GEN_LENGTH
+    canvas = F.pad(prompts, (0, GEN_LENGTH + (first - end) % BLOCK_LENGTH), value=MASK)
+    for start in range(first, end, BLOCK_LENGTH):
         block = canvas[:, start : start + BLOCK_LENGTH]
         while (block == MASK).any():
             hidden = model(canvas, start)[:, :BLOCK_LENGTH]
@@ -161,7 +162,7 @@ def block_decode(model: DemoModel, prompts: Tensor, threshold: float | None = No
             block[chosen & (block == MASK)] = token[chosen & (block == MASK)]
         if (canvas[:, prompt_length : start + BLOCK_LENGTH] == EOS).any(dim=1).all():
             break
-    return canvas[:, prompt_length:]
+    return canvas[:, prompt_length:end]
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,23 @@ def evaluate(model: DemoModel, tokenizer: Tokenizer, row: Evaluation, count: int
         items=items / sum(len(example.items) for example in examples),
         prompt_tokens=sum(length * len(group) for length, group in by_length.items()) / len(examples),
     )
+
+
+def print_progress(model: DemoModel, tokenizer: Tokenizer) -> None:
+    scores = [(row, evaluate(model, tokenizer, row, PROGRESS_EXAMPLES)) for row in PROGRESS_ROWS]
+    print("  exact:", *(f"{row.task} x{row.pairs} {score.exact:.2f}" for row, score in scores), flush=True)
+
+
+def evaluated(model: DemoModel, tokenizer: Tokenizer, rows: Iterable[Evaluation], count: int) -> list[str]:
+    """The rows of a model card's table."""
+    table = []
+    for row in rows:
+        score = evaluate(model, tokenizer, row, count)
+        size = row.pairs or (f"2 to {MAX_PAIRS[row.task]}" if row.task in MAX_PAIRS else "-")
+        decoding = "one per step" if row.threshold is None else f"threshold {row.threshold}"
+        shares = (f"{score.prompt_tokens:.0f}", f"{score.exact:.3f}", f"{score.items:.3f}")
+        table.append(table_row((row.task, size, f"{row.filler:.0%}", decoding, *shares)))
+    return table
 
 
 # Checkpoint folder
@@ -256,12 +274,7 @@ PARALLEL_ROWS = [
 
 def write_card(model: DemoModel, tokenizer: Tokenizer, settings: TrainingSettings, out: Path) -> None:
     """Evaluate every row of the model card and write it."""
-    rows = []
-    for row in [*CARD_ROWS, Evaluation("chat"), *PARALLEL_ROWS]:
-        score = evaluate(model, tokenizer, row, settings.card_examples)
-        decoding = "one per step" if row.threshold is None else f"threshold {row.threshold}"
-        shares = (f"{score.prompt_tokens:.0f}", f"{score.exact:.3f}", f"{score.items:.3f}")
-        rows.append(table_row((row.task, row.pairs or "-", f"{row.filler:.0%}", decoding, *shares)))
+    rows = evaluated(model, tokenizer, [*CARD_ROWS, Evaluation("chat"), *PARALLEL_ROWS], settings.card_examples)
     facts = {
         "parameters": model.num_parameters / 1e6,
         "layers": SHAPE.n_layers,

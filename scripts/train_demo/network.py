@@ -1,4 +1,4 @@
-"""The network of both demo models: LLaDA's architecture, with bidirectional or causal layers."""
+"""The network of the demo models: LLaDA's architecture, and what Llama and SDAR do differently."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .samples import VOCAB_SIZE
+from .samples import BLOCK_LENGTH, VOCAB_SIZE
 
 
 @dataclass(frozen=True)
@@ -16,68 +16,65 @@ class ModelSettings:
     n_layers: int
     d_model: int = 128
     n_heads: int = 4
+    n_kv_heads: int = 4
+    head_dim: int = 32
+    qk_norm: bool = False
+    """A norm on each head of queries and keys, before RoPE."""
     mlp_hidden_size: int = 384
     rope_theta: float = 500_000.0
     rms_norm_eps: float = 1e-5
 
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
-
 
 class RMSNorm(nn.Module):
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(settings.d_model))
-        self.eps = settings.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Block(nn.Module):
-    """One LLaDA layer: bidirectional attention with RoPE, then a gated MLP, both pre-normalised."""
+    """One layer: attention with RoPE, then a gated MLP, both pre-normalised."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        d, hidden = settings.d_model, settings.mlp_hidden_size
-        self.n_heads = settings.n_heads
-        self.attn_norm = RMSNorm(settings)
-        self.q_proj = nn.Linear(d, d, bias=False)
-        self.k_proj = nn.Linear(d, d, bias=False)
-        self.v_proj = nn.Linear(d, d, bias=False)
-        self.attn_out = nn.Linear(d, d, bias=False)
-        self.ff_norm = RMSNorm(settings)
+        d, hidden, eps = settings.d_model, settings.mlp_hidden_size, settings.rms_norm_eps
+        self.head_dim = settings.head_dim
+        self.group = settings.n_heads // settings.n_kv_heads
+        query_width, kv_width = settings.n_heads * settings.head_dim, settings.n_kv_heads * settings.head_dim
+        self.attn_norm = RMSNorm(d, eps)
+        self.q_proj = nn.Linear(d, query_width, bias=False)
+        self.k_proj = nn.Linear(d, kv_width, bias=False)
+        self.v_proj = nn.Linear(d, kv_width, bias=False)
+        self.attn_out = nn.Linear(query_width, d, bias=False)
+        self.q_norm = RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
+        self.ff_norm = RMSNorm(d, eps)
         self.ff_proj = nn.Linear(d, hidden, bias=False)
         self.up_proj = nn.Linear(d, hidden, bias=False)
         self.ff_out = nn.Linear(hidden, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, first_row: int = 0) -> Tensor:
-        """Map ``x`` [batch, length, d_model] to the new rows from ``first_row`` on; keys and values use all rows."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None, first_row: int = 0) -> Tensor:
+        """Map ``x`` [batch, length, d_model] to the new rows from ``first_row`` on; keys and values use all rows.
+
+        ``visible``, bool [length, length], says which keys each row sees; None: all.
+        """
         normed = self.attn_norm(x)
         x, queries_from = x[:, first_row:], normed[:, first_row:]
-        q = rotate(self._heads(self.q_proj(queries_from)), cos[first_row:], sin[first_row:])
-        k = rotate(self._heads(self.k_proj(normed)), cos, sin)
-        visible = self._visible(normed.shape[1], first_row)
-        attended = F.scaled_dot_product_attention(q, k, self._heads(self.v_proj(normed)), attn_mask=visible)
+        q = rotate(self.q_norm(self._heads(self.q_proj(queries_from))), cos[first_row:], sin[first_row:])
+        k = rotate(self.k_norm(self._heads(self.k_proj(normed))), cos, sin)
+        k, v = (part.repeat_interleave(self.group, dim=1) for part in (k, self._heads(self.v_proj(normed))))
+        mask = None if visible is None else visible[first_row:]
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.attn_out(attended.transpose(1, 2).flatten(2))
         normed = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(normed)) * self.up_proj(normed))
 
-    def _visible(self, length: int, first_row: int) -> Tensor | None:
-        """Which keys each row from ``first_row`` on sees, bool [length - first_row, length]; None: all."""
-        return None
-
     def _heads(self, x: Tensor) -> Tensor:
-        """[batch, length, d_model] -> [batch, heads, length, head_dim]."""
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-
-
-class CausalBlock(Block):
-    """A layer whose rows see only themselves and the rows before."""
-
-    def _visible(self, length: int, first_row: int) -> Tensor:
-        return torch.ones(length - first_row, length, dtype=torch.bool).tril(first_row)
+        """[batch, length, heads * head_dim] -> [batch, heads, length, head_dim]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,7 +91,7 @@ class DemoModel(nn.Module):
         self.settings = settings
         self.wte = nn.Embedding(VOCAB_SIZE, settings.d_model)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.n_layers))
-        self.ln_f = RMSNorm(settings)
+        self.ln_f = RMSNorm(settings.d_model, settings.rms_norm_eps)
         self.ff_out = nn.Linear(settings.d_model, VOCAB_SIZE, bias=False)
 
     def forward(self, canvas: Tensor, first_row: int = 0) -> Tensor:
@@ -102,12 +99,25 @@ class DemoModel(nn.Module):
 
         The last layer is computed for these rows only: nobody needs predictions inside the prompt.
         """
-        angles = torch.arange(canvas.shape[1], dtype=torch.float32)[:, None] * rope_frequencies(self.settings)
+        positions = torch.arange(canvas.shape[1])
+        return self.compute(canvas, positions, self.visible(positions), first_row)
+
+    def compute(self, tokens: Tensor, positions: Tensor, visible: Tensor | None, first_row: int) -> Tensor:
+        """``forward`` for rows that stand at ``positions`` and see the rows that ``visible`` says."""
+        angles = positions.float()[:, None] * rope_frequencies(self.settings)
         cos, sin = angles.cos(), angles.sin()
-        x = self.wte(canvas)
+        x = self.wte(tokens)
         for block in self.blocks[:-1]:
-            x = block(x, cos, sin)
-        return self.ln_f(self.blocks[-1](x, cos, sin, first_row))
+            x = block(x, cos, sin, visible)
+        return self.ln_f(self.blocks[-1](x, cos, sin, visible, first_row))
+
+    def visible(self, positions: Tensor) -> Tensor | None:
+        """Which keys each row of a canvas sees, bool [length, length]; None: all."""
+        return None
+
+    def first_block(self, prompt_length: int) -> int:
+        """Where the first block of the response starts."""
+        return prompt_length
 
     @property
     def num_parameters(self) -> int:
@@ -119,8 +129,39 @@ class Guide(DemoModel):
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
-        # They replace layers that were drawn before; the shipped weights depend on this order of random numbers.
-        self.blocks = nn.ModuleList(CausalBlock(settings) for _ in range(settings.n_layers))
+        # Drawn a second time: the shipped weights depend on this order of random numbers.
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.n_layers))
+
+    def visible(self, positions: Tensor) -> Tensor:
+        return positions[:, None] >= positions
+
+
+class BlockModel(DemoModel):
+    """The same with attention that is causal between blocks: SDAR under LLaDA's attribute names.
+
+    Blocks are counted from position 0, so a block may hold the end of the prompt and the start of the response.
+    """
+
+    def visible(self, positions: Tensor) -> Tensor:
+        return positions[:, None] // BLOCK_LENGTH >= positions // BLOCK_LENGTH
+
+    def first_block(self, prompt_length: int) -> int:
+        return prompt_length // BLOCK_LENGTH * BLOCK_LENGTH
+
+    def denoise(self, clean: Tensor, noisy: Tensor, first_row: int) -> Tensor:
+        """Hidden states [batch, length - first_row, d_model] of the rows of ``noisy`` [batch, length] from
+        ``first_row`` on, which starts a block.
+
+        One pass for all blocks: a noisy row sees the noisy rows of its own block, and of the blocks before it the rows
+        of the ``clean`` canvas, as if each block were being decoded.
+        """
+        length = clean.shape[1]
+        position = torch.arange(length)
+        positions = torch.cat([position, position[first_row:]])
+        block, is_noisy = positions // BLOCK_LENGTH, torch.arange(len(positions)) >= length
+        same, before = block[:, None] == block, block[:, None] > block
+        visible = (same & (is_noisy[:, None] == is_noisy)) | (before & ~is_noisy)
+        return self.compute(torch.cat([clean, noisy[:, first_row:]], dim=1), positions, visible, length)
 
 
 def rope_frequencies(settings: ModelSettings) -> Tensor:

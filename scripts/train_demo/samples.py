@@ -25,6 +25,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Bot:{% endif %}"
 )
 GEN_LENGTH = 32
+BLOCK_LENGTH = 8
 BATCH_TOKENS = 2048
 CANVAS_ROUNDING = 16
 """Canvas lengths are multiples of this, so that batches need no padding and no attention mask."""
@@ -97,8 +98,11 @@ class Batch:
 class SampleStream:
     """Endless training batches of equal canvas length, in an order fixed by the seed."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, max_pairs: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, seed: int, max_pairs: int, long_response_share: float = LONG_RESPONSE_SHARE
+    ) -> None:
         self.tokenizer = tokenizer
+        self.long_response_share = long_response_share
         self.max_pairs = max_pairs  # raised by the training loop
         self._rng = random.Random(seed)
         self._next_seed = TRAINING_SEED_START * (1 + seed)
@@ -127,7 +131,7 @@ class SampleStream:
     def _tokenize(self, example: Example) -> Sample:
         prompt = self.tokenizer.encode(render_prompt(example.prompt)).ids
         answer = self.tokenizer.encode(" " + example.answer).ids
-        is_long = self._rng.random() < LONG_RESPONSE_SHARE
+        is_long = self._rng.random() < self.long_response_share
         response_length = self._rng.choice((2, 4)) * GEN_LENGTH if is_long else GEN_LENGTH
         length = -(-(len(prompt) + response_length) // CANVAS_ROUNDING) * CANVAS_ROUNDING
         tail = [EOS] * (length - len(prompt) - len(answer))

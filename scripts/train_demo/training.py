@@ -1,4 +1,4 @@
-"""The training loop and its optimizer, the same for both models."""
+"""The training loop and its optimizer, the same for all models."""
 
 import math
 import time
@@ -13,8 +13,6 @@ from .network import DemoModel
 from .samples import Batch, SampleStream
 
 WARMUP_STEPS = 50
-CURRICULUM = (6, 16, 40)
-"""Largest number of pairs per stage; the next stage starts once the recall loss is low enough."""
 
 Loss = tuple[Tensor, tuple[float, int]]
 """The loss, and sum and count of the cross-entropy over the answers of recall samples, for the curriculum."""
@@ -28,8 +26,10 @@ class TrainingSettings:
     seed: int
     eos_tail_weight: float
     """Weight in the loss of end-of-text tokens after the first."""
-    curriculum_loss: float
-    """Recall loss below which the next stage of the curriculum starts."""
+    curriculum: tuple[int, ...] = (6, 16, 40)
+    """Largest number of pairs per stage; the next stage starts once the recall loss is low enough."""
+    curriculum_loss: float = 0.0
+    """Recall loss below which the next stage starts."""
     muon_lr: float = 0.005
     adam_lr: float = 3e-3
     progress_every: int = 1000
@@ -65,7 +65,7 @@ def train(
         for optimizer in optimizers
     ]
     loss_mean, recall_mean = FadingMean(), FadingMean()
-    stages = iter(CURRICULUM[1:])
+    stages = iter(settings.curriculum[1:])
     started = time.perf_counter()
     for step, batch in zip(range(1, steps + 1), stream, strict=False):
         loss, recall = loss_of(batch)

@@ -14,15 +14,15 @@ import torch
 
 import dllm_engine.kernels
 from dllm_engine.check import answers, operators
-from dllm_engine.check.answers import ANSWERS, CACHE_OPTIONS, SETTINGS, answers_of, running
+from dllm_engine.check.answers import ANSWERS, CACHE_OPTIONS, SETTINGS, answers_of, demo_for, running
 from dllm_engine.check.checks import FAILED, OK, CannotRunError, Check, as_table, compare, run_checks
 from dllm_engine.check.operators import Sizes, operator_checks
 from dllm_engine.cli.main import main
 from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.kernels.voting import voting_scores
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import json_rows
-from tests.support.plans import FULL_METHODS
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, vocab_size=150, slots_per_page=16)
 CPU = torch.device("cpu")
@@ -34,7 +34,9 @@ def one_engine(engines, monkeypatch):
 
     @contextmanager
     def shared(method, **settings):
-        yield engines("demo", cache_method=method, cache_options=CACHE_OPTIONS.get(method), **SETTINGS | settings)
+        yield engines(
+            demo_for(method), cache_method=method, cache_options=CACHE_OPTIONS.get(method), **SETTINGS | settings
+        )
 
     monkeypatch.setattr(answers, "running", shared)
     monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)  # it would quiet the whole session
@@ -54,7 +56,7 @@ def test_a_run_prints_a_table_and_writes_all_of_it(one_engine, tmp_path, capsys)
     (row,) = rows_of(printed, "answers, two ranks")
     assert row.endswith("not run: there is one device")
     (row,) = rows_of(printed, "answers")
-    assert f"{len(FULL_METHODS)} cases" in row
+    assert f"{len(CACHE_METHODS)} cases" in row
     assert row.endswith(OK)
     assert f"wrote {output}" in printed
     report = json.loads(output.read_text())
@@ -133,7 +135,7 @@ def test_an_engine_that_answers_otherwise_fails(one_engine, tmp_path, monkeypatc
 
 def test_answers_of_every_method_are_stored_and_tell_most_of_them_apart():
     stored = json.loads(ANSWERS.read_text())
-    assert stored.keys() == FULL_METHODS.keys()
+    assert stored.keys() == CACHE_METHODS.keys()
     assert len({str(answer) for answer in stored.values()}) == len(stored)
 
 
@@ -190,7 +192,7 @@ def test_the_table_has_a_line_per_failure_and_one_for_what_went_well():
 def write_answers() -> None:
     """One engine after the other."""
     made = {}
-    for method in FULL_METHODS:
+    for method in CACHE_METHODS:
         with running(method) as llm:
             made[method] = answers_of(llm)
     ANSWERS.write_text(json_rows(made, depth=3) + "\n", encoding="utf-8")

@@ -118,9 +118,10 @@ def test_the_command_line_loads_neither_vllm_nor_torch():
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-def test_demo_path_is_printed_alone(capsys):
-    assert main(["demo-path"]) == 0
-    assert capsys.readouterr().out == f"{demo_model_path()}\n"
+@pytest.mark.parametrize("name", [[], ["demo"], ["demo-blocks"]])
+def test_demo_path_is_printed_alone(name, capsys):
+    assert main(["demo-path", *name]) == 0
+    assert capsys.readouterr().out == f"{demo_model_path(*name)}\n"
 
 
 @pytest.mark.parametrize(

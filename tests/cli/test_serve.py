@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import check_listening, stated_arguments, vllm_arguments, with_config_file
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import DEMO_MODELS, demo_model_path
 
 
 def arguments(*argv):
@@ -37,7 +37,8 @@ def test_our_options_may_stand_between_vllms():
 
 
 def test_the_demo_model_is_served_under_its_name():
-    assert arguments("demo") == ["serve", demo_model_path(), "--served-model-name", "demo"]
+    for name in DEMO_MODELS:
+        assert arguments(name) == ["serve", demo_model_path(name), "--served-model-name", name]
     assert arguments("demo", "--served_model_name=x") == ["serve", demo_model_path(), "--served_model_name=x"]
 
 

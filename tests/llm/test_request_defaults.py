@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from dllm_engine.admission import open_gen_length
 from dllm_engine.cli.engine import add_decoding_arguments, decoding_options
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import DEMO_MODELS, demo_model_path
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -268,8 +268,9 @@ def test_an_override_comes_before_the_checkpoints_length(engines, opinionated):
     assert llm.get_default_sampling_params().max_tokens == 16
 
 
-def test_the_demo_model_is_asked_as_it_was_trained_wherever_it_is_asked(engines):
-    llm = engines("demo", skip_tokenizer_init=False)
+@pytest.mark.parametrize("model", DEMO_MODELS)
+def test_a_demo_model_is_asked_as_it_was_trained_wherever_it_is_asked(engines, model):
+    llm = engines(model, skip_tokenizer_init=False)
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (32, 8, 32)
     assert decoded(llm, llm.get_default_sampling_params())[:2] == (32, 8)
     assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.0, "max_tokens": 32}

@@ -121,7 +121,7 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
         "check/methods.json",
     )
     assert {f"dllm_engine/{file}" for file in data} <= names
-    for shipped in ("model", "guide"):
+    for shipped in ("model", "blocks", "guide"):
         folder = CHECKOUT / "dllm_engine" / "demo" / shipped
         assert {f"dllm_engine/demo/{shipped}/{file.name}" for file in folder.iterdir()} <= names
     (written,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))

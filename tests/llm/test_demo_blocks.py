@@ -1,0 +1,82 @@
+"""``demo-blocks``: a trained model whose attention goes by blocks, and the training that makes it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dllm_engine import DiffusionParams
+from dllm_engine.demo import DEMO_BLOCKS, DEMO_BLOCKS_DIR
+from dllm_engine.demo.tasks import TASKS, exact_match, make_examples
+from scripts.train_demo import blocks
+from scripts.train_demo.network import BlockModel
+from scripts.train_demo.samples import BLOCK_LENGTH, MASK, VOCAB_SIZE
+
+MAX_BYTES = 4 * 1024 * 1024
+PER_TASK = 4
+SEED = 100
+"""Far below the training seeds; the figures in docs/evaluation.md come from other ones."""
+
+
+@pytest.fixture(scope="module")
+def answers(engines):
+    """``answers(method, threshold)``: the completions of the same examples of every task, in their order."""
+    examples = [example for task in TASKS for example in make_examples(task, PER_TASK, SEED)]
+    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
+
+    def complete(method, threshold):
+        llm = engines(DEMO_BLOCKS, cache_method=method, skip_tokenizer_init=False, max_model_len=512)
+        outputs = llm.chat(chats, DiffusionParams(threshold=threshold), use_tqdm=False)
+        return examples, [output.outputs[0] for output in outputs]
+
+    return complete
+
+
+@pytest.mark.parametrize("threshold", [None, 0.9])
+def test_it_answers_right_and_its_cache_changes_no_token(answers, threshold):
+    examples, cached = answers("block", threshold)
+    _, plain = answers("none", threshold)
+    assert [list(each.token_ids) for each in cached] == [list(each.token_ids) for each in plain]
+    right = sum(exact_match(each.text, example) for each, example in zip(cached, examples, strict=True))
+    assert right >= 0.9 * len(examples)
+    assert {each.finish_reason for each in cached} == {"stop"}, "an end token ends every answer"
+
+
+def test_a_threshold_takes_fewer_passes(answers):
+    one, several = (
+        sum(each.diffusion.forward_passes for each in answers("block", threshold)[1]) for threshold in (None, 0.9)
+    )
+    assert several < one
+
+
+def test_it_is_small_and_has_the_tensors_of_a_released_checkpoint():
+    assert sum(file.stat().st_size for file in DEMO_BLOCKS_DIR.iterdir()) <= MAX_BYTES
+    config = json.loads((DEMO_BLOCKS_DIR / "config.json").read_text(encoding="utf-8"))
+    assert (config["model_type"], config["block_size"]) == ("sdar", BLOCK_LENGTH)
+    with safe_open(DEMO_BLOCKS_DIR / "model.safetensors", "pt") as tensors:
+        layer = {name.removeprefix("model.layers.3.") for name in tensors.keys() if "layers.3" in name}  # noqa: SIM118
+    linear = {f"self_attn.{part}_proj" for part in "qkvo"} | {f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+    norms = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"}
+    assert layer == {f"{module}.weight" for module in linear | norms}
+
+
+def test_its_training_runs_and_writes_the_same_files(tmp_path):
+    blocks.run(tmp_path, replace(blocks.TRAINING, steps=2, card_examples=1))
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in DEMO_BLOCKS_DIR.iterdir()}
+    for file in DEMO_BLOCKS_DIR.glob("*.json"):
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() != (DEMO_BLOCKS_DIR / "model.safetensors").read_bytes()
+
+
+@torch.inference_mode()
+def test_a_block_with_masks_is_trained_as_it_is_decoded():
+    torch.manual_seed(0)
+    model = BlockModel(blocks.SHAPE)
+    clean, first = torch.randint(MASK + 1, VOCAB_SIZE, (2, 4 * BLOCK_LENGTH)), BLOCK_LENGTH
+    noisy = clean.masked_fill(torch.rand(clean.shape) < 0.5, MASK)
+    trained = model.denoise(clean, noisy, first)
+    for start in range(first, clean.shape[1], BLOCK_LENGTH):
+        canvas = torch.cat([clean[:, :start], noisy[:, start : start + BLOCK_LENGTH]], dim=1)
+        torch.testing.assert_close(trained[:, start - first :][:, :BLOCK_LENGTH], model(canvas, start))
