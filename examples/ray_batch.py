@@ -168,7 +168,8 @@ def answer_on_replicas(
     # A core is left to Ray and this program: threads that wait for a core hold up all threads of an engine.
     share = 1 if has_cluster else max(1, (len(os.sched_getaffinity(0)) - 1) // num_replicas)
     cpus = args.cpus_per_replica or share
-    local = {} if has_cluster else {"num_cpus": num_replicas * cpus}
+    # Ray's dashboard would take ten processes.
+    local = {} if has_cluster else {"num_cpus": num_replicas * cpus, "include_dashboard": False}
     ray.init(log_to_driver=False, logging_level="ERROR", **local)
     with_gpus = ray.cluster_resources().get("GPU", 0) > 0
     start = ray.remote(Replica).options(

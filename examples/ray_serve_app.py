@@ -233,7 +233,8 @@ def main() -> int:
     if not ray.is_initialized():
         # A CPU beyond the replicas' for Ray Serve's controller, proxy and ingress.
         cpus = max(args.min_replicas, args.max_replicas) * args.cpus_per_replica + 1
-        ray.init(logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else {"num_cpus": cpus}))
+        local = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": cpus, "include_dashboard": False}
+        ray.init(logging_level="ERROR", **local)
     # After Ray's own, which ends the process without a word to the replicas.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

@@ -48,8 +48,9 @@ IN_ONE_PROCESS = {
 imported vLLM and that ranks are forked from."""
 
 
-TAKES_LONGEST = ("tests/distributed/", "tests/serving/test_start_and_stop.py")
-"""Files that start most processes. They run first, so that no worker is left with one of them at the end."""
+TAKES_LONGEST = ("tests/distributed/", "tests/docs/", "tests/red_team/", "tests/serving/")
+"""Folders of the files that start most processes, and of those that share them. They run first, so that no worker is
+left with one of them at the end."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

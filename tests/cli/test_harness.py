@@ -133,6 +133,7 @@ def test_a_paper_has_other_lengths_with_a_guide():
 
 
 def test_a_guide_has_no_use_for_a_papers_steps(monkeypatch):
+    monkeypatch.setattr(harness, "task_manager", lambda tasks, include_path: None)  # whose index takes seconds
     monkeypatch.setattr(harness, "check_data", lambda manager, name: {})  # which is not on this machine
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--guide-model", "demo")
     args.unmasking_rules = "one,guided"

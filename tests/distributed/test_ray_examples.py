@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from dllm_engine.demo.tasks import make_examples
+from tests.support.preloaded import Program
 from tests.support.server import free_port
 
 pytest.importorskip("ray")
@@ -49,20 +49,19 @@ def alone(engines, examples):
     return [output.outputs[0] for output in llm.chat(chats, DiffusionParams(**PARAMS), use_tqdm=False)]
 
 
-def descendants(process, name):
-    """Processes below ``process`` with ``name`` in their names."""
+def workers(program, name):
+    """Processes of Ray's workers with ``name`` in their titles: forks beside ``program``."""
     found = []
-    with suppress(psutil.Error):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                found += [child] if name in child.name() + " ".join(child.cmdline()) else []
+    for process in psutil.Process(program.pid).parent().children():
+        with suppress(psutil.Error):
+            found += [process] if f"ray::{name}" in " ".join(process.cmdline()) else []
     return found
 
 
 def engine_of(replica):
     """The engine process of a replica, told by the memory that vLLM takes: under Ray not each gets vLLM's title."""
     with suppress(psutil.Error):
-        return next((child for child in replica.children() if child.memory_info().rss > 500 << 20), None)
+        return next((child for child in replica.children() if child.memory_info().rss > 100 << 20), None)
     return None
 
 
@@ -81,13 +80,13 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
     bad = ["not JSON", json.dumps({"prompt": "x", "stepz": 3}), json.dumps({"id": "b", "prompt": "x", "steps": "many"})]
     (tmp_path / "in.jsonl").write_text("\n".join([*bad, *map(json.dumps, good)]) + "\n")
     output, log = tmp_path / "out.jsonl", tmp_path / "log"
-    command = [sys.executable, EXAMPLES / "ray_batch.py", "in.jsonl", "out.jsonl", "--replicas", "2"]
+    command = [EXAMPLES / "ray_batch.py", "in.jsonl", "out.jsonl", "--replicas", "2"]
     command += ["--batch-size", "16", "--max-model-len", "512"]
     with log.open("wb") as stderr:
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=stderr)
+        process = Program(command, cwd=tmp_path, env=environment, stderr=stderr)
     try:
         wait_until(lambda: output.exists() and output.stat().st_size, process, log)
-        killed, _ = descendants(process, "Replica")
+        killed, _ = workers(process, "Replica")
         processes = killed.children(recursive=True)
         killed.kill()
         assert not psutil.wait_procs(processes, timeout=60)[1], "what belonged to the killed replica lives on"
@@ -110,26 +109,18 @@ class RayServer:
 
     def __init__(self, environment, log):
         self.url = f"http://127.0.0.1:{free_port()}"
-        command = [sys.executable, EXAMPLES / "ray_serve_app.py", "--port", self.url.split(":")[-1]]
+        command = [EXAMPLES / "ray_serve_app.py", "--port", self.url.split(":")[-1]]
         command += ["--min-replicas", "2", "--max-replicas", "2", "--max-model-len", "512"]
         self.log = log
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                # The model in the engine's process: two processes of a replica import vLLM instead of three.
-                env=environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = Program(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_until(self, condition):
         wait_until(condition, self.process, self.log)
 
     def replicas(self):
         """Replicas with an engine."""
-        found = descendants(self.process, "ServeReplica:dllm:DiffusionServer")
-        return [process for process in found if engine_of(process)]
+        return [process for process in workers(self.process, "ServeReplica:dllm:DiffusionServer") if engine_of(process)]
 
     def post(self, path, body):
         request = urllib.request.Request(
@@ -145,7 +136,8 @@ class RayServer:
         return json.loads(self.chat(prompt))["choices"][0]["message"]["content"]
 
     def stop(self):
-        everything = descendants(self.process, "")
+        tops = [psutil.Process(self.process.pid), *workers(self.process, "")]
+        everything = [*tops[1:], *(child for top in tops for child in top.children(recursive=True))]
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(180), psutil.wait_procs(everything, timeout=30)[1]

@@ -77,7 +77,7 @@ def engine(engines, request):
 
 @pytest.mark.parametrize(("turn", "served_by"), TURNS, ids=str)
 def test_our_options(engine, turn, served_by):
-    walk(engine(*served_by), RequestOptions.model_fields, None if served_by[0] == "none" else turn)
+    walk(engine(*served_by), RequestOptions.model_fields, turn)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])

@@ -12,7 +12,7 @@ from tests.support.server import scrape
 pytestmark = pytest.mark.slow
 
 SECONDS = 5
-NUM_QUEUED, PER_CALL = 4_000, 1_000
+NUM_QUEUED, PER_CALL = 2_000, 1_000
 """vLLM takes at most 1,024 prompts in a call."""
 
 

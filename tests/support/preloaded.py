@@ -2,7 +2,7 @@
 
 A server process has imported everything; all processes of a test run have one. It forks for each program, and the fork
 goes on as a new interpreter would: it runs the program as ``__main__``, with its own arguments, variables, folder,
-streams and session.
+streams and session. Where the program starts others with ``sys.executable``, as Ray does, they are forks as well.
 
 As a script: ``serve SOCKET PID`` is the server, until that process ends, and ``run SOCKET ARGUMENT...`` stands for
 ``python ARGUMENT...``.
@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_MESSAGE = 1 << 17
+FIRST_VARIABLE = "PRELOADED"
+"""Stays first in memory in all forks, where setproctitle (vLLM's and Ray's) finds the memory of a process's title."""
 
 
 class Program:
@@ -104,7 +106,7 @@ def _start_server(folder: Path, run: int) -> None:
         client = [sys.executable, "-S", "-E", __file__, "run", address, *arguments]
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(map(str, client))} "$@"\n')
         (programs / name).chmod(0o755)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {FIRST_VARIABLE: "1", **os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, __file__, "serve", address, str(run)]
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
     assert server.stdout is not None
@@ -158,8 +160,9 @@ def _become(message: bytes, streams: list[int]) -> list[str]:
     os.closerange(3, 256)
     arguments, folder, variables = json.loads(message)
     os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(variables)
+    for name in os.environ.keys() - variables.keys() - {FIRST_VARIABLE}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
     return arguments
 
 
@@ -170,6 +173,7 @@ def main() -> None:
     sys.path.pop(0)  # this file's folder
     importlib.import_module("tests.support.imported")
     first, *rest = serve(address, int(arguments[0]))
+    sys.executable = str(Path(address).with_name("bin") / "python")
     if first == "-m":
         sys.argv = rest
         sys.path.insert(0, os.getcwd())
@@ -182,6 +186,8 @@ def main() -> None:
 
 def run(address: str, arguments: Sequence[str]) -> None:
     """Run a program, pass signals on to it, and end as it ends."""
+    if arguments[0] == "-u":  # as Ray starts its own processes, whose output goes to files
+        arguments = arguments[1:]
     if arguments[0].startswith("-") and arguments[0] != "-m":
         os.execv(sys.executable, [sys.executable, *arguments])
     program = Program(arguments, address=address)
@@ -190,7 +196,8 @@ def run(address: str, arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: program.send_signal(number))
     status = program.wait()
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
 
