@@ -180,6 +180,8 @@ def quantization_config(scheme: str, group_size: int, ignore: Sequence[str] = ()
     by_feature = {"symmetric": True, "strategy": "channel"}
     by_group = {"symmetric": False, "strategy": "group", "group_size": group_size}
     four_bits = {"bits": 4, "group_size": group_size}
+    # Without it, vLLM guesses by parts of names: an ``mlp.expert_bias`` would leave out ``mlp.experts``.
+    left_out = {"modules_to_not_convert": [*IGNORED[1:], *ignore]}
     return {
         "int8": compressed_tensors(
             {"num_bits": 8, "type": "int", **by_feature}, "int-quantized", ignore, rows_too=True
@@ -189,7 +191,7 @@ def quantization_config(scheme: str, group_size: int, ignore: Sequence[str] = ()
         ),
         "int4": compressed_tensors({"num_bits": 4, "type": "int", **by_group}, "pack-quantized", ignore),
         "gptq": {"quant_method": "gptq", "sym": True, "desc_act": False, **four_bits},
-        "awq": {"quant_method": "awq", "zero_point": True, "version": "gemm", **four_bits},
+        "awq": {"quant_method": "awq", "zero_point": True, "version": "gemm", **four_bits, **left_out},
     }[scheme]
 
 
@@ -216,7 +218,7 @@ def quantize(
 
     Args:
         seen: of ``seen_inputs``, to calibrate on.
-        ignore: names of modules to leave as they are, or regular expressions behind ``re:``.
+        ignore: names of modules to leave as they are, or regular expressions behind ``re:``, which AWQ does not know.
     """
     source = Path(model)
     locate = MODEL_CLASSES[family_of(load_config(model)).architecture].locate
