@@ -201,7 +201,8 @@ def opinionated(tmp_path_factory):
 
 def decoded(llm, params=None):
     """(response tokens, tokens of a block, forward passes) of a request."""
-    seen = llm.inspect({"prompt_token_ids": [3, 1, 4]}, params)
+    whole_block = [3, 1, 4, 1, 5, 9, 4, 6]
+    seen = llm.inspect({"prompt_token_ids": whole_block}, params)
     passes = sum(len(window.passes) for window in seen.windows)
     return seen.gen_length, seen.block_spans[0].size, passes
 

@@ -12,7 +12,7 @@ MASK = 0
 
 
 def plain(known: list[bool], sigma: float) -> list[float]:
-    model = SimpleNamespace(mask=MASK, is_dream=False)
+    model = SimpleNamespace(mask=MASK, is_dream=False, block_length=None)
     run = Decoding(model, [1, 2], gen_length=len(known), block_length=len(known))
     run.canvas[2:] = [7 if is_known else MASK for is_known in known]
     return run.density(sigma)

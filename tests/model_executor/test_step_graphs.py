@@ -202,7 +202,7 @@ def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_l
     llm, _ = recording(tiny_llada, cache_method="dual")
     assert answers(llm) == expected
     assert forward_sizes(llm) == [(8, 8), (1, 8)]
-    assert filling_sizes(llm) == [(16, 8), (8, 8)]
+    assert filling_sizes(llm) == [(8, 8), (4, 8)]
 
 
 def test_requests_and_rows_are_padded_to_few_sizes():

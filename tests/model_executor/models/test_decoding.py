@@ -61,7 +61,7 @@ SAMPLED_SETTINGS = {
     },
     "sdar": {"gen_length": 18, "block_length": 8, "steps_per_block": 3, "temperature": 1.0},
     "sdar, filters": {
-        "gen_length": 10, "block_length": 4, "threshold": 0.6, "temperature": 0.8, "top_p": 0.9, "top_k": 7,
+        "gen_length": 10, "block_length": 4, "threshold": 0.5, "temperature": 0.8, "top_p": 0.9, "top_k": 7,
     },
 }  # fmt: skip
 
