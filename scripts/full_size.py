@@ -20,8 +20,8 @@ from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.machine import now, provenance
 from dllm_engine.bench.memory import peak, resident, restart_peak
 from dllm_engine.checkpoints import load_config
+from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.sizing import weight_bytes
 
 READ_BYTES = 1 << 24
 ALLOWED_SHARE, ALLOWED_BYTES, ALLOWED_TIME = 1.1, 1_500_000_000, 1.3

@@ -11,9 +11,9 @@ import torch
 from dllm_engine.bench.passes import runner_of, scheduler_of
 from dllm_engine.evaluation.answering import Memory
 from dllm_engine.memory.machine import machine_memory
+from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.loading.allocator import return_freed_memory
-from dllm_engine.sizing import weight_bytes
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

@@ -14,12 +14,14 @@ from dllm_engine.bench.random_model import config_of, is_named_shape, named_shap
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
+from dllm_engine.memory.deployment import shares_tokenizer
+from dllm_engine.memory.plan import bytes_of_page
+from dllm_engine.memory.weights import DTYPE_BYTES, weight_bytes
 from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.sizing import DTYPE_BYTES, bytes_of_page, shares_tokenizer, weight_bytes
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

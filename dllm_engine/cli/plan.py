@@ -11,15 +11,15 @@ from pydantic import ByteSize, TypeAdapter
 
 from dllm_engine.cli.arguments import positive_int, positive_ints
 from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options, given
+from dllm_engine.memory.weights import QUANTIZATIONS
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
-from dllm_engine.sizing import QUANTIZATIONS
 from dllm_engine.speed.gpus import GPUS
 from dllm_engine.text import format_table, readable_size
 
 if TYPE_CHECKING:
     from dllm_engine.memory.needs import MemoryNeeds
-    from dllm_engine.sizing import RequestDemand, Sizing
+    from dllm_engine.memory.plan import RequestDemand, Sizing
     from dllm_engine.speed.prediction import Prediction, Times
 
 
@@ -113,9 +113,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     options = EngineOptions.parse(engine_options(args))
+    from dllm_engine.memory.deployment import CPU_PAGE_POOL_BYTES, Deployment
     from dllm_engine.memory.machine import machine_memory
     from dllm_engine.memory.needs import plan_on_cpu
-    from dllm_engine.sizing import CPU_PAGE_POOL_BYTES, Deployment, plan
+    from dllm_engine.memory.plan import plan, plan_others
 
     on_cpu = args.device == "cpu"
     for name in ("gpu_memory",) if on_cpu else ("memory", "kv_cache_memory_bytes"):
@@ -140,17 +141,20 @@ def run(args: argparse.Namespace) -> int:
     if on_cpu:
         pool = args.kv_cache_memory_bytes or CPU_PAGE_POOL_BYTES
         memory = args.memory or machine_memory().total
-        sizing, needs = plan_on_cpu(Deployment(**asked, memory=memory, page_pool=pool, options=options))
+        deployment = Deployment(**asked, memory=memory, page_pool=pool, options=options)
+        sizing, needs = plan_on_cpu(deployment)
         head, parts = on_a_machine(sizing, needs)
         further = {"needs": asdict(needs) | {"total": needs.total}}
     else:
-        sizing, further = plan(Deployment(**asked, memory=args.gpu_memory, options=options)), {}
+        deployment = Deployment(**asked, memory=args.gpu_memory, options=options)
+        sizing, further = plan(deployment), {}
         head, parts = on_gpus(sizing, args)
-    command = serve_command(sizing, args)
+    others, command = plan_others(deployment), serve_command(sizing, args)
     if args.json:
-        print(json.dumps(asdict(sizing) | further | {"serve": command}, indent=2))
+        whole = asdict(sizing) | further | {"others": [asdict(other) for other in others], "serve": command}
+        print(json.dumps(whole, indent=2))
     else:
-        print(as_text(sizing, args, head, parts, command))
+        print(as_text(sizing, others, args, head, parts, command))
     return 0
 
 
@@ -200,6 +204,7 @@ def _pages_are(sizing: "Sizing") -> str:
 
 def as_text(
     sizing: "Sizing",
+    others: list["RequestDemand"],
     args: argparse.Namespace,
     where: str,
     memory: list[tuple[str, str, str]],
@@ -213,7 +218,7 @@ def as_text(
     rows: list[tuple[str, ...]] = [
         ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
     ]
-    rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *s.others)]
+    rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *others)]
     lines = [head, "", format_table(memory), "", format_table(rows), ""]
     lines += [f"Note: {note}." for note in s.notes]
     grows = s.demand.admission_pages < s.demand.pages

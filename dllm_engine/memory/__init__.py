@@ -1,1 +1,1 @@
-"""Whether a model fits a machine, before it is loaded: what it needs, and what there is."""
+"""What an engine needs of memory, what there is, and what fits."""

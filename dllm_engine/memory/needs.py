@@ -8,23 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dllm_engine.options import EngineOptions
-from dllm_engine.sizing import (
+from dllm_engine.memory.activations import activations_of_models
+from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of
+from dllm_engine.memory.plan import Sizing, bytes_of_page, plan
+from dllm_engine.memory.weights import (
     DTYPE_BYTES,
-    Deployment,
-    Sizing,
-    SizingError,
-    activation_bytes,
     attention_matrices,
-    bytes_of_page,
-    checked_config,
-    dtype_of,
     layers_by_kind,
     mlp_matrices,
-    plan,
     table_numbers,
     weights_of_models,
 )
+from dllm_engine.options import EngineOptions
 from dllm_engine.text import readable_size
 
 
@@ -127,7 +122,7 @@ def _largest_pass(
     models: Sequence[Any], options: EngineOptions, ranks: int, dtype_bytes: int, rows: int, max_model_len: int
 ) -> int:
     """Bytes of a rank's activations; a guide runs after the model."""
-    of_models = max(activation_bytes(model, ranks, dtype_bytes, rows) for model in models)
+    of_models = activations_of_models(models, ranks, dtype_bytes, rows)
     return of_models + options.method.pass_bytes(rows, max_model_len)
 
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from dllm_engine.memory.deployment import GIB
 from dllm_engine.memory.machine import MachineMemory
 from dllm_engine.memory.needs import MemoryNeeds, models_of, needs_on_cpu, needs_on_gpu
+from dllm_engine.memory.weights import Quantization, weights_of_models
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.options import EngineOptions
-from dllm_engine.sizing import GIB, Quantization, weights_of_models
 from dllm_engine.text import readable_size
 
 if TYPE_CHECKING:

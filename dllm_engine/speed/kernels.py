@@ -13,9 +13,9 @@ import torch
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.kernels.triton.tiles import splits_by_rule, tiles_by_rule
+from dllm_engine.memory.weights import VOCABULARY_PADDING, attention_matrices, layers_by_kind, mlp_matrices
 from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.scheduler.page_layout import head_dim_of
-from dllm_engine.sizing import VOCABULARY_PADDING, attention_matrices, layers_by_kind, mlp_matrices
 from dllm_engine.speed.gpus import GPU, TILE_HEAD_DIM, programs_at_once
 
 BANDWIDTH_SHARE = 1700 / 2039

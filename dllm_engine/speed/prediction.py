@@ -6,13 +6,14 @@ from dataclasses import astuple, dataclass, replace
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.families import family_of
+from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of, request_spec, steps_of
+from dllm_engine.memory.weights import DTYPE_BYTES
 from dllm_engine.model_executor.recording.forward import padded_size
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
-from dllm_engine.sizing import DTYPE_BYTES, Deployment, SizingError, checked_config, dtype_of, request_spec, steps_of
 from dllm_engine.speed.gpus import GPU, GPUS, TILE_HEAD_DIM
 from dllm_engine.speed.kernels import Decoder, Kernel
 

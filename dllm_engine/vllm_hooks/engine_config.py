@@ -9,6 +9,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
+from dllm_engine.memory.deployment import CPU_PAGE_POOL_BYTES
 from dllm_engine.memory.machine import machine_memory
 from dllm_engine.memory.start_up import check_main_memory
 from dllm_engine.model_executor.adapters.check import check_adapter
@@ -22,7 +23,6 @@ from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, RequestOptions, with_defaults
 from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
-from dllm_engine.sizing import CPU_PAGE_POOL_BYTES
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open

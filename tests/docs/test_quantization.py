@@ -5,8 +5,9 @@ To write it anew: ``python -m tests.docs.test_quantization``
 
 from pathlib import Path
 
+from dllm_engine.memory.deployment import GIB, Deployment, SizingError
+from dllm_engine.memory.plan import plan
 from dllm_engine.options import EngineOptions
-from dllm_engine.sizing import GIB, Deployment, SizingError, plan
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization.md"
 BEGIN, END = "<!-- the table, by python -m tests.docs.test_quantization -->\n", "\n"

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dllm_engine import DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.checkpoints import load_config
+from dllm_engine.memory.deployment import Deployment, SizingError
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.sizing import Deployment, SizingError
 from dllm_engine.speed import prediction
 from dllm_engine.speed.gpus import COMPILED_TILES, GPUS, programs_at_once
 from dllm_engine.speed.kernels import Decoder, Kernel

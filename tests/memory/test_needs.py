@@ -9,12 +9,14 @@ from safetensors.torch import load_file
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.families import family_of
+from dllm_engine.memory.activations import activation_bytes
+from dllm_engine.memory.deployment import GIB, Deployment, SizingError
 from dllm_engine.memory.machine import MachineMemory
 from dllm_engine.memory.needs import needs_on_cpu, plan_on_cpu
 from dllm_engine.memory.start_up import check_gpu_memory, stored_bytes, weights_on_a_rank
+from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
-from dllm_engine.sizing import GIB, Deployment, SizingError, activation_bytes, weight_bytes
 from dllm_engine.vllm_hooks import engine_config
 from examples.quantize import quantize
 from tests.support import tiny_checkpoints

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.sizing import weight_bytes
+from dllm_engine.memory.weights import weight_bytes
 from examples import quantize
 from tests.model_executor.models.test_forward import dense_logits
 from tests.model_executor.models.test_loading import refuse

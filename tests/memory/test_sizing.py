@@ -14,20 +14,14 @@ from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.families import FAMILIES, family_of
 from dllm_engine.kernels.noise import filtered_logits, gumbel_max
+from dllm_engine.memory.activations import activation_bytes
+from dllm_engine.memory.deployment import GIB, Deployment, SizingError
+from dllm_engine.memory.plan import pages_of_pool, plan, plan_others
+from dllm_engine.memory.weights import QUANTIZATIONS, weight_bytes
 from dllm_engine.model_executor.passes.d2_cache import Rollout
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
-from dllm_engine.sizing import (
-    GIB,
-    QUANTIZATIONS,
-    Deployment,
-    SizingError,
-    activation_bytes,
-    pages_of_pool,
-    plan,
-    weight_bytes,
-)
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import copy_renumbered
 from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, assert_nothing_left, runner_of, scheduler_of
@@ -214,7 +208,7 @@ def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
     small = plan(deployment(tiny_llada, memory=6 << 20, max_num_seqs=10_000))
     assert small.demand.limit == "pages"
     assert small.demand.requests == small.num_pages // small.demand.pages
-    none = next(other for other in small.others if other.cache_method == "none")
+    none = plan(deployment(tiny_llada, "none", memory=6 << 20, max_num_seqs=10_000)).demand
     assert (none.requests, none.pages, none.limit) == (10_000, 0, "max_num_seqs")
 
 
@@ -233,16 +227,17 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
     settings = {"cache_method": "dual", "page_size": PAGE_SIZE, "guide_model": guide}
     llm = engines("demo", skip_tokenizer_init=False, **settings)
     reserved, retained, _ = run_one(llm, RESPONSE)
-    sizing = plan(deployment("demo", options=EngineOptions(**settings)))
+    planned = deployment("demo", options=EngineOptions(**settings))
+    sizing, others = plan(planned), plan_others(planned)
     assert (sizing.demand.pages, sizing.demand.tokens_retained, sizing.notes) == (reserved, retained, [])
     shape, pages = runner_of(llm).guide.shape, runner_of(llm).guide.pages
     assert shape.tokens_per_token == 1 + own_tokenizer
     tokens = (PROMPT + RESPONSE - 1) * (1 + own_tokenizer)
     per_page = pages.keys.shape[1] // shape.num_kv_heads
     assert sizing.guide_pages == shape.num_layers * -(-tokens // per_page)
-    (alone,) = (d for d in sizing.others if d.cache_method == "none")
+    (alone,) = (d for d in others if d.cache_method == "none")
     assert alone.pages == sizing.guide_pages
-    (refusing,) = (d for d in sizing.others if d.cache_method == "d2_cache")
+    (refusing,) = (d for d in others if d.cache_method == "d2_cache")
     assert refusing.requests == 0
     assert "guide" in refusing.limit
 
@@ -287,17 +282,17 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
 
 
 def test_other_methods_have_their_papers_options():
-    sizing = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", memory=80 * GIB))
-    assert {d.cache_method for d in sizing.others} == set(FULL_METHODS) - {"none"}
-    (dkv,) = (d for d in sizing.others if d.cache_method == "dkv")
+    others = plan_others(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", memory=80 * GIB))
+    assert {d.cache_method for d in others} == set(FULL_METHODS) - {"none"}
+    (dkv,) = (d for d in others if d.cache_method == "dkv")
     assert dkv.cache_options == {"refresh_interval": 4}
 
 
 def test_a_method_that_the_page_size_does_not_suit_says_so(tiny_dream):
     """A rank's page of one token holds fewer numbers than a row of features."""
     options = EngineOptions(page_size=1)
-    sizing = plan(deployment(tiny_dream, options=options, tensor_parallel_size=2))
-    (other,) = (d for d in sizing.others if d.cache_method == "dllm_cache")
+    others = plan_others(deployment(tiny_dream, options=options, tensor_parallel_size=2))
+    (other,) = (d for d in others if d.cache_method == "dllm_cache")
     assert other.requests == 0
     assert "page_size=1 is too small" in other.limit
     options = EngineOptions(cache_method="dllm_cache", page_size=1)

@@ -1,0 +1,180 @@
+"""What is planned for: a model, a machine, and requests of one length."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from dllm_engine.checkpoints import load_config
+from dllm_engine.demo import model_path
+from dllm_engine.families import family_of
+from dllm_engine.memory.weights import QUANTIZATIONS, Quantization
+from dllm_engine.options import EngineOptions, checkpoint_section
+from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.progress import Progress
+from dllm_engine.scheduler.request import DecodingSpec, Guidance
+from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.text import one_line
+
+GIB = 1 << 30
+CPU_PAGE_POOL_BYTES = GIB
+"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of
+92% of all memory fails on a machine where anything else runs."""
+
+
+class SizingError(ValueError):
+    """What was asked for does not fit; says which setting to change."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, a GPU or a machine without one, and the requests to plan for."""
+
+    model: str
+    memory: int
+    """Bytes of one GPU, or of the machine."""
+    prompt: int
+    response: int
+    options: EngineOptions
+    block_length: int | None = None
+    """None: the checkpoint's default, else the family's."""
+    dtype: str = "auto"
+    quantization: str | None = None
+    """One of ``QUANTIZATIONS``; None: as the checkpoint states."""
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    """None: the length of prompt and response."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.92
+    overhead: int = GIB
+    """Bytes for everything else: processes, CUDA context, libraries, communication buffers."""
+    page_pool: int | None = None
+    """Bytes for pages of each rank; None: what is left of a GPU."""
+
+    @property
+    def quantized(self) -> Quantization | None:
+        return None if self.quantization is None else QUANTIZATIONS[self.quantization]
+
+
+def checked_config(deployment: Deployment) -> tuple[Any, int]:
+    """The model's config, and the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
+    config = load_config(deployment.model)
+    max_model_len = _max_model_len(deployment, config)
+    _check_tensor_parallel(deployment, config)
+    return config, max_model_len
+
+
+def _max_model_len(d: Deployment, config: Any) -> int:
+    canvas, most = d.prompt + d.response, config.max_position_embeddings
+    if attention_block := family_of(config).attention_block:
+        canvas += -canvas % (d.block_length or attention_block)
+    if canvas > most:
+        raise SizingError(
+            f"--prompt {d.prompt} and --response {d.response} need a canvas of {canvas}, the model has {most} "
+            f"positions; lower one"
+        )
+    if d.max_model_len is None:
+        return canvas
+    if not canvas <= d.max_model_len <= most:
+        raise SizingError(
+            f"--max-model-len {d.max_model_len} is out of range: prompt and response need {canvas}, the model has "
+            f"{most} positions"
+        )
+    return d.max_model_len
+
+
+def _check_tensor_parallel(d: Deployment, config: Any) -> None:
+    tp, heads, kv_heads = d.tensor_parallel_size, config.num_attention_heads, config.num_key_value_heads
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tp not in fitting:
+        raise SizingError(
+            f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads ({kv_heads} KV heads) "
+            f"evenly; choose one of {', '.join(map(str, fitting))}"
+        )
+    if d.block_length is not None and not 1 <= d.block_length <= d.response and not family_of(config).attention_block:
+        raise SizingError(f"--block-length {d.block_length} is out of range: 1 … {d.response} (--response)")
+
+
+def dtype_of(wanted: str, config: Any) -> str:
+    """As vLLM chooses: the checkpoint's, and bfloat16 where that is float32."""
+    if wanted != "auto":
+        return {"float": "float32", "half": "float16"}.get(wanted, wanted)
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return own if own in ("bfloat16", "float16") else "bfloat16"
+
+
+def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
+    """The request that the plan is for."""
+    family = family_of(config)
+    block_length = deployment.block_length
+    if block_length is None:
+        default = checkpoint_section(config).get("block_length") or family.block_length_of(deployment.response)
+        block_length = default if family.attention_block else min(default, deployment.response)
+    spec = DecodingSpec(
+        prompt_length=deployment.prompt,
+        gen_length=deployment.response,
+        block_length=block_length,
+        steps=deployment.response,
+        schedule=family.schedule,
+        unmasking=family.default_unmasking,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        shifts_logits=family.shifts_logits,
+        attention=family.attention,
+        guidance=None if options.guide_model is None else Guidance(),
+        cache=options.cache,
+    )
+    spec = replace(spec, steps=spec.num_masks)
+    if reason := options.method.refusal(spec):
+        raise SizingError(reason)
+    return spec
+
+
+def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan, Progress]]:
+    """The plan of each step and how far the request is then, where every step unmasks the schedule's count. The
+    progress is one object, which goes on."""
+    progress = Progress.begin(spec)
+    while progress.num_unmasked < spec.num_masks:
+        plan = method.plan(spec, progress)
+        yield plan, progress
+        progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
+
+
+@lru_cache
+def shares_tokenizer(guide: str, model: str) -> bool:
+    """Whether a guide has a model's tokens, as ``has_same_tokens`` says; raises ``ValueError`` where a tokenizer cannot
+    be read."""
+    from transformers import AutoTokenizer
+
+    from dllm_engine.model_executor.guide.sizes import has_same_tokens
+    from dllm_engine.model_executor.models.tokenizers import register_tokenizers
+
+    register_tokenizers()
+    try:
+        own = AutoTokenizer.from_pretrained(model_path(model), config=load_config(model))
+        return has_same_tokens(guide, own.get_vocab())
+    except Exception as error:  # whatever a tokenizer that is missing or damaged leads to
+        raise ValueError(f"the tokenizers of {model} and {guide} cannot be compared: {one_line(error)}") from None
+
+
+def with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:
+    """The options with the guide's sizes, its config, and what is assumed of it."""
+    # Imports vLLM's layers.
+    from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
+
+    guide, notes = d.options.guide_model, []
+    assert guide is not None
+    config = guide_config(guide)
+    if config.num_attention_heads % d.tensor_parallel_size:
+        raise SizingError(
+            f"--tensor-parallel-size {d.tensor_parallel_size} does not divide the {config.num_attention_heads} "
+            f"attention heads of --guide-model {guide} evenly"
+        )
+    try:
+        same_tokens = shares_tokenizer(guide, d.model)
+    except ValueError as error:
+        same_tokens = False
+        notes.append(f"{error}; {d.options.guide_tokens_per_token:g} guide tokens per token are reserved for the guide")
+    return with_shape(d.options, same_tokens=same_tokens), config, notes
