@@ -9,6 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]
     factory = ServerFactory(tmp_path_factory.mktemp("servers"))
     yield factory
     factory.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def own_signal_handlers() -> Iterator[None]:
+    """``dllm serve`` takes over the signals of its process, which the tests need."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -12,15 +12,8 @@ from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path
 from dllm_engine.text import one_line
-from dllm_engine.vllm_hooks import server_start
 
 PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers(monkeypatch):
-    """``dllm serve`` takes over the signals of its process, which is not this one."""
-    monkeypatch.setattr(server_start, "end_on_signals", lambda: None)
 
 
 @pytest.mark.parametrize(
