@@ -307,7 +307,8 @@ def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolG
     """Raise ``InvalidRequestError`` with the numbers if the pool could never hold the request's pages."""
     demand = engine.method.page_demand(spec, geometry)
     if demand > num_pages:
+        retain_less = "lower retention_ratio, " if hasattr(engine.cache, "retention_ratio") else ""
         raise InvalidRequestError(
             f"the request needs {demand} pages ({geometry.num_layers} layers, page_size {engine.page_size}), the pool "
-            f"has {num_pages}; shorten prompt or response, lower retention_ratio, or raise kv_cache_memory_bytes"
+            f"has {num_pages}; shorten prompt or response, {retain_less}or raise kv_cache_memory_bytes"
         )
