@@ -198,8 +198,9 @@ class Load:
             await asyncio.sleep(max(seconds / 100, 0.2))
 
     async def run(self, num_clients: int, seconds: float, pid: int | None) -> Report:
-        """Load the server for ``seconds``, after asking everything alone."""
-        await self.ask_alone()
+        """Load the server for ``seconds``; the first time after asking everything alone."""
+        if not self.alone:
+            await self.ask_alone()
         deadline = time.monotonic() + seconds
         work = [self._ask_until(deadline) for _ in range(num_clients)]
         if pid is not None:

@@ -40,6 +40,7 @@ NOT_RUN = {
     "dllm eval --lm-eval examples/lm_eval/names.yaml": TAKES_MINUTES,
     "dllm eval --count 20 --methods none,": TAKES_MINUTES,
     "dllm eval --tasks needle": TAKES_MINUTES,
+    "dllm eval --model demo-blocks --count 100": TAKES_MINUTES,
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --quantization": NEEDS_CHECKPOINT,
     "python examples/quantize.py": TAKES_MINUTES,

@@ -47,7 +47,7 @@ def test_every_cache_method(engines, tiny_llada, tiny_dream, tiny_sdar):
     from dllm_engine.scheduler.methods import CACHE_METHODS
 
     requests = [
-        {"prompt": prompt(10), "params": {"gen_length": 8, "block_length": 8, "steps": 4, "ignore_eos": True}},
+        {"prompt": prompt(10), "params": {"gen_length": 8, "block_length": 8, "steps": 5, "ignore_eos": True}},
         {"prompt": prompt(7), "params": {"gen_length": 6, "block_length": 4, "threshold": 0.03, "ignore_eos": True}},
     ]
     models = {"llada": tiny_llada, "dream": tiny_dream, "sdar": tiny_sdar}

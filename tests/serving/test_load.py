@@ -23,10 +23,10 @@ def server(servers):
 
 def test_nothing_goes_wrong_under_load(server):
     """Memory is the benchmark's to watch: the libraries' buffers still grow in the first minutes."""
-    load = Load(server.url, draw_asks(60, seed=1), seed=1)
+    load = Load(server.url, draw_asks(40, seed=1), seed=1)
     outcomes = load.report.outcomes
     # How much is asked in that time is up to the machine.
-    while not load.report.violations and min(outcomes[name] for name in ("answered", "hung up", "refused")) <= 5:
+    while not load.report.violations and min(outcomes[name] for name in ("answered", "hung up", "refused")) < 3:
         asyncio.run(load.run(NUM_CLIENTS, SECONDS, pid=None))
     assert load.report.violations == []
 
@@ -50,7 +50,7 @@ def test_thousands_of_requests_over_http_are_all_answered(server):
         together = [text for answer in answers for text in answer]
         assert len(together) == NUM_QUEUED
         assert [[together[i]] for i in some] == alone
-        assert len(set(together)) > 100, "the answers differ, so that one in another's place is noticed"
+        assert len(set(together)) > 50, "the answers differ, so that one in another's place is noticed"
 
     asyncio.run(ask())
     values = scrape(server.url)
