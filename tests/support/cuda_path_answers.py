@@ -17,7 +17,7 @@ import torch
 
 import dllm_engine.kernels
 from dllm_engine.kernels._operator import Operator
-from tests.support.engines import generate, runner_of, start_engine
+from tests.support.engines import freeze_imports, generate, runner_of, start_engine
 from tests.support.stand_in_recorder import record_steps
 
 
@@ -46,6 +46,7 @@ def run_cuda_kernels() -> Counter[str]:
 def main() -> None:
     from dllm_engine import DiffusionParams
 
+    freeze_imports()
     calls = run_cuda_kernels()
     results = []
     engines = []  # shutting one down would take vLLM's process groups from the others

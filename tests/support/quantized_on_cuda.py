@@ -17,6 +17,8 @@ from unittest.mock import patch
 
 import torch
 
+from tests.support.engines import freeze_imports
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -168,6 +170,7 @@ def main() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    freeze_imports()
     # After vLLM's imports, which register shapes for operators that they find.
     operators: Any = torch.ops._C
     operators.gptq_marlin_repack = operators.awq_marlin_repack = marlin_repack
