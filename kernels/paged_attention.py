@@ -165,7 +165,8 @@ def _paged_attention(
             if limits is None:
                 part_out, part_lse = softmax_attention(part_q, keys, values, visible, return_lse)
             else:
-                numbers = numbers_of_keys(num_fresh, keys.shape[1], tokens.head_len[members])
+                head_len = tokens.head_len[members]  # that of one head stands for all where they are alike
+                numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len if retained is None else head_len[:, :1])
                 of_rows = limits[rows].view(len(members), length)
                 part_out, part_lse = limited_attention(part_q, keys, values, visible, numbers, of_rows, return_lse)
             if len(part_q) * length == len(q) and part_lse is None:
