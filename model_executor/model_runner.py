@@ -67,8 +67,6 @@ class DiffusionModelRunner:
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = PASSES[self.options.cache_method]
         self.plan = self.options.method.plan
-        # A CPU is never waited for, and what is filled meanwhile would go through the head for nothing.
-        self.looks_ahead = device.type != "cpu"
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
@@ -310,7 +308,7 @@ class DiffusionModelRunner:
         # There are no pages where the method keeps nothing; its pass does not look at them.
         layer_pass = self.make_layer_pass(batch, cast(PageMemory, self.pages))
         steps = [plans]
-        if self.looks_ahead and layer_pass.repeats and num_steps > 1:
+        if layer_pass.repeats and num_steps > 1:
             specs = {request_id: self.canvases[request_id].spec for request_id in plans}
             steps = steps_known_ahead(plans, progress, specs, self.plan, num_steps)
         outcomes = self.denoiser.run(candidates, layer_pass, steps)

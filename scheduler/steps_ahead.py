@@ -36,7 +36,10 @@ def steps_known_ahead(
             if last.quota.count >= ahead[request_id].num_masked:
                 return run
             ahead[request_id].advance(specs[request_id], last.quota.count)
-        following = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
+        try:
+            following = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
+        except Exception:
+            return run  # the step itself will fail, and only the request whose plan it is
         if not all(_does_same_work(following[request_id], first) for request_id, first in plans.items()):
             return run
         run.append(following)

@@ -163,9 +163,7 @@ def _take_the_worker(memory: Memory) -> None:
     def make_runner(worker: DiffusionGPUWorker) -> Runner:
         worker.device = torch.device("cpu")
         worker.vllm_config.load_config.device = "cpu"
-        runner = Runner(worker.vllm_config, worker.device)
-        runner.looks_ahead = True
-        return runner
+        return Runner(worker.vllm_config, worker.device)
 
     patch.object(DiffusionGPUWorker, "_make_model_runner", make_runner).start()
     patch.object(CuMemAllocator, "get_instance", lambda: memory).start()

@@ -135,16 +135,15 @@ def test_layers_measured_by_what_is_not_finite_have_equal_budgets(engine):
     assert failed(bad) == 1
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("several_steps", [False, True])
 @pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
-def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, family, looks_ahead, monkeypatch):
-    """The first token that the request commits becomes the broken one. With ``looks_ahead`` the steps after it are on
+def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, family, several_steps, monkeypatch):
+    """The first token that the request commits becomes the broken one. With ``several_steps`` those after it are on
     the device already."""
     llm = engine(method, family)
     runner = runner_of(llm)
-    if looks_ahead:
+    if several_steps:
         set_steps_per_dispatch(llm, 4, monkeypatch)
-        monkeypatch.setattr(runner, "looks_ahead", True)
     alone = answers_alone(llm)
     denoiser = type(runner.denoiser)
     fill, seed = denoiser._fill, 77

@@ -59,7 +59,6 @@ def waits(monkeypatch):
     def watch(llm):
         runner, of_dispatches = runner_of(llm), []
         execute = runner.execute_model
-        monkeypatch.setattr(runner, "looks_ahead", True)
 
         def watched(*args, **kwargs):
             with CountsWaits() as counted:

@@ -102,11 +102,10 @@ def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recordin
     assert {(size.num_requests > 1, size.adds) for size in sizes} >= {(True, False), (True, True)}
 
 
-def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada, monkeypatch):
+def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada):
     settings = {"cache_method": "sparse", "steps_per_dispatch": 4}
     expected = answers(engines(tiny_llada, page_size=4, **settings))
     llm, recorder = recording(tiny_llada, **settings)
-    monkeypatch.setattr(runner_of(llm), "looks_ahead", True)
     assert answers(llm) == expected
     assert recorder.num_replayed
 

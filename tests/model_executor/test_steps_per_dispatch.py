@@ -103,7 +103,6 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
     expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)]
     set_steps_per_dispatch(llm, 8, monkeypatch)
     runner = runner_of(llm)
-    monkeypatch.setattr(runner, "looks_ahead", True)
     if recorded and method != "none":
         monkeypatch.setattr(runner.denoiser, "graphs", None)
         record_steps(runner)
@@ -130,9 +129,7 @@ def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, sett
     llm = engine("dual")
     expected = generate(llm, PROMPTS, asked(**settings))
     set_steps_per_dispatch(llm, 5, monkeypatch)
-    runner = runner_of(llm)
-    monkeypatch.setattr(runner, "looks_ahead", True)
-    lengths = count_runs(runner, monkeypatch)
+    lengths = count_runs(runner_of(llm), monkeypatch)
     found = generate(llm, PROMPTS, asked(**settings))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert set(lengths) == {1}

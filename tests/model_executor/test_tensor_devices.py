@@ -44,7 +44,6 @@ def strict(monkeypatch):
     def watch(llm):
         runner = runner_of(llm)
         execute = runner.execute_model
-        monkeypatch.setattr(runner, "looks_ahead", True)
 
         def watched(*args, **kwargs):
             with EveryTensorNamesItsDevice("model_executor"):

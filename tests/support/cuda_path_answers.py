@@ -53,7 +53,6 @@ def main() -> None:
     for task in json.load(sys.stdin):
         calls.clear()
         engines.append(start_engine(task["model"], **task["settings"]))
-        runner_of(engines[-1]).looks_ahead = True
         replays = record_steps(runner_of(engines[-1])) if task["recorded"] else None
         params = [DiffusionParams(**request["params"]) for request in task["requests"]]
         outputs = generate(engines[-1], [request["prompt"] for request in task["requests"]], params)
