@@ -142,10 +142,19 @@ def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan
         progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
 
 
-@lru_cache
 def shares_tokenizer(guide: str, model: str) -> bool:
     """Whether a guide has a model's tokens, as ``has_same_tokens`` says; raises ``ValueError`` where a tokenizer cannot
     be read."""
+    same_tokens, problem = _compared_tokenizers(guide, model)
+    if problem:
+        raise ValueError(f"the tokenizers of {model} and {guide} cannot be compared: {problem}")
+    return same_tokens
+
+
+@lru_cache
+def _compared_tokenizers(guide: str, model: str) -> tuple[bool, str]:
+    """Whether the tokens are the same, and what went wrong. A problem is kept too: ``plan_others`` asks for each
+    method, and without a network each try takes minutes."""
     from transformers import AutoTokenizer
 
     from dllm_engine.model_executor.guide.sizes import has_same_tokens
@@ -154,9 +163,9 @@ def shares_tokenizer(guide: str, model: str) -> bool:
     register_tokenizers()
     try:
         own = AutoTokenizer.from_pretrained(model_path(model), config=load_config(model))
-        return has_same_tokens(guide, own.get_vocab())
+        return has_same_tokens(guide, own.get_vocab()), ""
     except Exception as error:  # whatever a tokenizer that is missing or damaged leads to
-        raise ValueError(f"the tokenizers of {model} and {guide} cannot be compared: {one_line(error)}") from None
+        return False, one_line(error)
 
 
 def with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:

@@ -1,13 +1,14 @@
 """Sizing arithmetic says what a running engine does."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
@@ -257,10 +258,23 @@ def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_table
     assert sizing.pool_bytes == alone.pool_bytes - sizing.guide_weight_bytes
 
 
-def test_a_guide_is_taken_to_have_another_tokenizer_where_that_cannot_be_seen(tiny_llada):
-    sizing = plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo", guide_tokens_per_token=3.0)))
+def test_a_guide_is_taken_to_have_another_tokenizer_where_that_cannot_be_seen(tiny_llada, tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llada, model)
+    read, reads = AutoTokenizer.from_pretrained, []
+
+    def counting(name, **options):
+        reads.append(str(name))
+        return read(name, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", counting)
+    planned = deployment(str(model), options=EngineOptions(guide_model="demo", guide_tokens_per_token=3.0))
+    sizing = plan(planned)
     assert "cannot be compared" in sizing.notes[0]
     assert sizing.notes[0].endswith("; 3 guide tokens per token are reserved for the guide")
+    # Where there is no network, each try would take minutes.
+    plan_others(planned)
+    assert reads.count(str(model)) == 1
 
 
 def test_a_guide_whose_heads_ranks_cannot_share_is_refused(tiny_llada, tmp_path):
