@@ -1,6 +1,7 @@
 """Operators that vLLM brings compiled."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +16,16 @@ def vllm_kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
     if name in plain_on_cuda and device.type == "cuda":
         return None
     operator = getattr(torch.ops._C, name, None)
-    if operator is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"_C::{name}", device.type.upper()):
+    if operator is None or not _has_kernel(name, device.type):
         return None
     overload: Callable[..., Any] = operator.default
     return overload
+
+
+@cache
+def _has_kernel(name: str, device_type: str) -> bool:
+    """Of an operator that is loaded. Every layer asks, and PyTorch's answer takes longer than a small kernel."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"_C::{name}", device_type.upper())
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
