@@ -100,6 +100,7 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "Dream-org/Dream-v0-Base-7B": _DREAM_7B,
     "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
     "JetLM/SDAR-8B-Chat": _SDAR_8B,
+    "JetLM/SDAR-8B-Chat-b32": _SDAR_8B | {"block_size": 32},
     "inclusionAI/LLaDA2.0-mini": _LLADA2_MINI,
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""

@@ -18,6 +18,7 @@ NAMED_SHAPES: dict[str, str] = {
     "llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
     "dream-7b": "Dream-org/Dream-v0-Base-7B",
     "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "sdar-8b-b32": "JetLM/SDAR-8B-Chat-b32",
     "llada2-mini": "inclusionAI/LLaDA2.0-mini",
 }
 _SCALED = (
