@@ -8,11 +8,14 @@ import errno
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 INTERRUPTED, STOPPED = 130, 0
 """Exit statuses after Ctrl-C and after SIGTERM, with which a supervisor stops a server."""
@@ -100,14 +103,15 @@ def end_now(number: int, frame: FrameType | None = None) -> None:
 
 def _end_children() -> None:
     """Kill all child processes, including Python's resource trackers, and remove their shared memory."""
-    import psutil
-
     children: set[psutil.Process] = set()
-    # Suspend them first: an engine might just be starting another worker.
+    # Suspend them first: an engine might just be starting another worker. A process that forks stops only afterwards.
     while new := set(psutil.Process().children(recursive=True)) - children:
         for child in new:
             with suppress(psutil.NoSuchProcess):
                 child.suspend()
+        deadline = time.monotonic() + 3
+        while any(_runs(child) for child in new) and time.monotonic() < deadline:
+            time.sleep(0.001)
         children |= new
     segments = {path for child in children for path in shared_memory_of(child.pid)}
     for child in children:
@@ -118,6 +122,14 @@ def _end_children() -> None:
     psutil.wait_procs(children, timeout=3)
     for path in segments:
         Path(path).unlink(missing_ok=True)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether the process is neither suspended nor gone."""
+    try:
+        return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def shared_memory_of(pid: int) -> set[str]:
