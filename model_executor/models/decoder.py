@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from dllm_engine.families import family_of
 from dllm_engine.kernels.rotary import rotary_table, rotate_
+from dllm_engine.kernels.vllm_operators import linear
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
 from dllm_engine.model_executor.loading.packing import embedding_table, output_head
 from dllm_engine.model_executor.loading.parameters import fill_parameters
@@ -112,6 +113,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.q_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
+        self.head_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps, has_weight=False) if shape.qk_norm else None
+        """Of queries and keys at once, before the weights of either."""
         self.qkv_proj = QKVParallelLinear(
             shape.hidden_size,
             shape.head_dim,
@@ -142,10 +145,11 @@ class DecoderLayer(nn.Module):
     def qkv(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
         and keys rotated to their positions."""
-        heads = self._heads(self.qkv_proj(normed)[0])
-        num_heads, num_rotated = self.num_heads, self.num_heads + self.num_kv_heads
-        self._norm_and_rotate_(heads[:, :num_rotated], num_heads, phases)
-        return heads[:, :num_heads], heads[:, num_heads:num_rotated], heads[:, num_rotated:]
+        heads = self._heads(linear(self.qkv_proj, normed))
+        sizes = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        values = heads.narrow(1, self.num_heads + self.num_kv_heads, self.num_kv_heads)
+        q, k, _ = self._norm_and_rotate(heads, phases, sizes)
+        return q, k, values
 
     def v(self, normed: torch.Tensor) -> torch.Tensor:
         """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
@@ -157,26 +161,31 @@ class DecoderLayer(nn.Module):
         """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
         start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys = self._heads(self._projection_rows(normed, start, start + kv_size))
-        self._norm_and_rotate_(keys, 0, phases)
-        return keys
+        return self._norm_and_rotate(keys, phases, (0, self.num_kv_heads))[1]
 
     def qk(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
         num_heads = self.num_heads + self.num_kv_heads
         heads = self._heads(self._projection_rows(normed, 0, num_heads * self.head_dim))
-        self._norm_and_rotate_(heads, self.num_heads, phases)
-        return heads[:, : self.num_heads], heads[:, self.num_heads :]
+        q, k = self._norm_and_rotate(heads, phases, (self.num_heads, self.num_kv_heads))
+        return q, k
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
-        return self.out_proj(attended.flatten(1))[0]
+        return linear(self.out_proj, attended.flatten(1))
 
-    def _norm_and_rotate_(self, heads: torch.Tensor, num_queries: int, phases: RotaryPhases) -> None:
-        """Of rows' heads ``[num_rows, num_queries + keys, head_dim]``, in place."""
-        for norm, of_kind in ((self.q_norm, heads[:, :num_queries]), (self.k_norm, heads[:, num_queries:])):
-            if norm is not None and of_kind.numel():
-                of_kind.copy_(norm(of_kind.contiguous()))
-        phases.rotate_(heads)
+    def _norm_and_rotate(
+        self, heads: torch.Tensor, phases: RotaryPhases, sizes: tuple[int, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and, where there are any, values of rows' ``heads`` ``[num_rows, num_heads, head_dim]``, where
+        they lie in this order: as many as ``sizes`` says. Queries and keys are normed where the model does that, and
+        rotated, mostly in place; what becomes of the values is undefined."""
+        if self.head_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            heads = self.head_norm(heads.contiguous())
+            heads.narrow(1, 0, sizes[0]).mul_(self.q_norm.weight)
+            heads.narrow(1, sizes[0], sizes[1]).mul_(self.k_norm.weight)
+        phases.rotate_(heads.narrow(1, 0, sizes[0] + sizes[1]))
+        return heads.split_with_sizes(sizes, 1)
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(projected.shape[0], projected.shape[1] // self.head_dim, self.head_dim)

@@ -10,8 +10,8 @@ from dllm_engine.kernels.vllm_operators import vllm_kernel
 class Norm(RMSNorm):
     """vLLM's RMSNorm, by its compiled kernels: on a CPU it uses them only as part of a compiled graph."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps)
+    def __init__(self, hidden_size: int, eps: float, *, has_weight: bool = True) -> None:
+        super().__init__(hidden_size, eps=eps, has_weight=has_weight)
         # Looked up once: a norm is small beside the search for it.
         device = self.weight.device
         self.kernel = vllm_kernel("rms_norm", device)
@@ -39,3 +39,6 @@ class Norm(RMSNorm):
         if x.is_cuda:  # vLLM's own choice may be a kernel that was not to be taken, or is not there
             return F.rms_norm(x, weight.shape, weight, eps)
         return super().forward(x)
+
+    # Nobody hooks into a norm, and PyTorch's way to ``forward`` takes as long as a small one.
+    __call__ = forward
