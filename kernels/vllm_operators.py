@@ -29,13 +29,15 @@ def _has_kernel(name: str, device_type: str) -> bool:
 
 
 def linear(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """What vLLM's linear layer ``module`` makes of rows ``x``. On one CPU its product is called without the layer around
-    it, which does nothing else there and takes as long as a small product."""
-    product = module.__dict__.get("cpu_linear")
-    if product is None or module.tp_size > 1:
-        out: torch.Tensor = module(x)[0]
-        return out
-    out = product(x, module.weight, module.bias)
+    """Rows ``x`` through ``module``, one of vLLM's linear layers.
+
+    On one CPU its product is called alone: what vLLM does around it has no effect there, and takes as long as a small
+    product.
+    """
+    product: Callable[..., torch.Tensor] | None = module.__dict__.get("cpu_linear")
+    if product is not None and module.tp_size == 1:
+        return product(x, module.weight, module.bias)
+    out: torch.Tensor = module(x)[0]
     return out
 
 

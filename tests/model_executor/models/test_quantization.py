@@ -94,8 +94,8 @@ def test_logits_are_those_of_the_rounded_weights(engines, plain, tmp_path, famil
     rounded = write_dequantized(quantized, tmp_path / "rounded", scheme)
     (actual,) = dense_logits(engines(quantized, dtype="bfloat16"), IDS)
     (expected,) = dense_logits(engines(rounded), IDS)
-    # 8 bits also round the inputs of each layer; 4 bits compute in bfloat16, which gives 0.03 on a CPU with AMX. A wrong
-    # shard gives about 1.
+    # 8 bits also round the inputs of each layer; 4 bits compute in bfloat16, which gives 0.03 on a CPU with AMX.
+    # A wrong shard gives about 1.
     assert distance(actual, expected) < (0.2 if scheme in ("int8", "fp8") else 0.1)
 
 
