@@ -28,19 +28,6 @@ def _has_kernel(name: str, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"_C::{name}", device_type.upper())
 
 
-def linear(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Rows ``x`` through ``module``, one of vLLM's linear layers.
-
-    On one CPU its product is called alone: what vLLM does around it has no effect there, and takes as long as a small
-    product.
-    """
-    product: Callable[..., torch.Tensor] | None = module.__dict__.get("cpu_linear")
-    if product is not None and module.tp_size == 1:
-        return product(x, module.weight, module.bias)
-    out: torch.Tensor = module(x)[0]
-    return out
-
-
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) · up``, ``[num_rows, width]``, of ``[num_rows, 2 · width]`` with the gates first."""
     gate, up = gate_up.chunk(2, dim=-1)

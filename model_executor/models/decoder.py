@@ -24,7 +24,6 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from dllm_engine.families import family_of
 from dllm_engine.kernels.rotary import rotary_table, rotate_
-from dllm_engine.kernels.vllm_operators import linear
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
 from dllm_engine.model_executor.loading.packing import embedding_table, output_head
 from dllm_engine.model_executor.loading.parameters import fill_parameters
@@ -145,7 +144,7 @@ class DecoderLayer(nn.Module):
     def qkv(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
         and keys rotated to their positions."""
-        heads = self._heads(linear(self.qkv_proj, normed))
+        heads = self._heads(self.qkv_proj(normed)[0])
         sizes = self.num_heads, self.num_kv_heads, self.num_kv_heads
         values = heads.narrow(1, self.num_heads + self.num_kv_heads, self.num_kv_heads)
         q, k, _ = self._norm_and_rotate(heads, phases, sizes)
@@ -172,7 +171,7 @@ class DecoderLayer(nn.Module):
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
-        return linear(self.out_proj, attended.flatten(1))
+        return self.out_proj(attended.flatten(1))[0]
 
     def _norm_and_rotate(
         self, heads: torch.Tensor, phases: RotaryPhases, sizes: tuple[int, ...]

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
-from dllm_engine.kernels.vllm_operators import linear, silu_and_mul
+from dllm_engine.kernels.vllm_operators import silu_and_mul
 from dllm_engine.model_executor.models.configs import ExpertGroups, ExpertShape
 
 
@@ -51,9 +51,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` to the same shape."""
-        return linear(self.down_proj, silu_and_mul(linear(self.gate_up_proj, normed)))
-
-    __call__ = forward  # as in ``Norm``
+        return self.down_proj(silu_and_mul(self.gate_up_proj(normed)[0]))[0]
 
 
 class ExpertMLP(nn.Module):
