@@ -316,8 +316,7 @@ def outcomes_of(
     found = [StepOutcome([[] for _ in requests], [[] for _ in requests], {}, set()) for _ in filled]
     if not parts:
         return found, on_host(asked)
-    stacked = [torch.stack(part) for part in parts]
-    columns, *answers = on_host([stacked[0] if len(parts) == 1 else torch.cat(stacked, dim=1), *asked])
+    columns, *answers = on_host([torch.cat([torch.stack(part) for part in parts], dim=1), *asked])
     ends = np.cumsum([sum(part.outcome.shape[0] for part in of_step) for of_step in filled])
     for of_step, rows in zip(found, np.split(columns, ends[:-1], axis=1), strict=True):
         outcome = rows[3]

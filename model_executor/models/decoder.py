@@ -176,9 +176,10 @@ class DecoderLayer(nn.Module):
     def _norm_and_rotate(
         self, heads: torch.Tensor, phases: RotaryPhases, sizes: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and, where there are any, values of rows' ``heads`` ``[num_rows, num_heads, head_dim]``, where
-        they lie in this order: as many as ``sizes`` says. Queries and keys are normed where the model does that, and
-        rotated, mostly in place; what becomes of the values is undefined."""
+        """Split ``heads`` ``[num_rows, num_heads, head_dim]`` of rows into queries, keys and what else ``sizes`` names.
+
+        Queries and keys are rotated, and go through the model's norms if it has them. The rest is of no use then.
+        """
         if self.head_norm is not None and self.q_norm is not None and self.k_norm is not None:
             heads = self.head_norm(heads.contiguous())
             heads.narrow(1, 0, sizes[0]).mul_(self.q_norm.weight)
