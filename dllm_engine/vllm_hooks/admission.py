@@ -17,7 +17,8 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_page_demand
-from dllm_engine.structured_output.requests import constrained, count_request, is_prepared, prepare
+from dllm_engine.structured_output.automata import count_request
+from dllm_engine.structured_output.requests import constrained, is_prepared, prepare
 
 
 class CheckedPrompt(dict[str, Any]):

@@ -5,7 +5,7 @@ from typing import Any
 
 from dllm_engine.metrics import DiffusionMetrics
 from dllm_engine.scheduler.engine_stats import take_stats
-from dllm_engine.structured_output.requests import take_counts
+from dllm_engine.structured_output.automata import take_counts
 
 
 def registering_metrics(init: Callable[..., None]) -> Callable[..., None]:

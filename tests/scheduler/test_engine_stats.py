@@ -8,7 +8,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dllm_engine.metrics import METRICS
 from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats, take_stats
-from dllm_engine.structured_output.requests import take_counts
+from dllm_engine.structured_output.automata import take_counts
 from tests.scheduler.test_diffusion_scheduler import StandInRunner, make_scheduler, request, step
 
 
