@@ -8,7 +8,8 @@ from typing import Any
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
-from dllm_engine.memory.weights import QUANTIZATIONS, Quantization
+from dllm_engine.memory.activations import RankLoad
+from dllm_engine.memory.weights import DTYPE_BYTES, QUANTIZATIONS, Quantization, weights_of_models
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.progress import Progress
@@ -104,6 +105,25 @@ def dtype_of(wanted: str, config: Any) -> str:
     return own if own in ("bfloat16", "float16") else "bfloat16"
 
 
+def models_of(config: Any, options: EngineOptions) -> list[Any]:
+    """Configs of the model, and of its guide if it has one."""
+    if options.guide_model is None:
+        return [config]
+    from dllm_engine.model_executor.guide.sizes import guide_config  # imports vLLM's layers
+
+    return [config, guide_config(options.guide_model)]
+
+
+def load_of(d: Deployment) -> tuple[RankLoad, str]:
+    """What each rank works on, and in which type; raises ``SizingError`` as ``checked_config``."""
+    config, max_model_len = checked_config(d)
+    dtype, ranks = dtype_of(d.dtype, config), d.tensor_parallel_size
+    models, dtype_bytes = models_of(config, d.options), DTYPE_BYTES[dtype]
+    weights = weights_of_models(models, ranks, dtype_bytes, d.quantized)
+    rows = max(d.max_num_batched_tokens, max_model_len)
+    return RankLoad(models, weights, d.options, ranks, dtype_bytes, rows, max_model_len), dtype
+
+
 def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
     """The request that the plan is for."""
     family = family_of(config)
@@ -168,8 +188,8 @@ def _compared_tokenizers(guide: str, model: str) -> tuple[bool, str]:
         return False, one_line(error)
 
 
-def with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:
-    """The options with the guide's sizes, its config, and what is assumed of it."""
+def with_guide(d: Deployment) -> tuple[EngineOptions, list[str]]:
+    """The options with the guide's sizes, and what is assumed of it."""
     # Imports vLLM's layers.
     from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
 
@@ -186,4 +206,4 @@ def with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:
     except ValueError as error:
         same_tokens = False
         notes.append(f"{error}; {d.options.guide_tokens_per_token:g} guide tokens per token are reserved for the guide")
-    return with_shape(d.options, same_tokens=same_tokens), config, notes
+    return with_shape(d.options, same_tokens=same_tokens), notes
