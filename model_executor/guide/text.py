@@ -5,7 +5,6 @@ its own tokens; both tokenizers must spell bytes, so that it is known which toke
 """
 
 import functools
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _UNREADABLE = b"\xff"
 """The text of an id that is no token: never valid UTF-8, so it is shown as the replacement character."""
-_REPLACEMENT = "\ufffd"
-_REPLACEMENT_SIZE = len(_REPLACEMENT.encode())
+_REPLACEMENT = "\ufffd".encode()
 _PROBE = "A naïve probe: 3.14 €,  你好 – if (x != y) {\n\treturn; }\n"
 
 
@@ -105,26 +103,24 @@ class ShownText:
     """Bytes as text, with the replacement character for what is not valid UTF-8, and where each byte went."""
 
     def __init__(self, data: bytes) -> None:
-        parts, self._starts, self._moved = [], [0], [0]
-        self._repaired: list[Span] = []
-        done = 0
-        while True:
+        self.shown = b""
+        self._places: list[int] = []
+        """Of each byte; those of an invalid sequence share one."""
+        while len(self._places) < len(data):
+            rest = data[len(self._places) :]
             try:
-                parts.append(data[done:].decode())
-                break
+                rest.decode()
+                valid, invalid = len(rest), 0
             except UnicodeDecodeError as error:
-                start, stop = done + error.start, done + error.end
-                parts += [data[done:start].decode(), _REPLACEMENT]
-                self._repaired.append(Span(start, stop))
-                self._starts.append(stop)
-                self._moved.append(self._moved[-1] + _REPLACEMENT_SIZE - (stop - start))
-                done = stop
-        self.text = "".join(parts)
-        self.shown = self.text.encode()
+                valid, invalid = error.start, error.end - error.start
+            start, stop = len(self.shown), len(self.shown) + valid
+            self._places += [*range(start, stop), *[stop] * invalid]
+            self.shown += rest[:valid] + _REPLACEMENT * bool(invalid)
+        self.text = self.shown.decode()
 
     def character(self, byte: int) -> Span:
         """The shown bytes of the character that a byte is in."""
-        start, _ = self._shown_at(byte)
+        start = self._places[byte]
         while start and self.shown[start] & 0xC0 == 0x80:
             start -= 1
         stop = start + 1
@@ -134,16 +130,8 @@ class ShownText:
 
     def place(self, byte: int) -> int | None:
         """Where a byte is shown; None for one that shares its replacement with the byte before it."""
-        place, shared = self._shown_at(byte)
-        return None if shared else place
-
-    def _shown_at(self, byte: int) -> tuple[int, bool]:
-        index = bisect_right(self._repaired, Span(byte, sys.maxsize)) - 1
-        shared = False
-        if index >= 0 and byte < self._repaired[index].stop:
-            shared = byte > self._repaired[index].start
-            byte = self._repaired[index].start
-        return byte + self._moved[bisect_right(self._starts, byte) - 1], shared
+        place = self._places[byte]
+        return None if byte and self._places[byte - 1] == place else place
 
 
 class Retokenizer:
