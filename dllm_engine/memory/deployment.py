@@ -1,6 +1,5 @@
 """What is planned for: a model, a machine, and requests of one length."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,10 +10,7 @@ from dllm_engine.families import family_of
 from dllm_engine.memory.activations import RankLoad
 from dllm_engine.memory.weights import DTYPE_BYTES, QUANTIZATIONS, Quantization, weights_of_models
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.scheduler.methods.base import CacheMethod
-from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec, Guidance
-from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.text import one_line
 
 GIB = 1 << 30
@@ -150,16 +146,6 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     if reason := options.method.refusal(spec):
         raise SizingError(reason)
     return spec
-
-
-def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan, Progress]]:
-    """The plan of each step and how far the request is then, where every step unmasks the schedule's count. The
-    progress is one object, which goes on."""
-    progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.num_masks:
-        plan = method.plan(spec, progress)
-        yield plan, progress
-        progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
 
 
 def shares_tokenizer(guide: str, model: str) -> bool:

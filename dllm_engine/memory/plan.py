@@ -9,7 +9,7 @@ from typing import Any
 from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.memory.activations import RankLoad
-from dllm_engine.memory.deployment import Deployment, SizingError, load_of, request_spec, steps_of, with_guide
+from dllm_engine.memory.deployment import Deployment, SizingError, load_of, request_spec, with_guide
 from dllm_engine.memory.weights import Quantization, weights_of_models
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
@@ -173,7 +173,7 @@ def walk(spec: DecodingSpec, method: CacheMethod, geometry: PoolGeometry) -> tup
     their pages hold.
     """
     retained = rows = num_steps = 0
-    for step_plan, progress in steps_of(spec, method):
+    for step_plan, progress in method.steps(spec):
         num_steps, rows = num_steps + 1, rows + step_plan.max_rows * method.runs(spec, step_plan)
         if step_plan.retained > retained:
             pages = method.pages(spec, progress.running, geometry)[PageKind.KV]

@@ -18,6 +18,12 @@ Scope = Literal["attribute", "every_import", "if_imported"]
 _MARK = "_dllm_engine_patch"
 
 
+def is_ours(owner: Any) -> bool:
+    """Whether an object of vLLM, which has a ``vllm_config`` or a ``model_config``, serves one of our models."""
+    model_config = getattr(getattr(owner, "vllm_config", owner), "model_config", None)
+    return getattr(model_config, "is_dllm_engine", False)
+
+
 @dataclass(frozen=True)
 class Patch:
     """One attribute of vLLM that is replaced."""

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import check_place
+from dllm_engine.vllm_hooks.patch import is_ours
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -93,7 +94,7 @@ def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Await
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
 
     async def create_if_known(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.model_config, "is_dllm_engine", False):
+        if is_ours(self):
             check_place(request.model_extra or ())
             settle_template(request, self)
         return await create(self, request, *args, **kwargs)

@@ -71,10 +71,6 @@ def test_where_one_attribute_is_gone_none_is_replaced(monkeypatch):
     assert outputs.RequestOutput.add is original
 
 
-def test_every_private_name_is_there():
-    patch.check((*table.PRIVATE, *table.RAY_SERVE, *table.CUDA))
-
-
 SOURCE = """
 from os.path import join as joined
 annotated: int = 1
