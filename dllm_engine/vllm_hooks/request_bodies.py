@@ -6,6 +6,7 @@
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -53,7 +54,7 @@ class BodyCheck:
 def _refusal(body: bytes) -> Any:
     """The response to a body that is refused; None for one that goes to vLLM."""
     if _nesting(body) > _DEEPEST:
-        return _bad_request(f"the body has more than {_DEEPEST} lists and objects within each other", None)
+        return error_response(f"the body has more than {_DEEPEST} lists and objects within each other")
     # A field's name may be written with escapes.
     if _FIELD.encode() not in body and b"\\u" not in body:
         return None
@@ -64,7 +65,8 @@ def _refusal(body: bytes) -> Any:
     given = fields.get(_FIELD) if isinstance(fields, dict) else None
     if given is None or isinstance(given, dict):
         return None
-    return _bad_request(f'{_FIELD} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}', _FIELD)
+    message = f'{_FIELD} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}'
+    return error_response(message, field=_FIELD)
 
 
 def _nesting(body: bytes) -> int:
@@ -82,12 +84,14 @@ def _nesting(body: bytes) -> int:
     return deepest
 
 
-def _bad_request(message: str, field: str | None) -> Any:
+def error_response(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, field: str | None = None) -> Any:
+    """An error as vLLM's server answers it."""
     from starlette.responses import JSONResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    error = create_error_response(message, param=field)
-    return JSONResponse(error.model_dump(), status_code=error.error.code)
+    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
+    error = create_error_response(message, err_type=kind, status_code=status, param=field)
+    return JSONResponse(error.model_dump(), status_code=status)
 
 
 def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

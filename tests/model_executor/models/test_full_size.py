@@ -10,8 +10,8 @@ from dllm_engine.bench.memory import peak, resident, restart_peak
 from dllm_engine.checkpoints import load_config
 from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.loading import files
-from dllm_engine.model_executor.loading.checks import is_finite
 from dllm_engine.model_executor.loading.files import mapped_tensors, read_ahead, with_progress
+from dllm_engine.model_executor.loading.parameters import is_finite
 from scripts.make_checkpoint import make
 from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of, start_engine, tokens_of
