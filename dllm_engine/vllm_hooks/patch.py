@@ -127,11 +127,9 @@ def _source_of(module_name: str) -> Path | None:
     """A module's file, found without importing the packages above it, as ``find_spec`` would."""
     top, *below = module_name.split(".")
     spec = find_spec(top)
-    if spec is None:
-        return None
-    places = [Path(folder, *below) for folder in spec.submodule_search_locations or ()] if below else []
-    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
-    return next((file for file in files or [Path(spec.origin or "")] if file.is_file()), None)
+    assert spec is not None
+    place = Path(spec.origin or "").parent.joinpath(*below)
+    return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
 
 
 def _names_bound(scope: SymbolTable) -> Iterator[str]:
