@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _UNREADABLE = b"\xff"
 """The text of an id that is no token: never valid UTF-8, so it is shown as the replacement character."""
-_REPLACEMENT = "\ufffd".encode()
+_REPLACEMENT_SIZE = len("\ufffd".encode())
 _PROBE = "A naïve probe: 3.14 €,  你好 – if (x != y) {\n\treturn; }\n"
 
 
@@ -103,9 +103,11 @@ class ShownText:
     """Bytes as text, with the replacement character for what is not valid UTF-8, and where each byte went."""
 
     def __init__(self, data: bytes) -> None:
-        self.shown = b""
+        self.text = data.decode(errors="replace")
+        self.shown = self.text.encode()
         self._places: list[int] = []
         """Of each byte; those of an invalid sequence share one."""
+        place = 0
         while len(self._places) < len(data):
             rest = data[len(self._places) :]
             try:
@@ -113,10 +115,8 @@ class ShownText:
                 valid, invalid = len(rest), 0
             except UnicodeDecodeError as error:
                 valid, invalid = error.start, error.end - error.start
-            start, stop = len(self.shown), len(self.shown) + valid
-            self._places += [*range(start, stop), *[stop] * invalid]
-            self.shown += rest[:valid] + _REPLACEMENT * bool(invalid)
-        self.text = self.shown.decode()
+            self._places += [*range(place, place + valid), *[place + valid] * invalid]
+            place += valid + _REPLACEMENT_SIZE * bool(invalid)
 
     def character(self, byte: int) -> Span:
         """The shown bytes of the character that a byte is in."""
@@ -247,9 +247,12 @@ class Retokenizer:
         if not indices:
             return
         spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
+        if wanted.keys().isdisjoint(indices):
+            guided += self._tokens_of_old_text(b"".join(spelled).decode(errors="replace"))
+            return
         shown = ShownText(b"".join(spelled))
-        encode = self._tokens_of_old_text if wanted.keys().isdisjoint(indices) else self._tokens_of_text
-        read, ends = encode(shown.text)
+        read = self._tokens_of_text(shown.text)
+        ends = list(accumulate(len(self.theirs.spelled[token]) for token in read))
         for index, (begin, stop) in zip(indices, pairwise(accumulate(map(len, spelled), initial=0)), strict=True):
             if index in wanted:
                 first = bisect_right(ends, shown.character(begin).start)
@@ -259,7 +262,6 @@ class Retokenizer:
                 wanted[index] = Span(len(guided) + first, len(guided) + last + 1), lead
         guided += read
 
-    def _tokens_of_text(self, text: str) -> tuple[list[int], list[int]]:
-        """The guide's tokens of a text, and the byte at which each of them ends."""
-        read = self.encoder.encode(text, add_special_tokens=False).ids
-        return read, list(accumulate(len(self.theirs.spelled[token]) for token in read))
+    def _tokens_of_text(self, text: str) -> list[int]:
+        """The guide's."""
+        return self.encoder.encode(text, add_special_tokens=False).ids
