@@ -48,7 +48,8 @@ from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.passes import Dispatch, InnerTime, InnerTimes, observed_step, runner_of
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.automata import Limits, automaton_of
+from dllm_engine.structured_output.automata import automaton_of
+from dllm_engine.structured_output.build import Limits
 from dllm_engine.structured_output.grammar import grammar_of
 
 BLOCK_LENGTH = 32

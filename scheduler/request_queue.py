@@ -97,12 +97,12 @@ class RequestQueue(SchedulerInterface):
     def add_request(self, request: Request) -> None:
         try:
             state = self._new_state(request)
-        except ValueError as error:
-            # The front end has checked the same rules (admission.py); only a client that bypasses it comes here.
-            self._refuse(request, RequestFailure("refused", str(error)))
-            return
         except Exception as error:
-            self._refuse(request, failure_of(request.request_id, error))
+            # The front end has checked the same rules (admission.py): a ValueError is of a client that bypasses it.
+            is_refused = isinstance(error, ValueError)
+            failure = RequestFailure("refused", str(error)) if is_refused else failure_of(request.request_id, error)
+            logger.error("request %s refused: %s", request.request_id, failure.message)
+            self._send_error(request, failure, Progress())
             return
         self.states[request.request_id] = state
         self.waiting.add_request(request)
@@ -123,10 +123,6 @@ class RequestQueue(SchedulerInterface):
     def num_begun(self) -> int:
         """Requests that run, and those that were preempted."""
         return len(self.running) + sum(request.num_preemptions > 0 for request in self.waiting)
-
-    def _refuse(self, request: Request, failure: RequestFailure) -> None:
-        logger.error("request %s refused: %s", request.request_id, failure.message)
-        self._send_error(request, failure, Progress())
 
     def _new_state(self, request: Request) -> RequestState:
         if self.weights_incomplete_since is not None and self._pause_state == PauseState.UNPAUSED:

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.families import family_of
-from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of, request_spec, steps_of
+from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of, request_spec
 from dllm_engine.memory.weights import DTYPE_BYTES
 from dllm_engine.model_executor.recording.forward import padded_size
 from dllm_engine.options import EngineOptions
@@ -115,7 +115,7 @@ def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_
         clock = _Clock(decoder, GPUS[gpu], options.method, spec, d.max_num_batched_tokens)
         for batch in batches:
             by_state: dict[str, list[StepPrediction]] = defaultdict(list)
-            for plan, progress in steps_of(spec, options.method):
+            for plan, progress in options.method.steps(spec):
                 head_rows = min(progress.num_masked, plan.quota.candidates.size)
                 step = StepPrediction(options.cache_method, batch, *clock.step(plan, head_rows, batch))
                 by_state[step.state].append(step)

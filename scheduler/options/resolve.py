@@ -141,20 +141,20 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
 
 def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
     """How many positions of several blocks a step fills is a rule's to say, and a span lies in one of them."""
-    if options.block_add_threshold is not None and options.slow_fast is not None:
+    if (threshold := options.block_add_threshold) is None:
+        return
+    for name, reason in (
+        ("slow_fast", "SlowFast sampling runs one block at a time"),
+        ("steps_per_block", "blocks that run at once share their steps"),
+    ):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"block_add_threshold={threshold} and {name}={value}: {reason}; leave one of them unset"
+            )
+    if parallel is None:
         raise InvalidRequestError(
-            f"block_add_threshold={options.block_add_threshold} and slow_fast={options.slow_fast}: SlowFast sampling "
-            f"runs one block at a time; leave one of them unset"
-        )
-    if options.block_add_threshold is not None and options.steps_per_block is not None:
-        raise InvalidRequestError(
-            f"block_add_threshold={options.block_add_threshold} and steps_per_block={options.steps_per_block}: blocks "
-            f"that run at once share their steps; leave one of them unset"
-        )
-    if options.block_add_threshold is not None and parallel is None:
-        raise InvalidRequestError(
-            f"block_add_threshold={options.block_add_threshold}: several blocks at once need a rule of parallel "
-            f"unmasking; set one of {', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
+            f"block_add_threshold={threshold}: several blocks at once need a rule of parallel unmasking; set one of "
+            f"{', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
         )
 
 

@@ -142,7 +142,7 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
         engine = EngineOptions(cache_method=method, page_size=1)
         with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
             longest_demand(engine, small, 64)
-    assert small.__class__(**(vars(small) | {"page_size": 3})).feature_rows_per_page == 1
+    assert small.__class__(**(vars(small) | {"page_size": 3})).feature_pages(5) == 5
 
 
 @pytest.mark.parametrize(
