@@ -70,6 +70,23 @@ _SDAR_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_SDAR_30B: dict[str, Any] = {
+    "model_type": "sdar_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 _LLADA2_MINI: dict[str, Any] = {
     "model_type": "llada2_moe",
     "hidden_size": 2048,
@@ -101,6 +118,7 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
     "JetLM/SDAR-8B-Chat": _SDAR_8B,
     "JetLM/SDAR-8B-Chat-b32": _SDAR_8B | {"block_size": 32},
+    "JetLM/SDAR-30B-A3B-Chat": _SDAR_30B,
     "inclusionAI/LLaDA2.0-mini": _LLADA2_MINI,
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
