@@ -25,20 +25,14 @@ from dllm_engine.model_executor.models.sdar import SDARForCausalLM, SDARMoeForCa
 INDEX = "model.safetensors.index.json"
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
     model.__name__: model
-    for model in (
-        *(LLaDAModelLM, LLaDAMoEModelLM, DreamModel),
-        *(SDARForCausalLM, SDARMoeForCausalLM, LLaDA2MoeModelLM),
-    )
+    for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel, SDARForCausalLM, SDARMoeForCausalLM, LLaDA2MoeModelLM)
 }
 """By the architecture that a checkpoint names."""
 _SIZES = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
     "vocab_size",
 )
-_EXPERT_SIZES = (
-    *("num_experts", "expert_intermediate_size", "moe_intermediate_size"),
-    "shared_expert_intermediate_size",
-)
+_EXPERT_SIZES = ("num_experts", "expert_intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def check_safetensors(model: str) -> dict[str, tuple[Path, list[int]]]:

@@ -252,7 +252,7 @@ class SDARMoeKeys(SDARKeys):
     num_experts: ExpertCount = 128
     num_experts_per_tok: ExpertCount = 8
     moe_intermediate_size: Width = 768
-    norm_topk_prob: bool = True
+    norm_topk_prob: bool = True  # JetEngine, the authors' engine, reads no such key and always does
     decoder_sparse_step: LayerCount = 1
     mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
 
