@@ -27,6 +27,7 @@ _LLADA_8B = _released(config_keys.LLaDAKeys, mlp_hidden_size=12_288, embedding_s
 _LLADA_MOE_7B = _released(config_keys.LLaDAMoEKeys, qk_layernorm=True)
 _DREAM_7B = _released(config_keys.DreamKeys, num_key_value_heads=4)
 _SDAR_8B = _released(config_keys.SDARKeys, num_key_value_heads=8)
+_SDAR_30B = _released(config_keys.SDARMoeKeys)
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
     "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,
@@ -37,6 +38,7 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
     "JetLM/SDAR-8B-Chat": _SDAR_8B,
     "JetLM/SDAR-8B-Chat-b32": _SDAR_8B | {"block_size": 32},
+    "JetLM/SDAR-30B-A3B-Chat": _SDAR_30B,
     "inclusionAI/LLaDA2.0-mini": _released(config_keys.LLaDA2Keys, num_key_value_heads=4),
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""

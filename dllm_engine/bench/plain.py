@@ -139,6 +139,7 @@ class PlainDecoder:
         if experts.groups is None:
             shares = self._linear(y, f"{name}.gate").softmax(dim=-1, dtype=torch.float32) + bias
             weights, chosen = shares.topk(experts.top_k, dim=-1)
+            weights = weights / weights.sum(dim=-1, keepdim=True) if experts.renormalize else weights
         else:
             shares = F.linear(y.float(), self.weights[f"{name}.gate.weight", None].float()).sigmoid()
             chosen = _best_of_groups(shares + bias, experts.top_k, experts.groups)

@@ -19,6 +19,7 @@ NAMED_SHAPES: dict[str, str] = {
     "dream-7b": "Dream-org/Dream-v0-Base-7B",
     "sdar-8b": "JetLM/SDAR-8B-Chat",
     "sdar-8b-b32": "JetLM/SDAR-8B-Chat-b32",
+    "sdar-30b": "JetLM/SDAR-30B-A3B-Chat",
     "llada2-mini": "inclusionAI/LLaDA2.0-mini",
 }
 _SCALED = (

@@ -70,8 +70,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what.add_argument(
         "--model",
         help="`demo`, `demo-blocks`, folder or Hugging Face name of a checkpoint, or random weights of a shape: "
-        "`llada-8b`, `llada-moe-7b`, `dream-7b`, `sdar-8b`, `sdar-8b-b32`, `llada2-mini`, or `llada-8b/4` with a "
-        "quarter of width, heads, layers and vocabulary (default: demo)",
+        "`llada-8b`, `llada-moe-7b`, `dream-7b`, `sdar-8b`, `sdar-8b-b32`, `sdar-30b`, `llada2-mini`, or `llada-8b/4` "
+        "with a quarter of width, heads, layers and vocabulary (default: demo)",
     )
     what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all that suit the model)")
     what.add_argument(

@@ -21,7 +21,6 @@ def stated(folder, model_type, architecture):
 @pytest.mark.parametrize(
     ("model_type", "architecture", "what", "instead"),
     [
-        ("sdar_moe", "SDARMoeForCausalLM", "SDAR-MoE", "take a dense SDAR checkpoint"),
         ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", "Fast-dLLM v2", "take SDAR or LLaDA2.0"),
         ("llada2_moe_veomni", "LLaDA2MoeModelLM", "merged experts", "split them again with moe_convertor.py"),
     ],
@@ -59,10 +58,13 @@ def test_what_attention_by_blocks_has_no_use_for_is_refused(tiny_sdar, cache_met
         ("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16),
         ("/home/of-b2/SDAR-4B-Chat", 4),
         ("mine/SDAR-4B-Chat-beta", 4),
+        ("JetLM/SDAR-30B-A3B-Chat", 4),
+        ("JetLM/SDAR-30B-A3B-Chat-b32", 32),
     ],
 )
 def test_released_checkpoints_for_longer_blocks_are_known_by_their_names(name, block_size):
-    config = {key: value for key, value in tiny_checkpoints.SDAR_CONFIG.items() if key != "block_size"}
+    of_kind = tiny_checkpoints.SDAR_MOE_CONFIG if "A3B" in name else tiny_checkpoints.SDAR_CONFIG
+    config = {key: value for key, value in of_kind.items() if key != "block_size"}
     assert parse_config(config, name).block_size == block_size
     assert parse_config(config | {"block_size": 8}, name).block_size == 8, "what config.json says goes first"
 

@@ -114,7 +114,9 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, tiny_sdar, 
     assert seen >= set(CACHE_METHODS[method].launches)
 
 
-@pytest.mark.parametrize("model", [LLADA, LLADA_MOE, DREAM, SDAR, "inclusionAI/LLaDA2.0-mini"])
+@pytest.mark.parametrize(
+    "model", [LLADA, LLADA_MOE, DREAM, SDAR, "JetLM/SDAR-30B-A3B-Chat", "inclusionAI/LLaDA2.0-mini"]
+)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
     result = predicted(model, gpu)

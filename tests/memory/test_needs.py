@@ -36,10 +36,10 @@ def deployment_of(model, **settings):
     return Deployment(model=model, **(lengths | {"options": EngineOptions(cache_method="dual")} | settings))
 
 
-@pytest.mark.parametrize("model", [model for model in RELEASED_CONFIGS if "LLaDA2" not in model])
+@pytest.mark.parametrize("model", [model for model in RELEASED_CONFIGS if "LLaDA2" not in model and "30B" not in model])
 def test_released_models_fit_24_gib(model):
-    """With 2 GiB for the system; LLaDA2.0 has 30 GiB of weights. The peak is more than 1.1 times the weights and 1.5 GB
-    in no case."""
+    """With 2 GiB for the system; SDAR-30B and LLaDA2.0 have more weights. The peak is more than 1.1 times the weights
+    and 1.5 GB in no case."""
     *_, method = methods_for(family_of(load_config(model)).attention)
     deployment = partial(deployment_of, options=EngineOptions(cache_method=method))
     _, needs = plan_on_cpu(deployment(model, memory=22 * GIB))

@@ -66,16 +66,25 @@ SAMPLED_SETTINGS = {
 }  # fmt: skip
 
 
+BLOCK_SETTINGS = {
+    "a step per token": {"gen_length": 18, "block_length": 4},
+    "longer blocks, uneven steps": {"gen_length": 21, "block_length": 8, "steps_per_block": 3},
+    "threshold": {"gen_length": 19, "block_length": 4, "threshold": 0.3},
+}
+
+
 CONSTRAINT = random_automaton(random.Random(0), tiny_checkpoints.VOCAB_SIZE, {tiny_checkpoints.MASK})
 
 
-def assert_decodes_like_the_plain_model(llm, folder, settings, seed: int | None = None) -> None:
+def assert_decodes_like_the_plain_model(
+    llm, folder, settings, seed: int | None = None, cache_method: str = "none"
+) -> None:
     """Two prompts of different lengths in one batch: tokens, order and number of forward passes."""
     plain, uniform = PlainModel(folder), None if seed is None else uniform_of(seed)
     expected: dict[int, Decoding] = {}
     for prompt in PROMPTS:
         if len(prompt) not in expected and len(expected) < 2:
-            run = decode(plain, prompt, **settings, uniform=uniform)
+            run = decode(plain, prompt, cache_method, **settings, uniform=uniform)
             if run.closest > MARGIN:
                 expected[len(prompt)] = run
     assert len(expected) == 2, "these weights leave every prompt to rounding; choose another seed"
@@ -119,6 +128,15 @@ def unsure_dream(tmp_path_factory):
 def test_dream(engines, tiny_dream, unsure_dream, name):
     folder = unsure_dream if "top_" in name else tiny_dream
     assert_decodes_like_the_plain_model(engines(folder), folder, DREAM_SETTINGS[name])
+
+
+@pytest.mark.parametrize("cache_method", ["block", "none"])
+@pytest.mark.parametrize("name", BLOCK_SETTINGS)
+def test_sdar_moe(engines, tiny_sdar_moe, name, cache_method):
+    llm, settings = engines(tiny_sdar_moe, cache_method=cache_method), BLOCK_SETTINGS[name]
+    assert_decodes_like_the_plain_model(llm, tiny_sdar_moe, settings, cache_method=cache_method)
+    requests = [(prompt, settings) for prompt in PROMPTS]
+    assert answers(llm, requests) == [answers(llm, [request])[0] for request in requests], "alone and in a batch"
 
 
 @pytest.mark.parametrize(
