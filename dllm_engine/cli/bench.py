@@ -12,13 +12,15 @@ from dllm_engine.cli.arguments import (
     GUIDING,
     ONE,
     RULES,
+    add_guiding_arguments,
+    add_options,
     key_value,
     positive_int,
     positive_ints,
     rule_options,
     split_names,
 )
-from dllm_engine.cli.engine import DTYPES, add_guide_arguments, add_guiding_arguments, given
+from dllm_engine.cli.engine import DTYPES, engine_settings, given
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.evaluation.result_file import read_results
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
@@ -101,7 +103,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     guide = parser.add_argument_group("guide")
-    add_guide_arguments(guide)
+    add_options(guide, engine_settings(*GUIDE_SETTINGS))
     add_guiding_arguments(guide)
     how = parser.add_argument_group("how")
     how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
