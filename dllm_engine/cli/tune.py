@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.tradeoff_plot import plot_beside
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
-from dllm_engine.tuning.questions import OwnQuestions, Questions
+from dllm_engine.tuning.questions import HarnessQuestions, OwnQuestions, Questions
 from dllm_engine.tuning.report import chosen, draw, report
 from dllm_engine.tuning.runner import EngineRunner
 from dllm_engine.tuning.search import Goal, Search
@@ -169,20 +167,14 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
 
 def _questions(args: argparse.Namespace) -> Questions:
     if args.lm_eval is not None or args.paper_task is not None:
-        check_lm_eval()
-        from dllm_engine.tuning.harness_questions import HarnessQuestions
-
         task, *others = harness_tasks(args)
         if others:
             raise ValueError(f"settings are compared on one task of lm_eval, or a group; leave out {others[0].name}")
-        settings = {field.name: getattr(args, field.name) for field in fields(HarnessSettings) if field.name in args}
-        return HarnessQuestions(task, HarnessSettings(**settings))
+        return HarnessQuestions(task)
     if args.tasks is not None:
-        tasks = read_tasks(args.tasks)[: args.count]
-        return OwnQuestions(str(args.tasks), tasks, args.match)
+        return OwnQuestions(OwnTasks(str(args.tasks), read_tasks(args.tasks)[: args.count], args.match))
     count = DEMO_COUNT if args.count is None else -(-args.count // len(TASKS))
-    tasks = demo_tasks(DEMO_TASKS, count, args.seed)
-    return OwnQuestions(DEMO_TASKS, tasks[: args.count], args.match)
+    return OwnQuestions(OwnTasks(DEMO_TASKS, demo_tasks(DEMO_TASKS, count, args.seed)[: args.count], args.match))
 
 
 def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunner, Search]:

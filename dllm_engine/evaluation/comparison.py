@@ -3,11 +3,13 @@
 import gc
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from dllm_engine.evaluation.answering import Answer, Cost, Memory, Request, answer_all, answers
@@ -17,7 +19,6 @@ from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
-    from dllm_engine.params import DiffusionParams
 
 LoadEngine = Callable[[dict[str, Any]], "LLM"]
 """Starts an engine with arguments of ``LLM``."""
@@ -44,26 +45,27 @@ class Combination:
     def is_guided(self) -> bool:
         return self.engine.get("guide_model") is not None
 
-    def params(self) -> "DiffusionParams":
-        """Raises ``ValueError`` naming what is out of range."""
-        from dllm_engine.params import DiffusionParams
-
-        return DiffusionParams(**self.decoding)
-
 
 @dataclass(frozen=True)
-class Task:
+class Task(ABC):
     """What is asked, and how it is scored."""
 
     name: str
-    score: Callable[["LLM", dict[str, Any], Answer], Result]
-    """Scores an engine with arguments of ``DiffusionParams``, which is given what answers requests."""
-    decoding: dict[str, Any] = field(default_factory=dict)
+    decoding: dict[str, Any] = field(default_factory=dict, kw_only=True)
     """Arguments of ``DiffusionParams``, where a combination has none of its own."""
-    guided: dict[str, Any] | None = None
+    guided: dict[str, Any] | None = field(default=None, kw_only=True)
     """The same for combinations with a guide; None: as the others, without ``steps``."""
-    cache_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     """By cache method, where a combination has none of its own."""
+
+    @property
+    def label(self) -> str:
+        """As rows name it."""
+        return Path(self.name).stem if self.name.endswith((".yaml", ".jsonl")) else self.name
+
+    @abstractmethod
+    def score(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
+        """Score an engine with arguments of ``DiffusionParams``; ``answer`` answers requests."""
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
         engine = combination.engine
@@ -113,12 +115,6 @@ class Progress:
     cost: Cost = field(default_factory=Cost)
     memory: Memory | None = None
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Progress":
-        """Raises ``KeyError`` or ``TypeError`` for what is no ``asdict`` of it."""
-        memory = None if value["memory"] is None else Memory(**value["memory"])
-        return cls(value["texts"], Cost(**value["cost"]), memory)
-
 
 class ScoreFile(ResultFile):
     """The rows of a table, and how far one more is. Without a path nothing is written."""
@@ -131,10 +127,9 @@ class ScoreFile(ResultFile):
         self._is_written = path is not None
         if path is not None:
             super().__init__(path, "eval", SCHEMA, subject)
-            for score in map(Score.from_json, self.stored.get("scores", [])):
+            for score in TypeAdapter(list[Score]).validate_python(self.stored.get("scores", [])):
                 self.scores[key_of(score.method, score.unmasking, score.task)] = score
-            unfinished = self.stored.get("unfinished", {})
-            self.unfinished = {key: Progress.from_json(value) for key, value in unfinished.items()}
+            self.unfinished = TypeAdapter(dict[str, Progress]).validate_python(self.stored.get("unfinished", {}))
 
     def save(self) -> None:
         """Write all of it."""
@@ -208,7 +203,7 @@ class Comparison:
             self.file.scores[key] = Score(
                 method=combination.method,
                 unmasking=combination.unmasking,
-                task=task.name,
+                task=task.label,
                 result=result,
                 cost=progress.cost,
                 memory=progress.memory,
@@ -285,7 +280,7 @@ def _name(engine: dict[str, Any]) -> str:
 
 
 def _key(combination: Combination, task: Task) -> str:
-    return key_of(combination.method, combination.unmasking, task.name)
+    return key_of(combination.method, combination.unmasking, task.label)
 
 
 def _stop(llm: "LLM") -> None:
