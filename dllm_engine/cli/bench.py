@@ -30,7 +30,7 @@ from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
-    from dllm_engine.bench.benchmark import BenchSettings
+    from dllm_engine.bench.subject import BenchSettings
 
 QUICK_OUTPUT, QUICK_PLOTS = Path("bench.json"), Path("bench-plots")
 DEFAULTS: dict[str, Any] = {
@@ -202,9 +202,8 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
 
 def settings(args: argparse.Namespace) -> "BenchSettings":
     """What the arguments ask for; raises ``ValueError`` for what cannot be measured."""
-    from dllm_engine.bench.benchmark import BenchSettings
     from dllm_engine.bench.random_model import config_of
-    from dllm_engine.bench.subject import Lengths
+    from dllm_engine.bench.subject import BenchSettings
     from dllm_engine.families import family_of
 
     family = family_of(config_of(args.model))
@@ -222,7 +221,10 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
         methods=methods,
         unmaskings=tuple(_unmasking(text, asked) for text in split_names(args.unmasking)),
         batches=tuple(args.batch),
-        lengths=Lengths(tuple(args.prompt), args.response, block, args.shared_prefix),
+        prompts=tuple(args.prompt),
+        response=args.response,
+        block_length=block,
+        shared_prefix=args.shared_prefix,
         repeats=args.repeats,
         seed=args.seed,
         dtype=args.dtype,
