@@ -235,8 +235,26 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 def method_text(method: str, options: dict[str, Any]) -> str:
     """As ``parse_method`` reads it."""
-    written = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in options.items()]
-    return ":".join(filter(None, (method, "+".join(written))))
+    return ":".join(filter(None, (method, "+".join(_assignment(*option) for option in options.items()))))
+
+
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Options as words of ``dllm serve``."""
+    words = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "cache_options":
+            words += [word for pair in value.items() for word in ("--cache-option", _assignment(*pair))]
+        elif isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def _assignment(name: str, value: Any) -> str:
+    """As ``key_value`` reads it."""
+    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def parse_rule(text: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize, TypeAdapter
 
-from dllm_engine.cli.arguments import positive_int, positive_ints
+from dllm_engine.cli.arguments import as_words, positive_int, positive_ints
 from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options, given
 from dllm_engine.memory.weights import QUANTIZATIONS
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
@@ -295,31 +295,24 @@ def _cells(times: "Times", scale: int) -> list[str]:
 
 def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
     """The command line of a server with the plan's settings."""
-    command = ["dllm", "serve", sizing.model]
-    if sizing.demand.cache_method != "none":
-        command += ["--cache-method", sizing.demand.cache_method]
-    for key, value in args.cache_option:
-        command += ["--cache-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-    if args.retention_ratio is not None:
-        command += ["--retention-ratio", str(args.retention_ratio)]
-    settings: dict[str, Any] = {
-        "--max-model-len": sizing.max_model_len,
-        "--max-num-seqs": sizing.max_num_seqs,
-        "--max-num-batched-tokens": sizing.max_num_batched_tokens,
+    s = sizing
+    options: dict[str, Any] = {} if s.demand.cache_method == "none" else {"cache_method": s.demand.cache_method}
+    options |= {"cache_options": dict(args.cache_option), **given(args, ("retention_ratio",))}
+    options |= {
+        "max_model_len": s.max_model_len,
+        "max_num_seqs": s.max_num_seqs,
+        "max_num_batched_tokens": s.max_num_batched_tokens,
     }
     if args.device == "cpu":
-        settings["--kv-cache-memory-bytes"] = sizing.pool_bytes
+        options["kv_cache_memory_bytes"] = s.pool_bytes
     else:
-        settings["--gpu-memory-utilization"] = args.gpu_memory_utilization
-    if sizing.tensor_parallel_size > 1:
-        settings["--tensor-parallel-size"] = sizing.tensor_parallel_size
+        options["gpu_memory_utilization"] = args.gpu_memory_utilization
+    if s.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = s.tensor_parallel_size
     if args.dtype != "auto":
-        settings["--dtype"] = args.dtype
+        options["dtype"] = args.dtype
     if args.quantization == "fp8":  # made at load time; the others are checkpoints of their own
-        settings["--quantization"] = "fp8_per_channel"
-    if sizing.page_size != EngineOptions().page_size:
-        settings["--page-size"] = sizing.page_size
-    settings |= {f"--{name.replace('_', '-')}": value for name, value in given(args, GUIDE_SETTINGS).items()}
-    for flag, value in settings.items():
-        command += [flag, str(value)]
-    return command
+        options["quantization"] = "fp8_per_channel"
+    if s.page_size != EngineOptions().page_size:
+        options["page_size"] = s.page_size
+    return ["dllm", "serve", s.model, *as_words(options | given(args, GUIDE_SETTINGS))]

@@ -1,7 +1,6 @@
 """``dllm tune``: the fastest setting of a model within a loss of accuracy, on the user's own tasks."""
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -231,9 +230,8 @@ def _finish(args: argparse.Namespace, search: Search, questions: Questions, plot
     blocks = {"block_length": brought["block_length"]} if "block_length" in brought else {}
     found = {batch: chosen(search, batch, blocks) for batch in search.goal.batches}
     engine = _own_engine_arguments(args)
-    words = ["dllm", "serve", args.model, *(word for item in engine.items() for word in _as_words(*item))]
     length = args.gen_length or brought.get("gen_length")
-    print(report(search, found, words, {"model": args.model} | engine, length))
+    print(report(search, found, args.model, engine, length))
     search.file.result = {
         "command": shlex.join(["dllm", *args.argv]),
         "machine": provenance(),
@@ -251,11 +249,3 @@ def _own_engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     unset = {"dtype": "auto", "tensor_parallel_size": 1, "max_model_len": None, "cuda_graphs": None}
     own = {name: getattr(args, name) for name, value in unset.items() if getattr(args, name) != value}
     return own | ({"batch_invariant": True} if args.batch_invariant else {}) | dict(args.engine_arg)
-
-
-def _as_words(name: str, value: Any) -> list[str]:
-    """An engine argument as words of ``dllm serve``."""
-    option = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [option if value else option.replace("--", "--no-", 1)]
-    return [option, value if isinstance(value, str) else json.dumps(value)]

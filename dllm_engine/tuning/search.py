@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from dllm_engine.evaluation.answering import Cost
@@ -99,7 +99,7 @@ class Search:
     ) -> None:
         self.runner, self.file, self.space, self.goal = runner, file, space, goal
         self.standings = Standings(file, goal.loss)
-        file.start({"loss": goal.loss, "batches": list(goal.batches), "space": space.to_json()})
+        file.start({"loss": goal.loss, "batches": list(goal.batches), "space": asdict(space)})
         self.ran_out = False
         """Whether the budget ended the search before it was through."""
         self.tell, self._clock = tell, clock
