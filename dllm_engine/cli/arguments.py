@@ -288,15 +288,3 @@ def _parse_rule(text: str, known: str, rules: Sequence[str], more_of_rule: Seque
             )
         options[name] = json_value(value)
     return options
-
-
-def rule_options(text: str, guiding: dict[str, Any] | None) -> dict[str, Any]:
-    """As ``parse_rule`` where there may be a guide, which ``guided`` asks for and the other rules leave out.
-
-    ``guiding``: how it decides, as request options; None: there is no guide.
-    """
-    if guiding is None:
-        if text == GUIDED:
-            raise ValueError(f"unmasking rule {GUIDED!r}: there is no guide; give --guide-model")
-        return parse_rule(text)
-    return {GUIDED: True, **guiding} if text == GUIDED else {GUIDED: False, **parse_rule(text)}

@@ -90,6 +90,24 @@ def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """A model as the command's first word."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    )
+
+
+def add_engine_arg(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--engine-arg",
+        metavar="KEY=VALUE",
+        type=key_value,
+        action="append",
+        default=[],
+        help="any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5",
+    )
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True, with_cache: bool = True) -> None:
     """``with_model=False`` is for commands whose model is a positional argument, ``with_cache=False`` for those that
     choose a cache themselves."""
@@ -101,14 +119,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_model_arguments(group)
     add_options(group, engine_settings("cuda_graphs", "batch_invariant"))
     parser.set_defaults(batch_invariant=False)
-    group.add_argument(
-        "--engine-arg",
-        metavar="KEY=VALUE",
-        type=key_value,
-        action="append",
-        default=[],
-        help="any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5",
-    )
+    add_engine_arg(group)
     if with_cache:
         add_cache_arguments(parser)
     else:

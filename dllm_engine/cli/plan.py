@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ByteSize, TypeAdapter
 
 from dllm_engine.cli.arguments import as_words, positive_int, positive_ints
-from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options, given
+from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
 from dllm_engine.memory.weights import QUANTIZATIONS
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from dllm_engine.memory.needs import MemoryNeeds
     from dllm_engine.memory.plan import RequestDemand, Sizing
     from dllm_engine.speed.prediction import Prediction, Times
+
+
+PAGES_GROW = """\
+  Pages come as blocks come: with the {demand.admission_pages:,} of its prompt and first block a request is admitted,
+  up to {demand.admitted:,} at once. {demand.requests:,} of them fit at full length; beyond that the newest ones are \
+preempted."""
 
 
 def byte_size(text: str) -> int:
@@ -49,9 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, and on a "
         "CPU of all ranks.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    )
+    add_model(parser)
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of one GPU, such as 80GiB")
     parser.add_argument("--memory", type=byte_size, metavar="SIZE", help="for --device cpu (default: this machine's)")
@@ -226,21 +230,12 @@ def as_text(
     lines += [
         f"* as asked for; the others with their papers' options. Pages are {pages};",
         "  rows are the positions computed per step, as a mean over the response at a token per step.",
-        *(_while_pages_grow(s.demand) if grows else []),
+        *(PAGES_GROW.format(demand=s.demand).splitlines() if grows else []),
         *([f"  Of the pages, {s.guide_pages:,} are the guide's."] if args.guide_model is not None else []),
         "",
         f"To serve it so: {shlex.join(command)}",
     ]
     return "\n".join(lines)
-
-
-def _while_pages_grow(demand: "RequestDemand") -> list[str]:
-    return [
-        f"  Pages come as blocks come: with the {demand.admission_pages:,} of its prompt and first block a request is "
-        "admitted,",
-        f"  up to {demand.admitted:,} at once. {demand.requests:,} of them fit at full length; beyond that the newest "
-        "ones are preempted.",
-    ]
 
 
 def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[str, ...]:

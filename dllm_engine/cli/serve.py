@@ -15,7 +15,14 @@ from dllm_engine.cli.arguments import (
     positive_int,
     take_dotted,
 )
-from dllm_engine.cli.engine import CACHE_ARGUMENTS, add_cache_arguments, cache_options, engine_settings, given
+from dllm_engine.cli.engine import (
+    CACHE_ARGUMENTS,
+    add_cache_arguments,
+    add_model,
+    cache_options,
+    engine_settings,
+    given,
+)
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.text import one_line
@@ -40,9 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Everything `vllm serve` accepts works here too; `vllm serve --help=all` lists it.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    )
+    add_model(parser)
     add_cache_arguments(parser)
     requests = parser.add_argument_group(
         "requests",

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints, split_names
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
-from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
+from dllm_engine.cli.engine import add_engine_arguments, add_model, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import TASKS
@@ -46,9 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "block length for the fastest setting that loses at most so much accuracy against plain decoding (no cache, a "
         "token per pass). Run again, the same command goes on where it stopped.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    )
+    add_model(parser)
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--tasks",
