@@ -82,8 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         f"heat map by length of the prompt and depth of what is asked for; `{HOLES}` for filling in), or .jsonl files "
         'with lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
     )
-    asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
-    asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
+    harness = add_task_arguments(parser, asked)
     asked.add_argument(
         "--paper-table",
         metavar="PAPER/TABLE",
@@ -95,13 +94,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help=f"examples per task, of `{NEEDLE}` per length and depth (default: {DEMO_COUNT} of the demo model's, of "
         "others all)",
-    )
-    parser.add_argument(
-        "--match",
-        choices=MATCHES,
-        default="exact",
-        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
-        "answer, or its last number is the answer's (default: %(default)s)",
     )
     parser.add_argument(
         "--batch",
@@ -129,7 +121,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help=f"`{ONE}` for one token per step, NAME=VALUE with one of {', '.join(RULES)}, or {GUIDED}=MODEL with a "
         f"guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}",
     )
-    harness = add_harness_arguments(parser)
     harness.add_argument(
         "--mc-num",
         type=positive_int,
@@ -156,8 +147,20 @@ def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     parser.set_defaults(run=run_lm_eval, passes_on_unknown=True)
 
 
-def add_harness_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
-    """How tasks of lm_eval are asked."""
+def add_task_arguments(
+    parser: argparse.ArgumentParser, asked: "argparse._MutuallyExclusiveGroup"
+) -> "argparse._ArgumentGroup":
+    """Tasks of lm_eval, how they are asked, and when an answer is right. ``asked``: of which one says what the tasks
+    are."""
+    asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
+    asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
+    parser.add_argument(
+        "--match",
+        choices=MATCHES,
+        default="exact",
+        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
+        "answer, or its last number is the answer's (default: %(default)s)",
+    )
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
     harness.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks, as YAML files")
     harness.add_argument("--paper", metavar="NAME", help=f"whose settings: {', '.join(PAPERS)} (default: the first)")

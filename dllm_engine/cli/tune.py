@@ -14,10 +14,10 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints, split_names
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
 from dllm_engine.cli.engine import add_engine_arguments, add_model, engine_arguments, given, load, prepare
-from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
+from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_task_arguments, harness_tasks
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.tradeoff_plot import plot_beside
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
@@ -55,15 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for a demo '
         "model: its tasks)",
     )
-    asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
-    asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")
-    parser.add_argument(
-        "--match",
-        choices=MATCHES,
-        default="exact",
-        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
-        "answer, or its last number is the answer's (default: %(default)s)",
-    )
+    add_task_arguments(parser, asked)
     parser.add_argument(
         "--loss",
         type=float,
@@ -103,7 +95,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="RULE,…",
         help=f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)",
     )
-    add_harness_arguments(parser)
     add_engine_arguments(parser, with_model=False, with_cache=False)
     parser.set_defaults(run=run, seed=0)
 

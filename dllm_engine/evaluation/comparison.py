@@ -84,6 +84,8 @@ class OneEngine:
         self._load = load
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
+        self.is_warm = False
+        """Whether the running engine has answered; for who asks it to say."""
 
     def runs(self, arguments: dict[str, Any]) -> bool:
         """Whether the running engine has these arguments of ``LLM``."""
@@ -93,17 +95,15 @@ class OneEngine:
         """The engine with these arguments of ``LLM``; another one is stopped first."""
         if self._llm is None or not self.runs(arguments):
             self.stop()
-            self._llm = self._load(arguments)
-            self._arguments = arguments
+            self._llm, self._arguments, self.is_warm = self._load(arguments), arguments, False
         return self._llm
 
     def stop(self) -> None:
         """End the running engine, if there is one."""
-        llm, self._llm, self._arguments = self._llm, None, None
-        if llm is not None:
-            _stop(llm)
-            del llm
-            gc.collect()
+        if self._llm is not None:
+            _stop(self._llm)
+        self._llm = self._arguments = None
+        gc.collect()
 
 
 @dataclass
@@ -161,7 +161,6 @@ class Comparison:
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
         self._engine, self._rows = OneEngine(load), [(c, task) for c in combinations for task in tasks]
-        self._is_warm = False
         self._broken: dict[str, ValueError] = {}
         """Why engines do not start."""
 
@@ -221,16 +220,14 @@ class Comparison:
         bar.update(before + 1 - bar.n)
 
     def _started(self, engine: dict[str, Any]) -> "LLM":
-        if not self._engine.runs(engine):
-            self._is_warm = False
-            if (known := self._broken.get(_name(engine))) is not None:
-                raise known
-            try:
-                self._engine.of(engine)
-            except ValueError as error:
-                self._broken[_name(engine)] = error
-                raise
-        return self._engine.of(engine)
+        name = _name(engine)
+        if name in self._broken:
+            raise self._broken[name]
+        try:
+            return self._engine.of(engine)
+        except ValueError as error:
+            self._broken[name] = error
+            raise
 
     def _answering(self, progress: Progress, bar: Any) -> Answer:
         """What answers the requests of a row, but those that were answered before it was interrupted."""
@@ -253,11 +250,11 @@ class Comparison:
         if not requests:
             return
         measures = is_in_process(llm)
-        if not self._is_warm:
+        if not self._engine.is_warm:
             if measures:
                 touch_pages(llm)
             answer_all(llm, requests[:NUM_WARMUP], NUM_WARMUP)
-            self._is_warm = True
+            self._engine.is_warm = True
         meter = MemoryMeter(llm) if measures else None
         at_once = llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         saved = time.monotonic()
