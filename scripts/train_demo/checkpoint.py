@@ -62,7 +62,8 @@ def save_checkpoint(model: DemoModel, name_of: Callable[[str], str], configs: di
 def copy_from_demo(out: Path, *names: str) -> None:
     """Copy files that are those of the demo model, such as its tokenizer."""
     for name in names:
-        shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
+        if not (out / name).is_symlink():  # as those in the package are
+            shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
 
 
 def llama_config(settings: ModelSettings) -> dict[str, Any]:
