@@ -142,88 +142,75 @@ def run(args: argparse.Namespace) -> int:
         prediction = predict(Deployment(**asked, memory=0, options=options), args.gpu, args.batch, args.steps)
         print(json.dumps(asdict(prediction), indent=2) if args.json else speed_as_text(prediction))
         return 0
+    needs = None
     if on_cpu:
         pool = args.kv_cache_memory_bytes or CPU_PAGE_POOL_BYTES
         memory = args.memory or machine_memory().total
         deployment = Deployment(**asked, memory=memory, page_pool=pool, options=options)
         sizing, needs = plan_on_cpu(deployment)
-        head, parts = on_a_machine(sizing, needs)
-        further = {"needs": asdict(needs) | {"total": needs.total}}
     else:
         deployment = Deployment(**asked, memory=args.gpu_memory, options=options)
-        sizing, further = plan(deployment), {}
-        head, parts = on_gpus(sizing, args)
+        sizing = plan(deployment)
     others, command = plan_others(deployment), serve_command(sizing, args)
     if args.json:
+        further = {} if needs is None else {"needs": asdict(needs) | {"total": needs.total}}
         whole = asdict(sizing) | further | {"others": [asdict(other) for other in others], "serve": command}
         print(json.dumps(whole, indent=2))
     else:
-        print(as_text(sizing, others, args, head, parts, command))
+        print(as_text(sizing, needs, others, args, command))
     return 0
 
 
-def on_gpus(sizing: "Sizing", args: argparse.Namespace) -> tuple[str, list[tuple[str, str, str]]]:
-    """The GPUs, and where the memory of each goes."""
-    s = sizing
-    taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
-    return f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)} of {readable_size(s.memory)}", [
-        ("PER GPU", "SIZE", ""),
-        ("weights", readable_size(s.weight_bytes), _weights_are(s)),
-        *([("guide's weights", readable_size(s.guide_weight_bytes), "exact")] if args.guide_model is not None else []),
-        ("activations", readable_size(s.activation_bytes), _activations_are(s)),
-        ("overhead", readable_size(s.overhead), "assumed (--overhead)"),
-        ("left unused", readable_size(s.memory - taken), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
-        ("page pool", readable_size(s.pool_bytes), _pages_are(s)),
-    ]
-
-
-def on_a_machine(sizing: "Sizing", needs: "MemoryNeeds") -> tuple[str, list[tuple[str, str, str]]]:
-    """The machine, and where its memory goes."""
-    s, n = sizing, needs
-    tied = [("packed head", readable_size(n.tied), "beside the tied embeddings")] if n.tied else []
-    return f"a CPU with {readable_size(s.memory)}", [
-        ("ALL RANKS", "SIZE", ""),
-        ("weights", readable_size(n.weights), _weights_are(s)),
-        *tied,
-        ("packed copies", readable_size(n.packed), "while loading only"),
-        ("activations", readable_size(n.activations), _activations_are(s)),
-        ("overhead", readable_size(n.overhead), "assumed (--overhead)"),
-        *([("page pool", readable_size(n.pages), _pages_are(s))] if n.pages else []),
-        ("peak", readable_size(n.total), "packed copies, or activations and pages"),
-        ("left", readable_size(s.memory - n.total), "for the system and other programs"),
-    ]
-
-
-def _weights_are(sizing: "Sizing") -> str:
-    return "upper bound" if any("quantized" in note for note in sizing.notes) else "exact"
-
-
-def _activations_are(sizing: "Sizing") -> str:
-    return f"estimate, for {sizing.max_num_batched_tokens:,} rows"
-
-
-def _pages_are(sizing: "Sizing") -> str:
-    return f"{sizing.num_pages:,} pages of {readable_size(sizing.page_bytes)} ({sizing.page_size} tokens of one layer)"
+def where_memory_goes(s: "Sizing", needs: "MemoryNeeds | None", args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Of each GPU; with ``needs``, of a machine without one."""
+    weights = "upper bound" if any("quantized" in note for note in s.notes) else "exact"
+    activations = f"estimate, for {s.max_num_batched_tokens:,} rows"
+    pages = f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} ({s.page_size} tokens of one layer)"
+    if (n := needs) is not None:
+        head = "ALL RANKS"
+        parts = [
+            ("weights", n.weights, weights),
+            ("packed head", n.tied or None, "beside the tied embeddings"),
+            ("packed copies", n.packed, "while loading only"),
+            ("activations", n.activations, activations),
+            ("overhead", n.overhead, "assumed (--overhead)"),
+            ("page pool", n.pages or None, pages),
+            ("peak", n.total, "packed copies, or activations and pages"),
+            ("left", s.memory - n.total, "for the system and other programs"),
+        ]
+    else:
+        head = "PER GPU"
+        taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
+        parts = [
+            ("weights", s.weight_bytes, weights),
+            ("guide's weights", s.guide_weight_bytes if args.guide_model is not None else None, "exact"),
+            ("activations", s.activation_bytes, activations),
+            ("overhead", s.overhead, "assumed (--overhead)"),
+            ("left unused", s.memory - taken, f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
+            ("page pool", s.pool_bytes, pages),
+        ]
+    shown = [(name, readable_size(size), note) for name, size, note in parts if size is not None]
+    return [(head, "SIZE", ""), *shown]
 
 
 def as_text(
     sizing: "Sizing",
+    needs: "MemoryNeeds | None",
     others: list["RequestDemand"],
     args: argparse.Namespace,
-    where: str,
-    memory: list[tuple[str, str, str]],
     command: list[str],
 ) -> str:
     """The plan as two tables: where the memory goes, and what a request takes under each cache method."""
     s = sizing
     weights = "" if args.quantization is None else f" with {args.quantization} weights"
     tokens = f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
-    head = f"{s.model} in {s.dtype}{weights} on {where}: {tokens}"
+    where = f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)} of" if needs is None else "a CPU with"
+    head = f"{s.model} in {s.dtype}{weights} on {where} {readable_size(s.memory)}: {tokens}"
     rows: list[tuple[str, ...]] = [
         ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
     ]
     rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *others)]
-    lines = [head, "", format_table(memory), "", format_table(rows), ""]
+    lines = [head, "", format_table(where_memory_goes(s, needs, args)), "", format_table(rows), ""]
     lines += [f"Note: {note}." for note in s.notes]
     grows = s.demand.admission_pages < s.demand.pages
     pages = "the most that a request holds" if grows else "those reserved for a request at admission"
