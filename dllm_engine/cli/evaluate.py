@@ -82,7 +82,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         f"heat map by length of the prompt and depth of what is asked for; `{HOLES}` for filling in), or .jsonl files "
         'with lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
     )
-    harness = add_task_arguments(parser, asked)
+    asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
+    asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
     asked.add_argument(
         "--paper-table",
         metavar="PAPER/TABLE",
@@ -121,6 +122,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help=f"`{ONE}` for one token per step, NAME=VALUE with one of {', '.join(RULES)}, or {GUIDED}=MODEL with a "
         f"guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}",
     )
+    harness = add_task_arguments(parser)
     harness.add_argument(
         "--mc-num",
         type=positive_int,
@@ -147,13 +149,8 @@ def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     parser.set_defaults(run=run_lm_eval, passes_on_unknown=True)
 
 
-def add_task_arguments(
-    parser: argparse.ArgumentParser, asked: "argparse._MutuallyExclusiveGroup"
-) -> "argparse._ArgumentGroup":
-    """Tasks of lm_eval, how they are asked, and when an answer is right. ``asked``: of which one says what the tasks
-    are."""
-    asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
-    asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
+def add_task_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """When an answer is right, and how tasks of lm_eval are asked."""
     parser.add_argument(
         "--match",
         choices=MATCHES,

@@ -55,7 +55,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for a demo '
         "model: its tasks)",
     )
-    add_task_arguments(parser, asked)
+    asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
+    asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")
+    add_task_arguments(parser)
     parser.add_argument(
         "--loss",
         type=float,
