@@ -27,7 +27,7 @@ _LLADA_8B = _released(config_keys.LLaDAKeys, mlp_hidden_size=12_288, embedding_s
 _LLADA_MOE_7B = _released(config_keys.LLaDAMoEKeys, qk_layernorm=True)
 _DREAM_7B = _released(config_keys.DreamKeys, num_key_value_heads=4)
 _SDAR_8B = _released(config_keys.SDARKeys, num_key_value_heads=8)
-_SDAR_30B = _released(config_keys.SDARMoeKeys)
+_SDAR_30B = _released(config_keys.SDARMoeKeys, head_dim=128)
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
     "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,

@@ -64,10 +64,9 @@ def config_of(model: str) -> "Config":
 
     Raises ``ValueError`` as ``named_shape`` and ``load_config`` do.
     """
-    if not is_named_shape(model):
-        return load_config(model)
-    with config_folder(named_shape(model)) as folder:
-        return load_config(str(folder))
+    from dllm_engine.model_executor.models.configs import parse_config
+
+    return parse_config(named_shape(model), model) if is_named_shape(model) else load_config(model)
 
 
 @contextmanager
