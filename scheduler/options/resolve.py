@@ -303,6 +303,20 @@ def resolve_decoding(
     return spec
 
 
+def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None:
+    """Raise ``InvalidRequestError`` with the numbers if a step has too few rows for the least that it computes of the
+    request: the canvas, or a block where steps can be fed in parts."""
+    if engine.method.shortened is None:
+        num_rows, what, remedy = spec.canvas_length, f"a canvas of {spec.canvas_length}", "shorten prompt or response"
+    else:
+        num_rows, what, remedy = spec.block_length, f"block_length={spec.block_length}", "lower block_length"
+    if num_rows > max_rows:
+        raise InvalidRequestError(
+            f"{what}: a step has at most max_num_batched_tokens={max_rows} rows; {remedy}, or raise "
+            f"max_num_batched_tokens"
+        )
+
+
 def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry, num_pages: int) -> None:
     """Raise ``InvalidRequestError`` with the numbers if the pool could never hold the request's pages."""
     demand = engine.method.page_demand(spec, geometry)
