@@ -57,12 +57,17 @@ class Deployment:
         return None if self.quantization is None else QUANTIZATIONS[self.quantization]
 
 
-def checked_config(deployment: Deployment) -> tuple[Any, int]:
-    """The model's config, and the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
+def settled(deployment: Deployment) -> tuple[Deployment, Any, int]:
+    """The deployment with the cache method, its options and the rows that an engine would take, the model's config, and
+    the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
     config = load_config(deployment.model)
+    family = family_of(config)
     max_model_len = _max_model_len(deployment, config)
     _check_tensor_parallel(deployment, config)
-    return config, max_model_len
+    options = deployment.options.with_paper_settings(deployment.model, family)
+    least = family.longest_canvas(max_model_len if options.method.shortened is None else 1)
+    rows = max(deployment.max_num_batched_tokens, least)
+    return replace(deployment, options=options, max_num_batched_tokens=rows), config, max_model_len
 
 
 def _max_model_len(d: Deployment, config: Any) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm_engine.memory.activations import activations_of_models
-from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of
+from dllm_engine.memory.deployment import Deployment, SizingError, dtype_of, settled
 from dllm_engine.memory.plan import Sizing, bytes_of_page, plan
 from dllm_engine.memory.weights import (
     DTYPE_BYTES,
@@ -145,9 +145,8 @@ def plan_on_cpu(deployment: Deployment) -> tuple[Sizing, MemoryNeeds]:
         SizingError: the model does not fit, or no request does.
         ValueError: the model or an option is unknown.
     """
-    d = deployment
+    d, config, max_model_len = settled(deployment)
     assert d.page_pool is not None
-    config, max_model_len = checked_config(d)
     dtype = dtype_of(d.dtype, config)
     models, dtype_bytes = models_of(config, d.options), DTYPE_BYTES[dtype]
     needs = needs_on_cpu(
@@ -156,7 +155,7 @@ def plan_on_cpu(deployment: Deployment) -> tuple[Sizing, MemoryNeeds]:
         d.options,
         ranks=d.tensor_parallel_size,
         dtype_bytes=dtype_bytes,
-        rows=max(d.max_num_batched_tokens, max_model_len),
+        rows=d.max_num_batched_tokens,
         max_model_len=max_model_len,
         page_pool=d.page_pool,
         overhead=d.overhead,
@@ -166,7 +165,7 @@ def plan_on_cpu(deployment: Deployment) -> tuple[Sizing, MemoryNeeds]:
             f"{d.model} in {dtype} needs {readable_size(needs.total)}, and the machine has {readable_size(d.memory)}: "
             f"{needs.as_text()}; {needs.advice(d.memory, '--kv-cache-memory-bytes', '--max-num-batched-tokens')}"
         )
-    return plan(d), needs
+    return plan(deployment), needs
 
 
 def models_of(config: Any, options: EngineOptions) -> list[Any]:

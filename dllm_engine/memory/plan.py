@@ -6,15 +6,14 @@ The bytes of weights and pages are exact, the activations an estimate, and the o
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.memory.activations import activations_of_models
 from dllm_engine.memory.deployment import (
     Deployment,
     SizingError,
-    checked_config,
     dtype_of,
     request_spec,
+    settled,
     steps_of,
     with_guide,
 )
@@ -93,8 +92,9 @@ def plan(deployment: Deployment) -> Sizing:
 
 def plan_others(deployment: Deployment) -> list[RequestDemand]:
     """The same requests under the other cache methods of the model, with their papers' options."""
-    own, demands = deployment.options, []
-    for method in methods_for(family_of(load_config(deployment.model)).attention):
+    d, config, _ = settled(deployment)
+    own, demands = d.options, []
+    for method in methods_for(family_of(config).attention):
         if method != own.cache_method:
             options = EngineOptions.parse(own.model_dump() | {"cache_method": method, "cache_options": {}})
             try:
@@ -105,12 +105,8 @@ def plan_others(deployment: Deployment) -> list[RequestDemand]:
 
 
 def _sizing(deployment: Deployment) -> Sizing:
-    d = deployment
-    config, max_model_len = checked_config(d)
-    family = family_of(config)
-    d = replace(d, options=d.options.with_paper_settings(d.model, family))
-    dtype = dtype_of(d.dtype, config)
-    rows = max(d.max_num_batched_tokens, max_model_len)
+    d, config, max_model_len = settled(deployment)
+    dtype, rows = dtype_of(d.dtype, config), d.max_num_batched_tokens
     models, notes = [config], []
     if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
         notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
