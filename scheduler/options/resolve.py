@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain, shortened
 from dllm_engine.scheduler.options.request_options import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
@@ -182,7 +182,7 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
     for name, reason in reasons.items():
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
-                f"{name}={value}: attention of {family.name} goes by blocks: {reason}; leave it unset, or use a model "
+                f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, or use a model "
                 f"that attends to the whole canvas"
             )
 
