@@ -182,8 +182,8 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
     for name, reason in reasons.items():
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
-                f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, or use a model "
-                f"that attends to the whole canvas"
+                f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, "
+                f"or use a model that attends to the whole canvas"
             )
 
 
