@@ -51,6 +51,7 @@ def load_config(model: str) -> "Config":
     """
     from dllm_engine.model_executor.models.configs import parse_config
 
+    check_folder(model)
     source = model_path(model)
     return parse_config(RELEASED_CONFIGS.get(model) or _stated_config(source, {}), source)
 

@@ -88,7 +88,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=positive_int,
         default=8192,
         metavar="N",
-        help="rows of one forward pass (default: %(default)s; at least --max-model-len)",
+        help="rows of one forward pass (default: %(default)s; at least --max-model-len, or a block of a block "
+        "diffusion model)",
     )
     group.add_argument(
         "--gpu-memory-utilization",

@@ -54,12 +54,17 @@ class Deployment:
         return None if self.quantization is None else QUANTIZATIONS[self.quantization]
 
 
-def checked_config(deployment: Deployment) -> tuple[Any, int]:
-    """The model's config, and the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
+def settled(deployment: Deployment) -> tuple[Deployment, Any, int]:
+    """The deployment with the cache method, its options and the rows that an engine would take, the model's config, and
+    the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
     config = load_config(deployment.model)
+    family = family_of(config)
     max_model_len = _max_model_len(deployment, config)
     _check_tensor_parallel(deployment, config)
-    return config, max_model_len
+    options = deployment.options.with_paper_settings(deployment.model, family)
+    least = family.longest_canvas(max_model_len if options.method.shortened is None else 1)
+    rows = max(deployment.max_num_batched_tokens, least)
+    return replace(deployment, options=options, max_num_batched_tokens=rows), config, max_model_len
 
 
 def _max_model_len(d: Deployment, config: Any) -> int:
@@ -110,13 +115,12 @@ def models_of(config: Any, options: EngineOptions) -> list[Any]:
     return [config, guide_config(options.guide_model)]
 
 
-def load_of(d: Deployment) -> tuple[RankLoad, str]:
-    """What each rank works on, and in which type; raises ``SizingError`` as ``checked_config``."""
-    config, max_model_len = checked_config(d)
+def load_of(d: Deployment, config: Any, max_model_len: int) -> tuple[RankLoad, str]:
+    """What each rank works on, and in which type, from what ``settled`` returns."""
     dtype, ranks = dtype_of(d.dtype, config), d.tensor_parallel_size
     models, dtype_bytes = models_of(config, d.options), DTYPE_BYTES[dtype]
     weights = weights_of_models(models, ranks, dtype_bytes, d.quantized)
-    rows = max(d.max_num_batched_tokens, max_model_len)
+    rows = d.max_num_batched_tokens
     return RankLoad(models, weights, d.options, ranks, dtype_bytes, rows, max_model_len), dtype
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm_engine.memory.activations import RankLoad
-from dllm_engine.memory.deployment import Deployment, SizingError, load_of
+from dllm_engine.memory.deployment import Deployment, SizingError, load_of, settled
 from dllm_engine.memory.plan import Sizing, bytes_of_page, plan
 from dllm_engine.memory.weights import attention_matrices, layers_by_kind, mlp_matrices, table_numbers
 from dllm_engine.text import readable_size
@@ -96,13 +96,13 @@ def plan_on_cpu(deployment: Deployment) -> tuple[Sizing, MemoryNeeds]:
         SizingError: the model does not fit, or no request does.
         ValueError: the model or an option is unknown.
     """
-    d = deployment
+    d, config, max_model_len = settled(deployment)
     assert d.page_pool is not None
-    load, dtype = load_of(d)
+    load, dtype = load_of(d, config, max_model_len)
     needs = needs_on_cpu(load, copies=d.tensor_parallel_size, page_pool=d.page_pool, overhead=d.overhead)
     if needs.total > d.memory:
         raise SizingError(
             f"{d.model} in {dtype} needs {readable_size(needs.total)}, and the machine has {readable_size(d.memory)}: "
             f"{needs.as_text()}; {needs.advice(d.memory, '--kv-cache-memory-bytes', '--max-num-batched-tokens')}"
         )
-    return plan(d), needs
+    return plan(deployment), needs

@@ -6,10 +6,9 @@ The bytes of weights and pages are exact, the activations an estimate, and the o
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.memory.activations import RankLoad
-from dllm_engine.memory.deployment import Deployment, SizingError, load_of, request_spec, with_guide
+from dllm_engine.memory.deployment import Deployment, SizingError, load_of, request_spec, settled, with_guide
 from dllm_engine.memory.weights import Quantization, weights_of_models
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
@@ -85,8 +84,9 @@ def plan(deployment: Deployment) -> Sizing:
 
 def plan_others(deployment: Deployment) -> list[RequestDemand]:
     """The same requests under the other cache methods of the model, with their papers' options."""
-    own, demands = deployment.options, []
-    for method in methods_for(family_of(load_config(deployment.model)).attention):
+    d, config, _ = settled(deployment)
+    own, demands = d.options, []
+    for method in methods_for(family_of(config).attention):
         if method != own.cache_method:
             options = EngineOptions.parse(own.model_dump() | {"cache_method": method, "cache_options": {}})
             try:
@@ -97,10 +97,9 @@ def plan_others(deployment: Deployment) -> list[RequestDemand]:
 
 
 def _sizing(deployment: Deployment) -> Sizing:
-    d, notes = deployment, []
-    load, dtype = load_of(d)
-    config = load.models[0]
-    d = replace(d, options=d.options.with_paper_settings(d.model, family_of(config)))
+    d, config, max_model_len = settled(deployment)
+    load, dtype = load_of(d, config, max_model_len)
+    notes = []
     if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
         notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
     if d.quantization not in (None, "fp8"):

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.families import family_of
-from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of, request_spec
+from dllm_engine.memory.deployment import Deployment, SizingError, dtype_of, request_spec, settled
 from dllm_engine.memory.weights import DTYPE_BYTES, layers_by_kind
 from dllm_engine.model_executor.recording.forward import padded_size
 from dllm_engine.options import EngineOptions
@@ -100,10 +100,8 @@ def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_
         SizingError: what was asked for cannot be predicted.
         ValueError: the model or an option is unknown.
     """
-    d = deployment
-    config, _ = checked_config(d)
+    d, config, _ = settled(deployment)
     family = family_of(config)
-    d = replace(d, options=d.options.with_paper_settings(d.model, family))
     dtype = dtype_of(d.dtype, config)
     decoder = Decoder(config, DTYPE_BYTES[dtype])
     _check(d, decoder)

@@ -16,7 +16,7 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import check_page_demand
+from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import constrained, is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import is_ours
@@ -77,6 +77,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
             "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
             "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
         )
+    check_rows(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens)
     # One block is vLLM's null block. The number is None until the engine has reported it.
     if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
         geometry = engine.geometry(config, vllm_config.parallel_config.tensor_parallel_size)

@@ -88,7 +88,8 @@ def check_config(config: PretrainedConfig) -> None:
     config.schema.read({name: getattr(config, name) for name in names if hasattr(config, name)}, source)
     if config.mask_token_id is None:
         raise ValueError(
-            f"{source} has no 'mask_token_id'; a diffusion language model needs the id of its mask token there"
+            f"{source} has no 'mask_token_id'; a diffusion language model needs the id of its mask token there or in "
+            f"hf_overrides"
         )
 
 

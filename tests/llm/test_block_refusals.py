@@ -6,10 +6,12 @@ import shutil
 import pytest
 from transformers import AutoConfig
 
+from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import check_start
 from dllm_engine.model_executor.models.configs import parse_config
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.support import tiny_checkpoints
-from tests.support.engines import start_engine
+from tests.support.engines import generate, start_engine
 
 
 def stated(folder, model_type, architecture):
@@ -76,3 +78,13 @@ def test_a_name_counts_where_transformers_reads_the_config(tmp_path, tiny_sdar):
     (folder / "config.json").write_text(json.dumps(config))
     assert AutoConfig.from_pretrained(str(folder)).block_size == 16
     assert AutoConfig.from_pretrained(str(folder), block_size=4).block_size == 4
+
+
+def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(engines, tiny_llada2):
+    """An engine has room for a block of its own, however few rows it is given."""
+    llm = engines(tiny_llada2, max_num_batched_tokens=4, max_num_seqs=4)
+    asked = {"gen_length": 8, "ignore_eos": True}
+    with pytest.raises(InvalidRequestError, match=r"^block_length=9: .* max_num_batched_tokens=8 rows; lower"):
+        generate(llm, [[5, 6, 7]], DiffusionParams(block_length=9, **asked))
+    (output,) = generate(llm, [[*range(30)]], DiffusionParams(**asked))
+    assert len(output.outputs[0].token_ids) == 8

@@ -1,6 +1,7 @@
 """Checkpoints that are damaged or of another kind: one sentence, which names the file and what is wrong in it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, check_checkpoint, check_config
 from dllm_engine.model_executor.models.configs import parse_config, read_json_object
 from tests.support import tiny_checkpoints
-from tests.support.engines import start_engine
+from tests.support.engines import start_engine, tokens_of
 
 LLADA, DREAM, MOE = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG, tiny_checkpoints.LLADA_MOE_CONFIG
 SDAR_MOE = tiny_checkpoints.SDAR_MOE_CONFIG
@@ -231,6 +232,16 @@ def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, damage, message
 def test_what_a_caller_overrides_is_checked_as_well(tiny_llada, override):
     with pytest.raises(ValueError, match="n_layers=0"):
         start_engine(tiny_llada, hf_overrides=override)
+
+
+def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):
+    folder = shutil.copytree(tiny_sdar, tmp_path / "unstated")
+    stated = {"block_size": 8, "mask_token_id": tiny_checkpoints.MASK}
+    config = {name: value for name, value in tiny_checkpoints.SDAR_CONFIG.items() if name not in stated}
+    write(folder, "config.json", json.dumps(config))
+    asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
+    expected = tokens_of(engines(tiny_sdar), block_length=8, **asked)
+    assert tokens_of(engines(folder, hf_overrides=stated), **asked) == expected
 
 
 @pytest.mark.parametrize("write_model", [tiny_checkpoints.write_llada, tiny_checkpoints.write_dream])
