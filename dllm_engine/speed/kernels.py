@@ -39,8 +39,8 @@ DENSE_TILE = 128
 ROUTING_LAUNCHES = 7
 """Kernels of a layer with experts that only decide and sort: softmax, top k, the type of the ids, three that group rows
 by expert, the sum over a row's experts. Counted in vLLM's code."""
-NORM_OF_HEADS_LAUNCHES = 6
-"""Of queries and of keys: a copy, the norm, and back."""
+NORM_OF_HEADS_LAUNCHES = 3
+"""The norm of all heads, the weights of queries, and those of keys."""
 _WARPGROUP_ROWS = 64
 _FLOAT32, _TOKEN = 4, 8  # bytes
 
