@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
@@ -88,21 +86,6 @@ def test_a_part_of_the_window_gets_its_most_confident_candidate_at_least(guarant
     assert pick("strict_entropy_threshold", confidences, [1.0, 1.0], offsets, 6, guaranteed) == expected
 
 
-@given(
-    st.sampled_from(sorted(RULES)),
-    st.lists(st.lists(st.sampled_from([0.125, 0.5, 0.625, 0.75, 1.0]), max_size=6), min_size=1, max_size=4),
-    st.floats(0.0625, 4, width=32),
-    st.integers(0, 40),
-)
-def test_the_batch_changes_nothing(rule, confidences, value, further):
-    if rule in ("entropy_bound", "entropy_budget"):
-        confidences = [[-c for c in of_request] for of_request in confidences]
-    offsets = [[*range(len(of_request))] for of_request in confidences]
-    together = pick(rule, confidences, [value] * len(confidences), offsets, 6 + further)
-    for of_request, its_offsets, picked in zip(confidences, offsets, together, strict=True):
-        assert [picked] == pick(rule, [of_request], [value], [its_offsets], 6)
-
-
 @pytest.mark.parametrize("size", [3, 20, 200])
 def test_of_equally_confident_ones_the_first_are_chosen(size):
     assert pick("count", [[0.5] * size, [1.0] * size], [2, 3], [[*range(size)]] * 2, size) == [[0, 1], [0, 1, 2]]
@@ -168,18 +151,3 @@ def test_positions_without_entropy_are_all_filled_under_any_bound():
 def test_one_candidate_is_always_chosen(kind):
     for confidence in (0.0, 0.3, 1.0):
         assert chosen(kind, [-confidence if kind.startswith("entropy_b") else confidence], 0.5) == [0]
-
-
-@given(st.lists(st.floats(0, 1, width=32, allow_subnormal=False), min_size=1, max_size=12), st.floats(0.0625, 8))
-def test_the_largest_set_is_taken(values, value):
-    """Of the n surest, for every n: those that satisfy the definition, the largest of them."""
-    ordered = sorted(values, reverse=True)
-    factor = [n for n in range(1, len(values) + 1) if (n + 1) * (1 - ordered[n - 1]) < value - 1e-4]
-    within = [n for n in range(1, len(values) + 1) if (n + 1) * (1 - ordered[n - 1]) < value + 1e-4]
-    assert max(factor, default=1) <= len(chosen("factor", values, value)) <= max(within, default=1)
-    entropies = sorted(values)
-    bounded = [n for n in range(1, len(values) + 1) if sum(entropies[:n]) - max(entropies[:n]) <= value - 1e-4]
-    within = [n for n in range(1, len(values) + 1) if sum(entropies[:n]) - max(entropies[:n]) <= value + 1e-4]
-    indices = chosen("entropy_bound", [-entropy for entropy in values], value)
-    assert max(bounded, default=1) <= len(indices) <= max(within)
-    assert sorted(values[i] for i in indices) == entropies[: len(indices)]
