@@ -2,6 +2,7 @@
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -15,8 +16,6 @@ def llm(request, engines, tiny_llada, tiny_dream):
 
 
 def sample(llm, prompts, **settings) -> list[list[int]]:
-    from dllm_engine import DiffusionParams
-
     outputs = generate(llm, prompts, DiffusionParams(**(SAMPLED | settings)))
     return [list(completion.token_ids) for output in outputs for completion in output.outputs]
 

@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left
 
 VOCAB_SIZE = 126_464
@@ -30,8 +31,6 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_a_step_never_holds_logits_of_the_canvas(engines, tmp_path):
-    from dllm_engine import DiffusionParams
-
     config = {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",

@@ -8,6 +8,7 @@ import urllib.request
 import openai
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
 from tests.support.preloaded import preloaded_programs
@@ -43,8 +44,6 @@ def examples():
 @pytest.fixture(scope="module")
 def offline(engines, examples):
     """The same questions answered by ``LLM.chat``."""
-    from dllm_engine import DiffusionParams
-
     llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=MAX_MODEL_LEN, trace=False)
     outputs = llm.chat(
         [[{"role": "user", "content": example.prompt}] for example in examples],

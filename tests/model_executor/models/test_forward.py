@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from dllm_engine.model_executor.layer_pass.dense import DensePass
+from dllm_engine.model_executor.step_batch import RowBounds
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
-from tests.support.engines import runner_of
+from tests.support.engines import runner_of, tokens_of
 from tests.support.reference_cases import reference_cases
 
 FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
@@ -15,9 +17,6 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 def dense_logits(llm, *sequences: list[int], block_length: int | None = None) -> list[torch.Tensor]:
     """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass. With ``block_length``, a row sees
     its own block and those before it."""
-    from dllm_engine.model_executor.layer_pass.dense import DensePass
-    from dllm_engine.model_executor.step_batch import RowBounds
-
     model = runner_of(llm).model
     sizes = [len(sequence) for sequence in sequences]
     ids = torch.tensor([token for sequence in sequences for token in sequence])
@@ -124,8 +123,6 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
 @pytest.mark.parametrize("served", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "llada2"])
 def test_half_precision_generates_a_full_response(engines, request, family, served):
-    from tests.support.engines import tokens_of
-
     llm = engines(request.getfixturevalue(f"tiny_{family}"), dtype=served)
     tokens = tokens_of(llm, [5, 6, 7], gen_length=24, block_length=8, ignore_eos=True)
     assert len(tokens) == 24

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig, LLaDAMoEConfig
+from dllm_engine.plugin import register
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
@@ -188,8 +190,6 @@ def test_config_reads_as_written(tmp_path, engines, write):
     """The aliases vLLM asks for agree with the file."""
     from transformers import AutoConfig
 
-    from dllm_engine.plugin import register
-
     register()
     folder = write(tmp_path)
     config, file = AutoConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())
@@ -206,16 +206,12 @@ def test_config_reads_as_written(tmp_path, engines, write):
 
 
 def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():
-    from dllm_engine.model_executor.models.configs import LLaDAConfig
-
     config = LLaDAConfig(d_model=64, n_heads=4, mlp_ratio=3)
     assert config.num_key_value_heads == 4
     assert config.intermediate_size == 192
 
 
 def test_released_vocabulary_knows_its_end_of_turn():
-    from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig, LLaDAMoEConfig
-
     assert (LLaDAMoEConfig().mask_token_id, LLaDAMoEConfig().eos_token_id) == (156_895, 156_892)
     assert LLaDAMoEConfig(vocab_size=150).mask_token_id is None
     assert LLaDAConfig().end_of_turn_token_id == 126_348

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS
+from dllm_engine.demo import demo_model_path
 from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, check_checkpoint
 from dllm_engine.model_executor.models.configs import check_config, parse_config, read_json_object
 from tests.support import tiny_checkpoints
@@ -126,8 +127,6 @@ def test_a_variant_that_is_not_implemented_is_named(config, message):
 
 
 def test_released_configs_and_what_they_state_besides_are_accepted(reference_checkpoints):
-    from dllm_engine.demo import demo_model_path
-
     stated = [
         *RELEASED_CONFIGS.values(),
         {**LLADA, "of_the_future": {"a": 1}},
