@@ -43,11 +43,6 @@ def test_chunks_of_rows_equal_the_whole(monkeypatch):
     torch.testing.assert_close(token_statistics(logits, 3, True, True), whole)
 
 
-def test_what_is_not_wanted_is_empty():
-    *_, negative_entropy, top2 = token_statistics(torch.randn(4, 9), -1, False, False)
-    assert (negative_entropy.shape, top2.shape) == ((0,), (0, 2))
-
-
 @pytest.mark.parametrize(
     ("shape", "forbidden", "with_margin", "message"),
     [
