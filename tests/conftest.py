@@ -88,6 +88,20 @@ def engines() -> Iterator[EngineFactory]:
 
 
 @pytest.fixture(scope="session")
+def demo(engines: EngineFactory) -> Any:
+    """The demo model's engine, with its tokenizer."""
+    return engines("demo", skip_tokenizer_init=False)
+
+
+@pytest.fixture(scope="session")
+def client(demo: Any) -> Any:
+    """A client of the application that ``vllm serve`` builds, with the demo model's engine in this process."""
+    from tests.support.http_app import served
+
+    return served(demo, "--served-model-name", "demo")
+
+
+@pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
     """``servers(program, *arguments)``: a real server, shared by all tests that ask for the same one.
 

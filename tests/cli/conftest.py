@@ -2,8 +2,28 @@
 
 import pytest
 
+from dllm_engine.cli import evaluate, tune
+from dllm_engine.evaluation import comparison
+
 
 @pytest.fixture(scope="session")
 def demo(engines):
     """The demo model, two requests at a time."""
     return engines("demo", skip_tokenizer_init=False, max_num_seqs=2, trace=False)
+
+
+@pytest.fixture
+def started(demo, monkeypatch):
+    """Every engine of `dllm eval` and `dllm tune` is the demo's; holds the arguments that they were asked for with."""
+    settings = []
+
+    def load(arguments):
+        settings.append(arguments)
+        return demo
+
+    for command in (evaluate, tune):
+        monkeypatch.setattr(command, "load", load)
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    # lm_eval runs pip, to list what is installed, after each evaluation.
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    return settings

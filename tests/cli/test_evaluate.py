@@ -8,23 +8,9 @@ import pytest
 from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_names
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.evaluation import comparison, own_tasks
+from dllm_engine.evaluation import own_tasks
 from dllm_engine.evaluation.score import COLUMNS
 from tests.support.plans import FULL_METHODS
-
-
-@pytest.fixture
-def started(demo, monkeypatch):
-    """Every engine is the demo's; holds the arguments that they were asked for with."""
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
-    settings = []
-
-    def load(arguments):
-        settings.append(arguments)
-        return demo
-
-    monkeypatch.setattr(evaluate, "load", load)
-    return settings
 
 
 def rows_of(capsys):
@@ -77,9 +63,7 @@ def test_a_needle_has_a_heat_map_by_length_and_depth(started, tmp_path, monkeypa
     assert output.with_suffix(".map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_pages_and_memory_are_those_of_the_method(engines, monkeypatch, capsys):
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
-
+def test_pages_and_memory_are_those_of_the_method(started, engines, monkeypatch, capsys):
     settings = {"skip_tokenizer_init": False, "max_num_seqs": 4, "trace": False}
     both = {method: engines("demo", cache_method=method, **settings) for method in ("none", "dual")}
     monkeypatch.setattr(evaluate, "load", lambda arguments: both[arguments["cache_method"]])
@@ -178,8 +162,7 @@ def test_methods_have_options_and_rules_have_guides():
     assert (one.is_guided, guided.is_guided, guided.unmasking) == (False, True, "guided=demo+guide_top_k=2")
 
 
-def test_a_row_that_cannot_be_measured_leaves_the_others(started, demo, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load", lambda arguments: demo)
+def test_a_row_that_cannot_be_measured_leaves_the_others(started, capsys):
     assert main(["eval", "--tasks", "chat", "--count", "1", "--unmasking-rules", "one,steps=99"]) == 1
     printed = capsys.readouterr()
     assert [row.split()[1] for row in printed.out.splitlines()[1:]] == ["one"]
@@ -188,18 +171,27 @@ def test_a_row_that_cannot_be_measured_leaves_the_others(started, demo, monkeypa
     assert "steps=99 is out of range" in capsys.readouterr().err
 
 
-def test_an_engine_that_does_not_start_leaves_what_was_found(demo, monkeypatch, capsys):
+@pytest.mark.parametrize(("error", "status", "left"), [(OSError, 2, ["sparse"]), (ValueError, 1, ["sparse", "none"])])
+def test_an_engine_that_does_not_start_is_tried_once_and_leaves_what_was_found(
+    started, demo, monkeypatch, capsys, error, status, left
+):
+    """The others are measured where an engine cannot be had, not where something else is wrong."""
+    tried = []
+
     def load(arguments):
-        if arguments["cache_method"] == "dual":
-            raise OSError("out of luck")
+        tried.append(arguments["cache_method"])
+        if tried[-1] == "dual":
+            raise error("out of luck")
         return demo
 
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     monkeypatch.setattr(evaluate, "load", load)
-    assert main(["eval", "--tasks", "chat", "--count", "1", "--methods", "none,dual"]) == 2
+    asked = ["--tasks", "chat", "--count", "1", "--unmasking-rules", "one,steps=16", "--methods", "sparse,dual,none"]
+    assert main(["eval", *asked]) == status
+    assert tried == ["sparse", "dual", *left[1:]]
     printed = capsys.readouterr()
-    assert [row.split()[0] for row in printed.out.splitlines()] == ["METHOD", "none"]
-    assert "out of luck" in printed.err
+    found = [row.split()[:2] for row in printed.out.splitlines()[1:]]
+    assert found == [[method, rule] for method in left for rule in ("one", "steps=16")]
+    assert printed.err.count("out of luck") == (2 if error is ValueError else 1)
 
 
 def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
@@ -233,22 +225,3 @@ def test_what_cannot_be_is_named(started, capsys, arguments, message):
     assert main(["eval", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not started
-
-
-def test_an_engine_that_cannot_be_had_is_tried_once(demo, monkeypatch, capsys):
-    tried = []
-
-    def load(arguments):
-        tried.append(arguments["cache_method"])
-        if tried[-1] == "dual":
-            raise ValueError("too little memory")
-        return demo
-
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
-    monkeypatch.setattr(evaluate, "load", load)
-    asked = ["--tasks", "chat", "--count", "1", "--unmasking-rules", "one,steps=16"]
-    assert main(["eval", *asked, "--methods", "dual,none"]) == 1
-    assert tried == ["dual", "none"]
-    printed = capsys.readouterr()
-    assert [row.split()[:2] for row in printed.out.splitlines()[1:]] == [["none", "one"], ["none", "steps=16"]]
-    assert printed.err.count("too little memory") == 2

@@ -7,42 +7,24 @@ import pytest
 
 from dllm_engine.cli import evaluate
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.evaluation import comparison, harness
-from dllm_engine.evaluation.score import COLUMNS
+from dllm_engine.evaluation import harness
+from tests.cli.test_evaluate import rows_of
 
 NAMES = "examples/lm_eval/names.yaml"
 FACTS = "examples/lm_eval/facts.yaml"
 QUICK = ["--count", "3", "--mc-num", "4"]
 
 
-@pytest.fixture
-def started(demo, monkeypatch):
-    """Every engine is the demo's; holds the arguments that they were asked for with."""
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch):
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    settings = []
-
-    def load(arguments):
-        settings.append(arguments)
-        return demo
-
-    monkeypatch.setattr(evaluate, "load", load)
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
-    # It runs pip, to list what is installed, after each evaluation.
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-    return settings
-
-
-def rows_of(capsys):
-    header, *rows = capsys.readouterr().out.split("\n\n")[0].splitlines()
-    assert header.split() == list(COLUMNS)
-    return [row.split() for row in rows]
 
 
 def test_a_row_per_task_with_its_cost(started, tmp_path, capsys):
     output = tmp_path / "table.json"
     rules = ["--unmasking-rules", "one,steps=8"]
     assert main(["eval", "--lm-eval", f"{NAMES},{FACTS}", *QUICK, *rules, "--output", str(output)]) == 0
-    names, facts, fewer, _ = rows_of(capsys)
+    names, facts, fewer, _ = ([*row.values()] for row in rows_of(capsys))
     assert names[:7] == ["none", "one", "names", "exact_match,stripped", "1.0000", "0.0000", "3"]
     assert facts[:4] == ["none", "one", "facts", "acc,none"]
     assert facts[6:] == ["3", *["–"] * 6]  # no response was asked for

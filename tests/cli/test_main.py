@@ -141,8 +141,10 @@ def test_counts_may_have_vllms_suffixes(text, number):
 
 
 def test_vllms_spelling_of_arguments_is_taken():
-    args = build_parser().parse_args(["generate", "a_b --c_d", "--cache_method", "dual", "--max_model_len=8k"])
+    flags = ["--cache_method", "dual", "--max_model_len=8k", "--batch_invariant", "--no-cuda-graphs"]
+    args = build_parser().parse_args(["generate", "a_b --c_d", *flags])
     assert (args.prompt, args.cache_method, args.max_model_len) == ("a_b --c_d", "dual", 8000)
+    assert (args.batch_invariant, args.cuda_graphs) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dllm_engine import plugin
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import check_listening, stated_arguments, vllm_arguments, with_config_file
 from dllm_engine.demo import DEMO_MODELS, demo_model_path
@@ -53,6 +54,9 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
     ("argv", "expected"),
     [
         (["--page-size", "16"], {"page_size": 16}),
+        (["--batch-invariant"], {"batch_invariant": True}),
+        (["--cuda-graphs"], {"cuda_graphs": True}),
+        (["--no-cuda-graphs"], {"cuda_graphs": False}),
         (["--refresh-ratio", "0.5"], {"refresh_ratio": 0.5}),
         (["--steps-per-dispatch", "4"], {"steps_per_dispatch": 4}),
         (["--guide-tokens-per-token", "3"], {"guide_tokens_per_token": 3}),
@@ -214,8 +218,6 @@ def test_an_address_is_not_checked_where_none_is_listened_at(taken_port):
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("module", ["vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.cli.serve"])
 def test_vllm_serve_names_a_port_in_use(module, taken_port):
-    from dllm_engine import plugin
-
     entry = import_module(module)
     plugin.register()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", "--port", str(taken_port)])

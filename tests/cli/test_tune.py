@@ -9,29 +9,18 @@ from dllm_engine.cli import tune
 from dllm_engine.cli.arguments import as_words, key_value
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
-from dllm_engine.evaluation import comparison
 from dllm_engine.tuning import search, space
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "1,2", "--budget", "1"]
 
 
-@pytest.fixture
-def started(demo, monkeypatch):
-    """Every engine is the demo's; holds the arguments that they were asked for with."""
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Fewer settings, timed less often."""
     monkeypatch.setattr(search, "MIN_TIMED", 1)
     for name in ("WINDOWS", "BLOCK_LENGTHS"):
         monkeypatch.setattr(space, name, ())
-    settings = []
-
-    def load(arguments):
-        settings.append(arguments)
-        return demo
-
-    monkeypatch.setattr(tune, "load", load)
-    return settings
 
 
 def tuned(output, *arguments):

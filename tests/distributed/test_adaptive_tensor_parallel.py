@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import generate
 from tests.support.sharded import assert_alike, two_ranks, watch_pages
 
@@ -47,8 +48,6 @@ def pages_of_a_rank(model: str, prompt_length: int, retained: list[list[list[int
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_two_ranks_do_what_one_does(engines, reference_checkpoints, model, method):
-    from dllm_engine import DiffusionParams
-
     prompts = [prompt_of(*drawn) for drawn in PROMPTS]
     params = DiffusionParams(
         gen_length=GEN_LENGTH, block_length=12, steps=STEPS, unmasking="maskgit_plus", ignore_eos=True

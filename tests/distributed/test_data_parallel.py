@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
 from tests.support.server import running
 
@@ -12,8 +13,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_data_parallel_engines_answer_as_one_process(engines, monkeypatch, tmp_path):
-    from dllm_engine import DiffusionParams
-
     examples = make_examples("names", 6, seed=31) + make_examples("reverse", 4, seed=31)
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
     cache = {"cache_method": "sparse", "page_size": 32}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 from tests.support.byte_level_tokenizers import copy_renumbered
@@ -36,8 +37,6 @@ def demo_prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize(("cache_method", "other_tokenizer"), [("freecache", False), ("dllm_cache", True)])
 def test_two_ranks_follow_the_guide_as_one_does(engines, tmp_path, cache_method, other_tokenizer):
-    from dllm_engine import DiffusionParams
-
     guide = DEMO_GUIDE_DIR
     if other_tokenizer:
         guide = tmp_path / "guide"

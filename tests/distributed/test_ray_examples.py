@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
 from tests.support.preloaded import Program
 from tests.support.server import free_port
@@ -42,8 +43,6 @@ def examples():
 @pytest.fixture(scope="module")
 def alone(engines, examples):
     """The answers of one engine in this process."""
-    from dllm_engine import DiffusionParams
-
     llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=512, trace=False)
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
     return [output.outputs[0] for output in llm.chat(chats, DiffusionParams(**PARAMS), use_tqdm=False)]

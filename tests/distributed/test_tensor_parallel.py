@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from examples.quantize import quantize
 from tests.support.engines import generate, scheduler_of
 from tests.support.random_requests import random_automaton
@@ -42,8 +43,6 @@ def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model)
 
 def check_reference_cases(engines, reference_checkpoints, model, backend="mp"):
     """Those of the vanilla decoding, and requests that sample."""
-    from dllm_engine import DiffusionParams
-
     cases = [case for case in reference_cases(MODELS[model]) if case["model"] == model]
     rows = [(case, row) for case in cases for row in range(len(case["prompt_ids"]))]
     prompts = [case["prompt_ids"][row] for case, row in rows] + [cases[0]["prompt_ids"][0]] * len(SAMPLED)
@@ -116,8 +115,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_checkpoints, case):
-    from dllm_engine import DiffusionParams
-
     model, engine, rules, figures = CASES[case]
     engine = engine | {"page_size": 16}
     prompts = [case["prompt_ids"][0] for case in reference_cases(PROMPTS[model]) if case["model"] == model][::3]
@@ -138,8 +135,6 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_ch
 )
 def test_two_ranks_split_experts_and_dense_layers(engines, request, family, cache_method, rules):
     """Those of LLaDA-MoE have a shared one beside them."""
-    from dllm_engine import DiffusionParams
-
     checkpoint = request.getfixturevalue(f"tiny_{family}")
     prompts = [[3, 17, 99, 4, 61], [8] * 21, [5, 6, 7]]
     params = [DiffusionParams(gen_length=24, block_length=8, ignore_eos=True, **rule) for rule in rules]
@@ -151,8 +146,6 @@ def test_two_ranks_split_experts_and_dense_layers(engines, request, family, cach
 
 def test_two_ranks_split_quantized_weights(engines, tmp_path):
     """In bfloat16 a sum over ranks is rounded, so that tokens may differ where two are as probable."""
-    from dllm_engine import DiffusionParams
-
     # CPU kernels for four bits take multiples of 32, on each rank.
     model = quantize(str(write_llada(tmp_path / "plain", mlp_hidden_size=128)), tmp_path / "quantized", "int4")
     prompts = [[3, 17, 99, 4, 61], [8] * 21, [5, 6, 7]]
@@ -167,8 +160,6 @@ def test_two_ranks_split_quantized_weights(engines, tmp_path):
 
 
 def test_two_ranks_share_an_adapter(engines, tiny_llada, tmp_path):
-    from dllm_engine import DiffusionParams
-
     modules = [f"model.transformer.blocks.{part}" for part in ("0.k_proj", "1.attn_out", "0.up_proj", "1.ff_out")]
     adapter = str(write_adapter(tmp_path, tiny_llada, modules))
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)

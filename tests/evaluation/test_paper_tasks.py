@@ -7,6 +7,7 @@ import pytest
 from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_names
 from dllm_engine.cli.main import build_parser
+from dllm_engine.evaluation import paper_tasks
 from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS, paper_table, paper_task
 from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
@@ -153,8 +154,6 @@ def test_our_own_tasks_ask_for_a_letter_and_find_it(name, tmp_path, monkeypatch)
 
     import lm_eval
     from lm_eval.tasks import TaskManager
-
-    from dllm_engine.evaluation import paper_tasks
 
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     (tmp_path / "docs.jsonl").write_text(json.dumps(DOCUMENTS[name.removesuffix(".yaml")]) + "\n")

@@ -6,7 +6,6 @@ import pytest
 
 from dllm_engine.vllm_hooks import admission
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import served
 
 QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
@@ -19,16 +18,6 @@ ENDPOINTS = {
     "invoked chat": ("/invocations", CHAT[1]),
     "invoked completion": ("/invocations", COMPLETION[1]),
 }
-
-
-@pytest.fixture(scope="module")
-def demo(engines):
-    return engines("demo", skip_tokenizer_init=False)
-
-
-@pytest.fixture(scope="module")
-def client(demo):
-    return served(demo, "--served-model-name", "demo")
 
 
 @pytest.fixture(params=ENDPOINTS)
@@ -67,12 +56,17 @@ def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
 @pytest.mark.parametrize(
     ("fields", "fragments"),
     [
-        ({"block_length": 8}, ("block_length belongs into vllm_xargs",)),
+        ({"block_length": 8}, ("block_length belongs into vllm_xargs", '{"vllm_xargs": {"block_length": …}}')),
+        ({"threshold": None}, ("threshold belongs into vllm_xargs",)),
+        ({"gen_length": 8}, ("gen_length", "max_tokens", "max_output_tokens")),
         ({"cache_method": "dual"}, ("cache_method is an option of the engine",)),
+        ({"cfg_scale": 1.5}, ("cfg_scale", "not supported")),
+        ({"presence_penalty": 1.0}, ("presence_penalty=1.0",)),
         ({"vllm_xargs": {"gen_length": 8}}, ("gen_length", "max_tokens")),
         ({"vllm_xargs": {"steps": 33}}, ("steps=33", "1 … gen_length", "here 32")),
         ({"vllm_xargs": {"steps": 2**31}}, ("steps=2147483648",)),
-        ({"vllm_xargs": {"steps": 10**12}, "stream": True}, ("steps=1000000000000",)),
+        ({"vllm_xargs": {"steps": 10**12}}, ("steps=1000000000000",)),
+        ({"vllm_xargs": {"stepz": 3}}, ("stepz",)),
         ({"vllm_xargs": {"steps": 10**30}}, ("64",)),
         ({"vllm_xargs": {"factor": "Infinity"}}, ("factor",)),
         ({"temperature": 1e308}, ("temperature",)),
@@ -80,10 +74,12 @@ def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
     ids=str,
 )
 def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
-    answer = ask(**fields)
-    assert answer.status_code == 400
+    """A stream too: with an error status, not with an error in a stream that has begun."""
+    whole, streamed = (ask(**fields, stream=stream) for stream in (False, True))
+    assert whole.status_code == streamed.status_code == 400
+    assert whole.json() == streamed.json()
     for fragment in fragments:
-        assert fragment in answer.json()["error"]["message"]
+        assert fragment in whole.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])

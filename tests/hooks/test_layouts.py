@@ -18,6 +18,8 @@ from tests.support.engines import runner_of, start_engine
         ({"ubatch_size": 2}, "ubatch_size", "leave it unset"),
         ({"cpu_offload_gb": 1}, "cpu_offload_gb", "tensor_parallel_size"),
         ({"offload_group_size": 2}, "offload_group_size", "tensor_parallel_size"),
+        ({"enable_lora": True}, "enable_lora", "name its folder as lora_path"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds", "leave it unset"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -6,24 +6,12 @@ import re
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.demo.tasks import make_examples
 from dllm_engine.evaluation.answering import answer_all
 from dllm_engine.evaluation.own_tasks import HOLES, OwnTasks, demo_tasks
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import served
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
 BEFORE, WANTED, AFTER = " Tom=48,", " Ida=07", ", Max=31"
-
-
-@pytest.fixture(scope="module")
-def demo(engines):
-    return engines("demo", skip_tokenizer_init=False)
-
-
-@pytest.fixture(scope="module")
-def client(demo):
-    return served(demo, "--served-model-name", "demo")
 
 
 @pytest.fixture
@@ -81,25 +69,6 @@ def test_samples_differ(demo):
     params = DiffusionParams(gen_length=12, n=3, temperature=2.0, seed=1)
     (output,) = demo.infill("Tom", "Ida", params)
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
-
-
-@pytest.mark.parametrize(("task", "joiner"), [("names", ", "), ("keys", ", "), ("facts", " ")])
-def test_the_demo_model_fills_in_one_item_of_an_answer(demo, task, joiner):
-    """Its training masks any part of an answer, so it has learned to fill holes."""
-    tokenizer, prompts, templates, answers = demo.get_tokenizer(), [], [], []
-    for number, example in enumerate(make_examples(task, 40, 5, min_pairs=4, max_pairs=16, asked=3)):
-        items = [f"{item}." if task == "facts" else item for item in example.items]
-        hole = number % 3
-        wanted = (joiner if hole else " ") + items[hole]
-        before = (" " + joiner.join(items[:hole])) if hole else ""
-        after = "".join(joiner + item for item in items[hole + 1 :])
-        tokens = len(tokenizer.encode(wanted, add_special_tokens=False))
-        prompts.append([{"role": "user", "content": example.prompt}])
-        templates.append([piece for piece in (before, tokens, after) if piece])
-        answers.append(wanted)
-    outputs = demo.fill_in(prompts, templates, DiffusionParams(block_length=8))
-    right = sum(output.outputs[0].text == wanted for output, wanted in zip(outputs, answers, strict=True))
-    assert right >= 38, f"{right} of 40"
 
 
 # HTTP

@@ -42,41 +42,6 @@ def test_equals_the_formula(lengths, heads, dim, dtype, seed):
     assert error(out, formulas.bidirectional_attention(q, k, v, cu_seqlens)) < TOLERANCE[dtype]
 
 
-def test_formula_worked_by_hand():
-    """Two rows with scores 0 and ln 3: weights 1/4 and 3/4."""
-    q = torch.tensor([1.0, 0, 0, 0]).expand(2, 1, 4)
-    k = torch.tensor([[[0.0, 0, 0, 0]], [[2 * torch.log(torch.tensor(3.0)), 0, 0, 0]]])
-    v = torch.tensor([[[4.0, 0, 0, 0]], [[0.0, 4, 0, 0]]])
-    expected = torch.tensor([[[1.0, 3, 0, 0]]] * 2)
-    for attend in (bidirectional_attention, formulas.bidirectional_attention):
-        torch.testing.assert_close(attend(q, k, v, [0, 2]).float(), expected)
-
-
-def test_every_row_sees_the_rows_after_it():
-    q, k, v, cu_seqlens = inputs([6], 2, 2, 8)
-    before = bidirectional_attention(q, k, v, cu_seqlens)
-    v[5] += 1
-    assert (bidirectional_attention(q, k, v, cu_seqlens)[0] != before[0]).all()
-
-
-@pytest.mark.parametrize("lengths", [[5, 5], [5, 7], [7, 5, 5]])
-def test_sequences_do_not_see_each_other(lengths):
-    q, k, v, cu_seqlens = inputs(lengths, 2, 1, 8)
-    whole = bidirectional_attention(q, k, v, cu_seqlens)
-    for start, stop in itertools.pairwise(cu_seqlens):
-        alone = bidirectional_attention(q[start:stop], k[start:stop], v[start:stop], [0, stop - start])
-        torch.testing.assert_close(whole[start:stop], alone)
-
-
-def test_consecutive_query_heads_share_a_kv_head():
-    q, k, v, cu_seqlens = inputs([9], 4, 2, 16)
-    grouped = bidirectional_attention(q, k, v, cu_seqlens)
-    for head in range(4):
-        kv = slice(head // 2, head // 2 + 1)
-        alone = bidirectional_attention(q[:, head : head + 1], k[:, kv], v[:, kv], cu_seqlens)
-        torch.testing.assert_close(grouped[:, head : head + 1], alone)
-
-
 def test_inputs_are_left_as_they_are_and_need_not_be_contiguous():
     fused = torch.randn(12, 3, 2, 8)
     q, k, v = fused.unbind(1)

@@ -9,25 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
+from tests.support.plans import SHORT_INTERVALS
 
 pytestmark = pytest.mark.slow
 
-INTERVALS = {"prompt_refresh_interval": 3, "response_refresh_interval": 2}
-TASKS = {
-    "none": ("dream", {}),
-    "prefix": ("dream", {}),
-    "dual": ("llada", {}),
-    "sparse": ("dream", {}),
-    "dkv": ("llada", {"refresh_interval": 3}),
-    "dllm_cache": ("dream", INTERVALS),
-    "maskkv": ("llada", INTERVALS | {"kv_budget": 8}),
-    "freecache": ("dream", {}),
-    "es_dllm": ("llada", {"retention_ratio": 0.5}),
-    "block": ("sdar", {}),
-}
-"""Model and cache options of each method."""
+MODELS = dict.fromkeys(("dual", "dkv", "maskkv", "es_dllm"), "tiny_llada") | {"block": "tiny_sdar"}
+MODELS |= dict.fromkeys(("none", "prefix", "sparse", "dllm_cache", "freecache"), "tiny_dream")
 SETTINGS = {"page_size": 4, "max_model_len": 64}
 KERNELS = {
     "sparse": {"mean_query_scores"},
@@ -42,24 +33,21 @@ def prompt(length: int) -> list[int]:
     return [draw.randrange(tiny_checkpoints.MASK) for _ in range(length)]
 
 
-def test_every_cache_method(engines, tiny_llada, tiny_dream, tiny_sdar):
-    from dllm_engine import DiffusionParams
-    from dllm_engine.scheduler.methods import CACHE_METHODS
-
+def test_every_cache_method(engines, request):
     requests = [
         {"prompt": prompt(10), "params": {"gen_length": 8, "block_length": 8, "steps": 5, "ignore_eos": True}},
         {"prompt": prompt(7), "params": {"gen_length": 6, "block_length": 4, "threshold": 0.03, "ignore_eos": True}},
     ]
-    models = {"llada": tiny_llada, "dream": tiny_dream, "sdar": tiny_sdar}
     tasks = [
         {
-            "model": str(models[model]),
+            "model": str(request.getfixturevalue(model)),
             "settings": SETTINGS
-            | {"cache_method": method, "cache_options": options, "steps_per_dispatch": 4 if recorded else 1},
+            | {"cache_method": method, "cache_options": SHORT_INTERVALS.get(method, {})}
+            | {"steps_per_dispatch": 4 if recorded else 1},
             "recorded": recorded,
             "requests": requests,
         }
-        for method, (model, options) in TASKS.items()
+        for method, model in MODELS.items()
         # Triton's interpreter is slow: one method is enough to see both ways.
         for recorded in ([False, True] if method == "sparse" else [CACHE_METHODS[method].recordable])
     ]

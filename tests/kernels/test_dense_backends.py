@@ -10,10 +10,11 @@ import pytest
 import torch
 from vllm.v1.attention.backends import fa_utils
 
+from dllm_engine import DiffusionParams
 from dllm_engine.kernels import attention, dense_backends
 from dllm_engine.kernels.dense_backends import attend_with_sdpa, choose_backend
 from tests.kernels import formulas
-from tests.support.engines import start_engine
+from tests.support.engines import generate, start_engine
 from tests.support.kernels import error
 
 CASES = [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)]
@@ -79,9 +80,6 @@ def test_what_flash_attention_is_given_means_the_same(flash, monkeypatch, name, 
 
 @pytest.mark.parametrize("method", ["dual", "dkv", "es_dllm"])
 def test_requests_that_need_no_pages_take_one_call_beside_others(flash, monkeypatch, engines, tiny_dream, method):
-    from dllm_engine import DiffusionParams
-    from tests.support.engines import generate
-
     # The third request starts while the second one reuses what it has in pages.
     llm = engines(tiny_dream, cache_method=method, page_size=4, max_num_seqs=2)
     prompts = [list(range(1, 1 + length)) for length in (13, 4, 9)]

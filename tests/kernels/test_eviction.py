@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
-from tests.kernels import formulas
 from tests.kernels.checks import check_mean_query_scores, refused
 from tests.support.kernels import TOLERANCE
 
@@ -22,21 +21,6 @@ from tests.support.kernels import TOLERANCE
 @settings(max_examples=60, deadline=None)
 def test_scores_equal_the_formula(**arguments):
     check_mean_query_scores(mean_query_scores, **arguments)
-
-
-def test_scores_worked_by_hand():
-    """Two rows, two query heads on one KV head: means (2, 0) and (0, 3), and a key (1, 10)."""
-    q = torch.tensor([[[1.0, 0], [0, 2]], [[3, 0], [0, 4]]])
-    k = torch.tensor([[[1.0, 10]]])
-    assert mean_query_scores(q, k, torch.tensor([[0, 1, 0, 1, 0, 2]]), 1).tolist() == [[32.0]]
-    assert formulas.mean_query_scores(q, k).tolist() == [32.0]
-
-
-def test_scores_of_parts_of_the_heads_add_up():
-    q, k = torch.randn(8, 6, 16), torch.randn(20, 2, 16)
-    spans = torch.tensor([[0, 12, 8, 12, 0, 8]]), 12
-    parts = mean_query_scores(q[:, :3], k[:, :1], *spans) + mean_query_scores(q[:, 3:], k[:, 1:], *spans)
-    torch.testing.assert_close(parts, mean_query_scores(q, k, *spans))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.check.paged_case import paged_case
-from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
-from tests.kernels import formulas
 from tests.kernels.checks import check_paged_attention
 from tests.support.kernels import TOLERANCE
 
@@ -52,39 +50,6 @@ def attend(case, attend_fresh, limited, return_lse):
 @settings(max_examples=80, deadline=None)
 def test_equals_the_formula_and_reads_only_what_is_retained(arguments, semantics):
     check_paged_attention(attend, paged_case(**arguments), *semantics, rtol=1e-5)
-
-
-def test_formula_worked_by_hand():
-    """A retained token with score 0 and a fresh one with score ln 3: weights 1/4 and 3/4."""
-    case = paged_case([1], [[1]], heads=1, dim=4)
-    page = int(case.tokens.page_tables[0, 0])
-    case.q[0, 0] = torch.tensor([1.0, 0, 0, 0])
-    case.tokens.k_pages[page, 0] = 0
-    case.tokens.v_pages[page, 0] = torch.tensor([4.0, 0, 0, 0])
-    case.k[0, 0] = torch.tensor([2 * torch.log(torch.tensor(3.0)), 0, 0, 0])
-    case.v[0, 0] = torch.tensor([0.0, 4, 0, 0])
-    for result in (
-        paged_attention_with_lse(*case, attend_fresh=True),
-        formulas.paged_attention(*case, attend_fresh=True),
-    ):
-        torch.testing.assert_close(result[0].float(), torch.tensor([[[1.0, 3, 0, 0]]]))
-        torch.testing.assert_close(result[1].float(), torch.log(torch.tensor([[4.0]])))
-
-
-def test_without_retained_tokens_it_is_bidirectional_attention():
-    case = paged_case([7, 7, 3], [[0, 0]] * 3, heads=4, dim=16)
-    expected = bidirectional_attention(case.q, case.k, case.v, case.cu_seqlens.tolist(), case.cu_seqlens)
-    torch.testing.assert_close(paged_attention(*case, attend_fresh=True), expected)
-
-
-def test_what_log_sum_exp_is_for_joining_attention_over_parts_of_the_keys():
-    case = paged_case([5, 6], [[40, 40], [3, 3]], heads=4, dim=16)
-    whole = paged_attention(*case, attend_fresh=True)
-    nothing = case.tokens._replace(head_len=torch.zeros_like(case.tokens.head_len))
-    fresh, fresh_lse = paged_attention_with_lse(*case._replace(tokens=nothing), attend_fresh=True)
-    pages, pages_lse = paged_attention_with_lse(*case, attend_fresh=False)
-    share = (pages_lse - torch.logaddexp(fresh_lse, pages_lse)).exp()[..., None]
-    torch.testing.assert_close(pages * share + fresh * (1 - share), whole)
 
 
 @pytest.mark.parametrize("packed", [False, True])

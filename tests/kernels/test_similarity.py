@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.similarity import cosine, least_similar, negative_distance, similarity_sums
-from tests.kernels import formulas
 from tests.kernels.checks import check_similarity_sums, refused, similarity_case
 from tests.support.kernels import TOLERANCE
 
@@ -26,15 +25,6 @@ def test_sums_equal_the_formula_and_read_only_what_is_retained(**arguments):
     check_similarity_sums(similarity_sums, **arguments)
 
 
-def test_sums_worked_by_hand():
-    """Two rows of two heads; the second row's first head is missing."""
-    fresh = torch.tensor([[[1.0, 2], [3, 4]], [[9, 9], [0, 2]]])
-    pages = torch.tensor([[[torch.nan, torch.nan], [5, 6]], [[1, 0], [7, 3]]])
-    slots = torch.tensor([[1, 2], [-1, 3]])
-    for sums in (similarity_sums(fresh, pages, slots), formulas.similarity_sums(fresh, pages, slots)):
-        assert sums.tolist() == [[5 + 12 + 3, 6], [30, 4], [62, 58]]
-
-
 def test_a_missing_head_counts_in_no_sum_even_if_its_fresh_values_are_no_numbers():
     fresh, pages = torch.full((1, 2, 4), torch.nan), torch.full((1, 2, 4), torch.nan)
     assert similarity_sums(fresh, pages, torch.tensor([[-1, -1]])).tolist() == [[0.0]] * 3
@@ -46,13 +36,6 @@ def test_rows_that_have_not_changed_have_equal_sums():
     assert torch.equal(dot, fresh)
     assert torch.equal(dot, retained)
     torch.testing.assert_close(cosine(sums), torch.ones(50), rtol=0, atol=1e-6)
-
-
-def test_sums_of_parts_of_the_heads_add_up_to_the_cosine_of_the_whole():
-    fresh, pages, slots = similarity_case(20, 6, 16, 12, 0.0)
-    parts = similarity_sums(fresh[:, :2], pages, slots[:, :2]) + similarity_sums(fresh[:, 2:], pages, slots[:, 2:])
-    retained = pages[slots // 12, slots % 12]
-    torch.testing.assert_close(cosine(parts), F.cosine_similarity(fresh.flatten(1), retained.flatten(1)))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1e-9, 1.0, 1e6])
@@ -70,29 +53,6 @@ def test_distances_are_those_of_pytorch_and_none_where_a_row_differs_by_rounding
     distance = -negative_distance(sums)
     assert not distance[:20].any()
     torch.testing.assert_close(distance[20:], (a - b)[20:].square().sum(1), rtol=1e-5, atol=0)
-
-
-def test_a_long_vector_of_nearly_the_same_direction_is_far_away():
-    a, b = torch.tensor([[[10.0, 0.0], [0.1, 0.0]], [[9.0, 0.1], [0.0, 0.1]]])
-    sums = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
-    assert [least_similar(of(sums), 1).tolist() for of in (cosine, negative_distance)] == [[1], [0]]
-
-
-@pytest.mark.parametrize(
-    ("similarity", "count", "rows"),
-    [
-        ([0.9, -0.5, 0.7, 0.1], 2, [1, 3]),
-        ([0.9, -0.5, 0.7, 0.1], 4, [0, 1, 2, 3]),
-        ([0.9, -0.5], 0, []),
-        ([], 0, []),
-        ([[0.9, -0.5, 0.7], [0.1, 0.2, 0.0]], 2, [[1, 2], [0, 2]]),
-        ([[0.9], [0.1]], 0, [[], []]),
-    ],
-)
-def test_least_similar(similarity, count, rows):
-    chosen = least_similar(torch.tensor(similarity), count)
-    assert chosen.dtype == torch.int64
-    assert chosen.tolist() == rows
 
 
 @given(

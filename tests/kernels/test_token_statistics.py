@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.token_statistics import token_statistics
-from tests.kernels import formulas
 from tests.kernels.checks import check_token_statistics
 from tests.support.kernels import TOLERANCE
 
@@ -27,20 +26,6 @@ def test_equals_the_formulas(num_rows, vocab_size, forbidden, scale, dtype, seed
     check_token_statistics(token_statistics, logits, column)
 
 
-def test_worked_by_hand():
-    """Probabilities 1/2, 1/4, 1/4, with the best token forbidden."""
-    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
-    for token, token_logit, log_total, negative_entropy, top2 in (
-        token_statistics(logits, 0, True, True),
-        formulas.token_statistics(logits, 0),
-    ):
-        assert token.tolist() == [1]
-        assert token_logit.exp().item() == pytest.approx(0.25)
-        assert log_total.item() == pytest.approx(0.0, abs=1e-6)
-        assert negative_entropy.item() == pytest.approx(-1.5 * torch.log(torch.tensor(2.0)).item(), rel=1e-6)
-        assert top2.exp()[0].tolist() == pytest.approx([0.5, 0.25])
-
-
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
 def test_filtered_tokens_weigh_nothing(lowest):
     logits = torch.full((1, 50), lowest)
@@ -56,23 +41,6 @@ def test_chunks_of_rows_equal_the_whole(monkeypatch):
     whole = token_statistics(logits, 3, True, True)
     monkeypatch.setattr("dllm_engine.kernels.token_statistics._LOGITS_PER_CHUNK", {"cpu": 100})
     torch.testing.assert_close(token_statistics(logits, 3, True, True), whole)
-
-
-def test_what_is_not_wanted_is_empty():
-    *_, negative_entropy, top2 = token_statistics(torch.randn(4, 9), -1, False, False)
-    assert (negative_entropy.shape, top2.shape) == ((0,), (0, 2))
-
-
-def test_shards_of_a_vocabulary_combine():
-    """The rule that the module's description gives."""
-    logits = torch.randn(6, 100) * 5
-    shards = [token_statistics(x, -1, True, True) for x in logits.split([40, 35, 25], dim=1)]
-    _, _, log_total, negative_entropy, _ = token_statistics(logits, -1, True, True)
-    totals = torch.stack([shard[2] for shard in shards])
-    torch.testing.assert_close(totals.logsumexp(0), log_total)
-    weights = (totals - log_total).exp()
-    combined = (weights * torch.stack([shard[3] for shard in shards])).sum(0) - torch.special.entr(weights).sum(0)
-    torch.testing.assert_close(combined, negative_entropy)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Requests coming, going and being aborted in a running engine: nothing is lost and nothing is left."""
 
-import random
-
 import pytest
 
 from dllm_engine import DiffusionParams
@@ -14,8 +12,8 @@ def params(gen_length: int = 16, **settings):
     return DiffusionParams(gen_length=gen_length, **({"block_length": 8, "ignore_eos": True} | settings))
 
 
-def add(llm, name: str, prompt: list[int] = PROMPT, **settings) -> str:
-    return llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params(**settings))
+def add(llm, name: str) -> str:
+    return llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params())
 
 
 def finish(llm) -> dict[str, list[int]]:
@@ -67,50 +65,6 @@ def test_pause_by_abort_drops_what_runs(llm):
     assert not scheduler_of(llm).states
     core.resume_scheduler()
     llm.llm_engine.abort_request(["a"])
-
-
-def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(llm):
-    rng = random.Random(2)
-    settings = {}
-    for i in range(200):
-        gen_length = rng.randrange(1, 14)
-        block_length = rng.randrange(1, gen_length + 1)
-        steps = rng.randrange(-(-gen_length // block_length), gen_length + 1)
-        prompt = [rng.randrange(1, 130) for _ in range(rng.randrange(1, 60))]
-        settings[f"r{i}"] = (prompt, {"gen_length": gen_length, "block_length": block_length, "steps": steps})
-    pending, aborted, responses = list(settings), set(), {}
-    while pending or llm.llm_engine.has_unfinished_requests():
-        for _ in range(rng.randrange(5)):
-            if pending:
-                name = pending.pop(0)
-                add(llm, name, prompt=settings[name][0], **settings[name][1])
-        if rng.random() < 0.2:
-            alive = [name for name in settings if name not in pending and name not in responses and name not in aborted]
-            victims = rng.sample(alive, min(len(alive), 2))
-            llm.llm_engine.abort_request(victims)
-            aborted |= set(victims)
-        for output in llm.llm_engine.step():
-            if output.finished:
-                responses[output.request_id] = list(output.outputs[0].token_ids)
-        assert len(runner_of(llm).canvases) <= 8 + 2  # aborted ones go with the next step
-    assert len(aborted) > 10
-    assert set(responses) | aborted == set(settings)
-    assert not set(responses) & aborted
-    for name in rng.sample(sorted(responses), 15):
-        prompt, request = settings[name]
-        assert responses[name] == list(generate(llm, [prompt], params(**request))[0].outputs[0].token_ids)
-
-
-def test_figures_of_a_sequence_add_up(llm):
-    (output,) = generate(llm, [PROMPT], params(gen_length=20, steps=9))
-    figures = output.outputs[0].diffusion
-    assert figures.denoising_steps == figures.forward_passes == 9
-    assert figures.tokens_unmasked == 20
-    assert figures.tokens_computed == 9 * 25
-    assert figures.tokens_per_forward == pytest.approx(20 / 9)
-    assert figures.computed_positions == [None] * 9
-    assert sorted(p for step in figures.unmasked_per_step for p in step) == list(range(5, 25))
-    assert figures.to_json()["trace"]["unmasked_per_step"] == figures.unmasked_per_step
 
 
 def test_a_request_for_the_trace_is_refused_where_none_is_recorded(engines, tiny_llada):

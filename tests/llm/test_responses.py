@@ -60,13 +60,6 @@ def test_stop_token_ends_and_is_named(engines, tiny_llada, full, cut):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", full[cut])
 
 
-def test_first_of_two_stop_tokens_counts(engines, tiny_llada, full, cut):
-    completion = complete(engines(tiny_llada), stop_token_ids=[full[cut + 3], full[cut]], ignore_eos=True)
-    assert list(completion.token_ids) == full[: full.index(completion.stop_reason) + 1]
-    assert completion.stop_reason in (full[cut], full[cut + 3])
-    assert not {full[cut], full[cut + 3]} & set(completion.token_ids[:-1])
-
-
 # Lengths nobody asked for
 
 
@@ -112,13 +105,6 @@ def test_plain_sampling_params_decode_like_diffusion_params(engines, tiny_llada,
         (one,), (other,) = generate(llm, [PROMPT], plain), generate(llm, [PROMPT], own)
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].diffusion == other.outputs[0].diffusion
-
-
-def test_gen_length_and_max_tokens_are_the_same_field():
-    assert DiffusionParams(gen_length=12).max_tokens == 12
-    assert DiffusionParams(max_tokens=12).gen_length == 12
-    assert DiffusionParams(gen_length=12, max_tokens=12).gen_length == 12
-    assert DiffusionParams().gen_length is None  # open until the prompt is known
 
 
 def test_parameters_survive_a_clone_and_the_wire():

@@ -1,13 +1,10 @@
 """Requests that run several blocks at once: what callers see of them, beside ``tests/methods`` and the reference."""
 
-from itertools import cycle
-
 import pytest
 
 from dllm_engine import DiffusionParams
 from tests.llm.test_step_streaming import stream
 from tests.support.engines import assert_nothing_left, generate
-from tests.support.plans import FULL_METHODS
 
 PROMPT = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
 SETTINGS = {"gen_length": 32, "block_length": 8, "ignore_eos": True, "threshold": 0.2, "block_add_threshold": 0.2}
@@ -66,31 +63,6 @@ def test_every_step_shows_all_running_blocks(engines, checkpoint):
     assert not any(shown[-1].masked)
 
 
-@pytest.mark.parametrize(
-    ("cache_method", "checkpoint"),
-    list(zip(FULL_METHODS, cycle(("llada-tiny-a", "dream-tiny-a")))),
-    indirect=["checkpoint"],
-)
-def test_sampled_requests_get_the_same_in_any_batch(engines, checkpoint, cache_method):
-    llm = engines(checkpoint, cache_method=cache_method)
-    asked = [{"temperature": 0.8, "seed": seed} for seed in (1, 2)] + [{"block_add_threshold": None}, {"steps": 7}]
-    asked[-1] |= {"threshold": None, "block_add_threshold": None}
-    alone = [list(answer(llm, **settings).token_ids) for settings in asked]
-    together = generate(llm, [PROMPT] * len(asked), [parameters(**settings) for settings in asked])
-    assert [list(output.outputs[0].token_ids) for output in together] == alone
-    assert alone[0] != alone[1]
-    assert_nothing_left(llm)
-
-
-def test_logprobs_are_those_of_the_step_that_filled_a_position(engines, llada):
-    llm = engines(llada, cache_method="dual")
-    plain = answer(llm)
-    completion = answer(llm, logprobs=2)
-    assert completion.token_ids == plain.token_ids
-    assert len(completion.logprobs) == 32
-    assert all(token in entry for token, entry in zip(completion.token_ids, completion.logprobs, strict=True))
-
-
 def first_end(whole, number: int) -> tuple[int, int]:
     """A token of the response and its first place there, the ``number``-th that could end it."""
     return sorted((whole.token_ids.index(token), token) for token in set(whole.token_ids))[number]
@@ -109,19 +81,6 @@ def test_an_end_token_ends_the_response_once_no_mask_is_before_it(engines, llada
     decided = [position - len(PROMPT) for position in range(len(PROMPT), len(PROMPT) + place + 1)]
     filled_at = {position - len(PROMPT): n for n, step in enumerate(order, 1) for position in step}
     assert ended.diffusion.forward_passes == max(filled_at[position] for position in decided)
-
-
-def test_early_stop_gives_up_what_is_behind_an_end_token(engines, llada):
-    """The plain versions are compared in ``tests/methods``; here that it stops, and saves passes."""
-    llm = engines(llada)
-    for settings in ({}, {"block_length": 32, "block_add_threshold": None}):
-        whole = answer(llm, **settings)
-        _, end = first_end(whole, 4)
-        late = answer(llm, **settings, stop_token_ids=[end])
-        early = answer(llm, **settings, stop_token_ids=[end], early_stop=True)
-        assert early.token_ids[-1] == end
-        assert early.diffusion.forward_passes <= late.diffusion.forward_passes
-    assert_nothing_left(llm)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +121,4 @@ def test_stop_strings_choices_and_inspections(engines, tmp_path):
     inspection.save(tmp_path / "page.html")
     assert [window.span for window in inspection.windows] == sorted(set(whole.diffusion.windows))
     assert "Blocks 1–2" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert_nothing_left(llm)
-
-
-@pytest.mark.parametrize("steps_per_dispatch", [1, 8])
-def test_workers_run_on_until_a_block_joins(engines, llada, steps_per_dispatch):
-    expected = answer(engines(llada, cache_method="sparse"))
-    llm = engines(llada, cache_method="sparse", steps_per_dispatch=steps_per_dispatch)
-    completion = answer(llm)
-    assert completion.token_ids == expected.token_ids
-    assert completion.diffusion.trace == expected.diffusion.trace
     assert_nothing_left(llm)

@@ -24,6 +24,11 @@ LLAMA = str(DEMO_GUIDE_DIR)
         ({"request_defaults": {"treshold": 0.9}}, "takes no 'treshold'; did you mean 'threshold'?"),
         ({"additional_config": {"dllm": {"trace": True}}}, "LLM takes engine options as arguments of its own"),
         ({"guide_model": "/no/such/folder"}, "guide_model='/no/such/folder' cannot be loaded"),
+        ({"cache_method": "best"}, "cache_method='best': unknown cache method; choose one of auto, none"),
+        ({"trace": "often"}, "trace='often'"),
+        ({"max_automaton_states": 0}, "max_automaton_states=0: Input should be greater than or equal to 1"),
+        ({"max_automaton_seconds": 0}, "max_automaton_seconds=0: Input should be greater than 0"),
+        ({"lora_path": "/nowhere"}, "lora_path='/nowhere' is no folder; download the adapter and name its folder"),
     ],
     ids=str,
 )

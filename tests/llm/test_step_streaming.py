@@ -111,11 +111,6 @@ def test_a_committed_position_keeps_the_confidence_of_its_step(engines, tiny_lla
         assert last[i] == pytest.approx(math.exp(of_token[token].logprob), rel=1e-4)
 
 
-def test_the_last_block_may_be_shorter(engines, tiny_llada):
-    blocks = [output.outputs[0].provisional for output in stream(engines(tiny_llada), gen_length=20)]
-    assert {(b.start, len(b.token_ids), len(b.confidences)) for b in blocks} == {(0, 8, 8), (8, 8, 8), (16, 4, 4)}
-
-
 def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):
     """Dream's schedule unmasks nothing in its first steps, and then predicts nothing."""
     llm = engines(tiny_dream)
@@ -151,15 +146,6 @@ def test_several_responses_stream_side_by_side(engines, tiny_llada):
     assert [sum(o.outputs[0].index == i for o in outputs) for i in (0, 1)] == [24, 24]
     assert {o.request_id for o in outputs} == {"r0"}
     assert [o.finished for o in outputs] == [False] * 47 + [True]
-
-
-def test_an_aborted_request_leaves_nothing(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    params = parameters(stream_granularity="step")
-    llm.llm_engine.add_request("gone", {"prompt_token_ids": PROMPT}, params)
-    llm.llm_engine.step()
-    llm.llm_engine.abort_request(["gone"])
-    assert_nothing_left(llm)
 
 
 def test_latency_is_that_of_blocks(engines, tiny_llada):

@@ -242,27 +242,6 @@ def test_every_cache_method_can_be_guided(engine, cache_method, model):
     assert_batch_is_as_alone(engine(model, GUIDED_BY[model], cache_method, **options))
 
 
-def test_a_guide_that_agrees_unmasks_whole_windows(engine):
-    # Every token is among the 512 best of 512.
-    (output,) = ask(engine(), [(10, 24, 8)], guide_top_k=VOCABULARY)
-    assert [len(step) for step in output.outputs[0].diffusion.unmasked_per_step] == [8, 8, 8]
-    (output,) = ask(engine(), [(10, 24, 24)], guide_top_k=VOCABULARY, speculation_length=10)
-    assert [len(step) for step in output.outputs[0].diffusion.unmasked_per_step] == [10, 10, 4]
-
-
-def test_a_useless_guide_costs_one_step_a_token_and_fills_left_to_right(engine, monkeypatch):
-    llm = engine()
-    guide = runner_of(llm).guide
-    check = guide.check
-
-    def disagree(drafts):
-        return [type(v)(v.drafted, [9] * len(v.ranks), v.tokens) for v in check(drafts)]
-
-    monkeypatch.setattr(guide, "check", disagree)
-    (output,) = ask(llm, [(10, 24, 8)], guide_fallback="draft")
-    assert output.outputs[0].diffusion.unmasked_per_step == [[10 + i] for i in range(24)]
-
-
 def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(engine, monkeypatch):
     llm = engine(cache_method="dual")
     alone = tokens(llm)
@@ -323,20 +302,6 @@ def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, re
     assert [unguided] == tokens(plain, LENGTHS[:1])
     assert [guided] == tokens(llm, LENGTHS[:1])
     assert guided != unguided
-
-
-def test_pages_of_the_guide_come_from_the_pool_and_go_back(engine):
-    llm = engine(cache_method="dual")
-    pool = scheduler_of(llm).pages
-    params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
-    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(24)}, params)
-    llm.llm_engine.step()
-    # A page holds 8 tokens of 4 heads of 32: 2,048 numbers, or 16 tokens of the guide's 4 heads of 16. 39 tokens are
-    # shown to 3 layers of the guide, and 32 of 40 are kept in 4 layers of the model.
-    assert pool.num_allocated == 3 * 3 + 4 * 4
-    assert pool.num_reserved == pool.num_allocated
-    llm.llm_engine.abort_request(["one"])
-    assert_nothing_left(llm)
 
 
 def test_slots_that_hold_nothing_are_never_read(engine):

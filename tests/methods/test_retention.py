@@ -9,6 +9,7 @@ import torch
 
 from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
 from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
+from tests.oracles.maskkv import pooled, votes_of
 from tests.oracles.models import PlainModel
 from tests.support.answers import answers
 
@@ -91,25 +92,15 @@ def test_an_observation_window_longer_than_the_prompt_is_the_prompt(per_head):
     assert sets[2] == sets[3]
 
 
-def attention(model: PlainModel, canvas: list[int]) -> list[torch.Tensor]:
-    """Of each layer in a forward pass without a cache, averaged over heads: ``[canvas, canvas]``."""
-    x, of_layers = model.embed(canvas), []
+def votes_by_layer(model: PlainModel, canvas: list[int], voters: list[int]) -> list[torch.Tensor]:
+    """In a forward pass without a cache, averaged over heads: ``[canvas]``."""
+    x, found = model.embed(canvas), []
     for layer in model.layers:
         q, k, v = model.qkv(layer, x, range(len(canvas)))
-        of_heads = [
-            (q[:, h] @ k[:, h * model.kv_heads // model.heads].T / q.shape[-1] ** 0.5).softmax(-1)
-            for h in range(model.heads)
-        ]
-        of_layers.append(torch.stack(of_heads).mean(0))
+        found.append(votes_of(q[voters], k, len(canvas)).mean(0))
         x = x + model.attention(layer, q, k, v)
         x = x + model.mlp(layer, x)
-    return of_layers
-
-
-def pooled(scores: torch.Tensor, width: int) -> list[float]:
-    """The highest of each score's neighbours, itself included."""
-    half, of_all = width // 2, scores.tolist()
-    return [max(of_all[max(i - half, 0) : i + half + 1]) for i in range(len(of_all))]
+    return found
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -123,10 +114,10 @@ def test_votes_are_those_of_plain_attention(ask, reference_checkpoints, name, sc
     model = PlainModel(reference_checkpoints / name)
     options = {"update_delay": 0, "pool_kernel_size": width, "observation_window": 6, "retention_ratio": 0.4}
     retained_by_layer = ask("sparse", name, scorer=scorer, **options).traces["retained_positions"][0]
-    votes = attention(model, PROMPT + [model.mask] * 24)
+    outside = [*range(37), *range(45, 61)]
+    votes = votes_by_layer(model, PROMPT + [model.mask] * 24, list(voters))
     for of_layer, retained in zip(votes, retained_by_layer, strict=True):
-        outside = [*range(37), *range(45, 61)]
-        scores = dict(zip(outside, pooled(of_layer[list(voters)].sum(0)[outside], width), strict=True))
+        scores = dict(zip(outside, pooled(of_layer[None, outside], width)[0].tolist(), strict=True))
         best = sorted(scores.values(), reverse=True)[: int(53 * 0.4)]
         # Pooling makes neighbours equal, also where the best end: the scores tell, not the positions.
         assert sorted((scores[position] for position in retained), reverse=True) == pytest.approx(best, rel=1e-4)

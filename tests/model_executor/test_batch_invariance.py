@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import generate, runner_of
 
 # Methods of each kind of layer pass.
@@ -17,8 +18,6 @@ def prompts(count: int) -> list[list[int]]:
 
 def answers(llm, batch_size: int, count: int, **params):
     """(tokens, their log-probabilities to the last bit) of ``count`` requests, ``batch_size`` at a time."""
-    from dllm_engine import DiffusionParams
-
     settings = {"gen_length": 8, "block_length": 4, "steps": 4, "logprobs": 0, "ignore_eos": True} | params
     found = []
     for start in range(0, count, batch_size):
@@ -64,12 +63,3 @@ def test_sampling_and_parallel_unmasking_too(engines, tiny_llada, rows_matter):
 def test_without_it_a_batch_may_show(engines, tiny_llada, rows_matter):
     llm = rows_matter(engines(tiny_llada, trace=False))
     assert answers(llm, 1, 4) != answers(llm, 8, 8)[:4]
-
-
-def test_it_is_an_option_of_the_command_line():
-    from dllm_engine.cli.main import build_parser
-    from dllm_engine.cli.serve import merged_config
-
-    args, _ = build_parser().parse_known_args(["serve", "demo", "--batch-invariant"])
-    assert merged_config(args, {}) == {"dllm": {"batch_invariant": True}}
-    assert build_parser().parse_args(["generate", "Hello!", "--batch-invariant"]).batch_invariant

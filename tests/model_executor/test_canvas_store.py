@@ -24,15 +24,6 @@ def add(store: CanvasStore, number: int, length: int) -> None:
     canvas.tokens[:], canvas.masked[:] = number, number % 2 == 0
 
 
-def test_a_canvas_is_the_prompt_and_then_masks(store):
-    spec = DecodingSpec(3, 9, 4, 9, "uniform", "low_confidence", 0.0, 1.0, 0)
-    store.open("a", NewRequest([5, 6, 7], spec, seed=7))
-    canvas = store.canvases["a"]
-    assert canvas.tokens.tolist() == [5, 6, 7] + [99] * 9
-    assert canvas.masked.tolist() == [False] * 3 + [True] * 9
-    assert canvas.seed == 7
-
-
 def test_canvases_stay_what_they_are_while_others_come_and_go(store):
     for number in range(60):
         add(store, number, 5 + number % 7)

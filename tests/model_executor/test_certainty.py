@@ -25,14 +25,3 @@ def test_equals_the_sum_over_all_positions(size, sigma):
     for share in (0.0, 0.3, 0.9):
         known = draw.random(size) < share
         assert certainty_density(known, sigma) == pytest.approx(plain(known.tolist(), sigma), abs=1e-12)
-
-
-def test_is_larger_near_known_tokens_and_the_end_counts_as_the_last_token_does():
-    density = certainty_density(np.zeros(40, dtype=bool), 3.0)
-    assert np.all(np.diff(density[:20]) < 0), "only what is before the response is known"
-    known = np.zeros(40, dtype=bool)
-    known[20] = True
-    density = certainty_density(known, 3.0)
-    assert density[19] > density[15]
-    known[-1] = True
-    assert certainty_density(known, 3.0)[36] > certainty_density(np.zeros(40, dtype=bool), 3.0)[3]

@@ -7,22 +7,16 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import generate, runner_of
-from tests.support.plans import FULL_METHODS
+from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
 
 ASKING = ("cpu", "item", "tolist", "nonzero", "bincount", "unique", "masked_select", "repeat_interleave")
 CONVERTING = ("__bool__", "__int__", "__float__", "__index__", "__contains__")
 WAITING = {getattr(torch.Tensor, name) for name in ASKING + CONVERTING} | {torch.nonzero, torch.bincount, torch.tensor}
 """Functions that bring numbers to the host, or a size, or the host's numbers from memory that a GPU cannot fetch."""
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-OPTIONS = {
-    "sparse": {"retention_ratio": 0.5},
-    "dkv": {"refresh_interval": 3},
-    "dllm_cache": {"prompt_refresh_interval": 3, "response_refresh_interval": 2},
-    "maskkv": {"prompt_refresh_interval": 3, "response_refresh_interval": 2, "kv_budget": 6},
-    "es_dllm": {"retention_ratio": 0.5},
-}
 REFRESHES = [
     (name, {"refresh": value}) for name, value in (("dual", "response"), ("dual", "near"), ("sparse", "response"))
 ]
@@ -73,12 +67,10 @@ def waits(monkeypatch):
 
 
 def asked(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | settings))
 
 
-@pytest.mark.parametrize(("method", "options"), [*((n, OPTIONS.get(n, {})) for n in CACHE_METHODS), *REFRESHES])
+@pytest.mark.parametrize(("method", "options"), [*((n, SHORT_INTERVALS.get(n, {})) for n in CACHE_METHODS), *REFRESHES])
 def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, tiny_sdar, waits, method, options):
     """Also where blocks end, and in steps that refresh. What the host must know besides comes along: how many slots
     MaskKV needs after a vote, and by what d2Cache chooses rows. The importance of layers MaskKV must know before."""

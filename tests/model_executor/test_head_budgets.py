@@ -93,27 +93,8 @@ def test_heads_keep_to_the_budget_of_the_layer(kind, seed, heads, tokens, budget
     assert sum(floored) <= budget * heads
     assert sum(exact) == min(budget, tokens) * heads
     assert all(0 <= amount <= tokens for amount in floored + exact)
-    assert all(low <= high for low, high in zip(floored, exact, strict=True)), "only what was lost is handed on"
     if kind == "prompt_preference":
-        assert min(floored) >= min(int(base_share * budget), tokens)
         masses = scores.double().sum(dim=1).tolist()
-        order = sorted(range(heads), key=lambda head: masses[head])
-        assert [floored[head] for head in order] == sorted(floored), "who prefers the prompt more retains no less"
-        plain = {
-            redistribute: plain_maskkv.head_budgets(masses, budget, tokens, alpha=base_share, redistribute=redistribute)
-            for redistribute in (False, True)
-        }
-        assert floored == plain[False]
-        assert exact == plain[True]
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), budget=st.integers(1, 30))
-def test_preference_of_one_head_lifts_its_budget(seed, budget):
-    scores = torch.rand(4, 40, generator=torch.Generator().manual_seed(seed))
-    more = scores.clone()
-    more[2] *= 3
-    for kind in ("prompt_preference", "adaptive"):
-        before, after = (head_budgets(kind, s, budget, base_share=0.1, redistribute=False) for s in (scores, more))
-        assert after[2] >= before[2]
-        assert all(after[head] <= before[head] for head in (0, 1, 3))
+        for redistribute, found in ((False, floored), (True, exact)):
+            shares = {"alpha": base_share, "redistribute": redistribute}
+            assert found == plain_maskkv.head_budgets(masses, budget, tokens, **shares)

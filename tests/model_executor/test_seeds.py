@@ -2,6 +2,7 @@
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -15,8 +16,6 @@ def llm(request, engines, tiny_llada, tiny_dream):
 
 
 def sample(llm, prompts, **settings) -> list[list[int]]:
-    from dllm_engine import DiffusionParams
-
     outputs = generate(llm, prompts, DiffusionParams(**(SAMPLED | settings)))
     return [list(completion.token_ids) for output in outputs for completion in output.outputs]
 
@@ -27,29 +26,6 @@ def test_same_seed_gives_the_same_tokens_alone_and_in_a_batch(llm, unmasking):
     batch = sample(llm, [*OTHERS[:4], PROMPT, *OTHERS[4:]], seed=11, unmasking=unmasking)
     assert len(batch) == 8
     assert batch[4] == alone
-
-
-@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 10}, {"top_p": 0.9, "top_k": 10}], ids=str)
-def test_filters_keep_a_request_independent_of_its_batch(llm, filters):
-    (alone,) = sample(llm, [PROMPT], seed=11, **filters)
-    assert sample(llm, [PROMPT, *OTHERS], seed=11, **filters)[0] == alone
-
-
-def test_requests_of_different_settings_share_a_batch(llm):
-    from dllm_engine import DiffusionParams
-
-    settings = [
-        {"temperature": 0.0},
-        {"temperature": 1.0, "seed": 1},
-        {"temperature": 0.7, "seed": 2, "top_p": 0.9},
-        {"temperature": 0.0, "unmasking": "random", "seed": 3},
-        {"temperature": 1.0, "seed": 4, "unmasking": "entropy", "block_length": 24, "steps": 6},
-        {"temperature": 0.0, "unmasking": "topk_margin", "top_k": 5},
-    ]
-    params = [DiffusionParams(**(SAMPLED | s)) for s in settings]
-    together = [list(o.outputs[0].token_ids) for o in generate(llm, [PROMPT] * len(params), params)]
-    alone = [list(generate(llm, [PROMPT], p)[0].outputs[0].token_ids) for p in params]
-    assert together == alone
 
 
 def test_different_seeds_give_different_tokens(llm):
@@ -70,23 +46,3 @@ def test_requests_without_a_seed_differ(llm):
 
 def test_greedy_ignores_the_seed(llm):
     assert sample(llm, [PROMPT], temperature=0.0, seed=1) == sample(llm, [PROMPT], temperature=0.0, seed=2)
-
-
-def test_random_unmasking_depends_on_the_seed_also_when_greedy(llm):
-    orders = []
-    from dllm_engine import DiffusionParams
-
-    for seed in (1, 2):
-        params = DiffusionParams(**(SAMPLED | {"temperature": 0.0, "unmasking": "random", "seed": seed}))
-        orders.append(generate(llm, [PROMPT], params)[0].outputs[0].diffusion.unmasked_per_step)
-    assert orders[0] != orders[1]
-
-
-def test_origin_fills_every_position_by_the_last_step(llm):
-    from dllm_engine import DiffusionParams
-
-    params = DiffusionParams(**(SAMPLED | {"unmasking": "origin", "steps": 9, "seed": 1, "temperature": 0.0}))
-    (output,) = generate(llm, [PROMPT], params)
-    filled = [position for step in output.outputs[0].diffusion.unmasked_per_step for position in step]
-    assert sorted(filled) == list(range(6, 30))
-    assert 140 not in output.outputs[0].token_ids

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
@@ -11,114 +9,30 @@ from dllm_engine.model_executor.unmasking.selection import select
 RULES = PARALLEL_RULES | {"count": first_of_all, "draws": drawn_below}
 
 
-def pick(
-    rule: str,
-    confidences: list[list[float]],
-    values: list[float],
-    offsets: list[list[int]],
-    width: int,
-    guaranteed=None,
-    least=None,
-    enough=None,
-):
-    """Per request, the offsets of what is chosen."""
-    requests = [i for i, of_request in enumerate(confidences) for _ in of_request]
-    flat = [offset for of_request in offsets for offset in of_request]
-    chosen = select(
-        RULES[rule],
-        torch.tensor([c for of_request in confidences for c in of_request]),
-        torch.tensor(requests, dtype=torch.int64),
-        torch.tensor(flat, dtype=torch.int64),
-        torch.tensor(values, dtype=torch.float32),
-        width,
-        None if guaranteed is None else torch.tensor(guaranteed),
-        None if least is None else torch.tensor(least),
-        None if enough is None else torch.tensor(enough),
-    )
-    picked: list[list[int]] = [[] for _ in confidences]
-    for request, offset, taken in zip(requests, flat, chosen.tolist(), strict=True):
-        if taken:
-            picked[request].append(offset)
-    return picked
-
-
-def test_a_rule_that_allows_few_leaves_as_many_as_are_asked_for():
-    confidences = [[0.25, 0.5, 0.75], [0.875, 0.75], [0.25]]
-    offsets = [[0, 3, 5], [2, 4], [1]]
-    chosen = pick("threshold", confidences, [0.7, 0.7, 0.7], offsets, 6, least=[2, 1, 3])
-    assert chosen == [[3, 5], [2, 4], [1]]
-    assert pick("threshold", confidences, [0.7] * 3, offsets, 6, guaranteed=[1, 0, 0], least=[2, 0, 0])[0] == [0, 3, 5]
-
-
-@pytest.mark.parametrize(
-    ("enough", "least", "expected"),
-    [
-        ([3, 0], None, [[0, 3, 5], [2, 4]]),
-        ([4, 3], None, [[5], [2]]),
-        ([1, 2], None, [[0, 3, 5], [2, 4]]),
-        ([4, 0], [2, 0], [[3, 5], [2, 4]]),
-    ],
-)
-def test_where_a_rule_allows_too_few_the_best_is_chosen(enough, least, expected):
-    confidences, offsets = [[0.625, 0.75, 0.875], [0.875, 0.75]], [[0, 3, 5], [2, 4]]
-    assert pick("slow_fast", confidences, [0.6, 0.6], offsets, 6, enough=enough, least=least) == expected
-
-
-@pytest.mark.parametrize(
-    ("rule", "values", "expected"),
-    [
-        ("count", [2, 1, 0, 9], [[3, 5], [0], [], [2, 4]]),
-        ("draws", [0.6, 0.5, 0.1, 0.85], [[0, 3], [0], [], [4]]),
-        ("threshold", [0.5, 0.9, 0.1, 0.95], [[3, 5], [0], [1], [2]]),
-    ],
-)
-def test_every_request_goes_by_its_own_value(rule, values, expected):
-    confidences = [[0.25, 0.5, 0.75], [0.25], [0.5], [0.875, 0.75]]
-    assert pick(rule, confidences, values, [[0, 3, 5], [0], [1], [2, 4]], 6) == expected
-
-
-@pytest.mark.parametrize(
-    ("guaranteed", "expected"),
-    [([0, 0], [[], [3]]), ([1, 2], [[], [1, 3]]), ([3, 4], [[1], [3]]), ([9, 9], [[4], [3]])],
-)
-def test_a_part_of_the_window_gets_its_most_confident_candidate_at_least(guaranteed, expected):
-    """An entropy below 1 passes; where none does so in the part, its lowest, and of equal ones the first."""
-    confidences = [[-2.0, -2.0, -1.5], [-3.0, -0.5, -4.0]]
-    offsets = [[1, 2, 4], [1, 3, 5]]
-    assert pick("strict_entropy_threshold", confidences, [1.0, 1.0], offsets, 6, guaranteed) == expected
-
-
-@given(
-    st.sampled_from(sorted(RULES)),
-    st.lists(st.lists(st.sampled_from([0.125, 0.5, 0.625, 0.75, 1.0]), max_size=6), min_size=1, max_size=4),
-    st.floats(0.0625, 4, width=32),
-    st.integers(0, 40),
-)
-def test_the_batch_changes_nothing(rule, confidences, value, further):
-    if rule in ("entropy_bound", "entropy_budget"):
-        confidences = [[-c for c in of_request] for of_request in confidences]
-    offsets = [[*range(len(of_request))] for of_request in confidences]
-    together = pick(rule, confidences, [value] * len(confidences), offsets, 6 + further)
-    for of_request, its_offsets, picked in zip(confidences, offsets, together, strict=True):
-        assert [picked] == pick(rule, [of_request], [value], [its_offsets], 6)
+def pick(rule: str, confidences: list[list[float]], values: list[float]) -> list[list[int]]:
+    """Per request, the offsets of what is chosen; their windows are of one size."""
+    table = torch.tensor(confidences)
+    requests, offsets = torch.ones_like(table).nonzero().T
+    chosen = select(RULES[rule], table.flatten(), requests, offsets, torch.tensor(values), table.shape[1])
+    return [of_request.nonzero()[:, 0].tolist() for of_request in chosen.view(table.shape)]
 
 
 @pytest.mark.parametrize("size", [3, 20, 200])
 def test_of_equally_confident_ones_the_first_are_chosen(size):
-    assert pick("count", [[0.5] * size, [1.0] * size], [2, 3], [[*range(size)]] * 2, size) == [[0, 1], [0, 1, 2]]
+    assert pick("count", [[0.5] * size, [1.0] * size], [2.0, 3.0]) == [[0, 1], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_what_must_not_be_chosen_never_is(rule):
     confidences = [[-torch.inf, -1.0, -torch.inf], [-torch.inf] * 3]
-    assert pick(rule, confidences, [5.0, 5.0], [[0, 1, 2]] * 2, 3) == [[1], []]
+    assert pick(rule, confidences, [5.0, 5.0]) == [[1], []]
 
 
 # Rules of parallel unmasking, for one request
 
 
 def chosen(kind: str, confidence: list[float], value: float) -> list[int]:
-    (picked,) = pick(kind, [confidence], [value], [[*range(len(confidence))]], len(confidence))
+    (picked,) = pick(kind, [confidence], [value])
     return picked
 
 
@@ -168,18 +82,3 @@ def test_positions_without_entropy_are_all_filled_under_any_bound():
 def test_one_candidate_is_always_chosen(kind):
     for confidence in (0.0, 0.3, 1.0):
         assert chosen(kind, [-confidence if kind.startswith("entropy_b") else confidence], 0.5) == [0]
-
-
-@given(st.lists(st.floats(0, 1, width=32, allow_subnormal=False), min_size=1, max_size=12), st.floats(0.0625, 8))
-def test_the_largest_set_is_taken(values, value):
-    """Of the n surest, for every n: those that satisfy the definition, the largest of them."""
-    ordered = sorted(values, reverse=True)
-    factor = [n for n in range(1, len(values) + 1) if (n + 1) * (1 - ordered[n - 1]) < value - 1e-4]
-    within = [n for n in range(1, len(values) + 1) if (n + 1) * (1 - ordered[n - 1]) < value + 1e-4]
-    assert max(factor, default=1) <= len(chosen("factor", values, value)) <= max(within, default=1)
-    entropies = sorted(values)
-    bounded = [n for n in range(1, len(values) + 1) if sum(entropies[:n]) - max(entropies[:n]) <= value - 1e-4]
-    within = [n for n in range(1, len(values) + 1) if sum(entropies[:n]) - max(entropies[:n]) <= value + 1e-4]
-    indices = chosen("entropy_bound", [-entropy for entropy in values], value)
-    assert max(bounded, default=1) <= len(indices) <= max(within)
-    assert sorted(values[i] for i in indices) == entropies[: len(indices)]

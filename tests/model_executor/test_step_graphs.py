@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from dllm_engine import DiffusionParams
+from dllm_engine.check.paged_case import paged_case
+from dllm_engine.model_executor.recording.recorder import padded, padded_requests
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of, start_engine
 from tests.support.random_requests import any_text
+from tests.support.stand_in_recorder import NothingOfTheHost, StandInRecorder, record_steps
 from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
 BATCHES = [[17], [9, 30, 12], [21, 5, 8, 40, 11], [33]]
@@ -17,8 +23,6 @@ BATCHES = [[17], [9, 30, 12], [21, 5, 8, 40, 11], [33]]
 
 
 def answers(llm, **params):
-    from dllm_engine import DiffusionParams
-
     settings = {"gen_length": 16, "block_length": 8, "ignore_eos": True} | params
     draw = random.Random(1)
     found = []
@@ -36,8 +40,6 @@ def recording(engines):
     changed = []
 
     def start(model, **settings):
-        from tests.support.stand_in_recorder import record_steps
-
         llm = engines(model, page_size=4, **settings)
         changed.append(runner_of(llm))
         return llm, record_steps(runner_of(llm))
@@ -49,8 +51,6 @@ def recording(engines):
 
 def recordable() -> list[tuple[dict[str, Any], str]]:
     """Settings of every method that can be recorded, and a family that it is for."""
-    from dllm_engine.scheduler.methods import CACHE_METHODS
-
     full = itertools.cycle(["llada", "llada_moe", "dream"])
     found = [{"cache_method": name} for name, method in CACHE_METHODS.items() if method.recordable]
     found.append({"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}})
@@ -85,8 +85,6 @@ def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
 
 def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recording, tiny_sdar):
     """Requests begin their blocks at different times, so that in a pass some keep a block and some do not."""
-    from dllm_engine import DiffusionParams
-
     prompts = [[draw] * length for draw, length in enumerate((17, 9, 30, 12), start=3)]
     params = [
         DiffusionParams(gen_length=20, block_length=4, ignore_eos=True, trace=True, **asked)
@@ -113,8 +111,6 @@ def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada):
 @pytest.mark.parametrize(("method", "family"), recordable())
 def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
-    from dllm_engine import DiffusionParams
-
     asked = [
         {"gen_length": 24},
         {"block_length": 3},
@@ -186,8 +182,6 @@ def test_long_steps_are_launched(recording, tiny_llada, few_rows):
 
 
 def test_few_rows_are_not_padded_to_many(recording, tiny_llada, few_rows):
-    from dllm_engine import DiffusionParams
-
     llm, _ = recording(tiny_llada, cache_method="dual")
     generate(llm, [[3, 4], [5, 6]], DiffusionParams(gen_length=8, block_length=2, ignore_eos=True))
     assert not forward_sizes(llm), "2 rows each would be computed as 8"
@@ -205,15 +199,11 @@ def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_l
 
 
 def test_requests_and_rows_are_padded_to_few_sizes():
-    from dllm_engine.model_executor.recording.recorder import padded, padded_requests
-
     assert [padded_requests(n) for n in (1, 2, 3, 4, 5, 8, 9, 64)] == [1, 2, 4, 4, 8, 8, 16, 64]
     assert [padded(n) for n in (1, 8, 9, 32, 33, 1000, 1024, 1025)] == [4, 8, 16, 32, 48, 1024, 1024, None]
 
 
 def test_the_recorder_would_notice_the_host():
-    from tests.support.stand_in_recorder import StandInRecorder
-
     ones = torch.ones(3)
     for run in (
         lambda: ones * int(ones.sum()),
@@ -233,9 +223,7 @@ class NotLaunched:
 
 def test_launching_asks_nothing_of_the_host(monkeypatch):
     pytest.importorskip("triton")
-    from dllm_engine.check.paged_case import paged_case
     from dllm_engine.kernels.triton import paged_attention, rotary
-    from tests.support.stand_in_recorder import NothingOfTheHost
 
     for module in (paged_attention, rotary):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -256,9 +244,6 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
 
 
 def test_methods_that_cannot_be_recorded_are_refused():
-    from dllm_engine.options import EngineOptions
-    from dllm_engine.scheduler.methods import CACHE_METHODS
-
     for method in CACHE_METHODS:
         if CACHE_METHODS[method].recordable:
             assert EngineOptions.parse({"cache_method": method, "cuda_graphs": True}).cuda_graphs
@@ -285,8 +270,6 @@ def test_cuda_graphs_give_the_same_tokens(engines, request, method, family):
 
 
 def test_what_is_left_open_follows_the_device():
-    from dllm_engine.options import EngineOptions
-
     def settled(device_type, enforce_eager=False, **options):
         found = EngineOptions.parse(options).on_device(device_type, enforce_eager)
         return found.cuda_graphs, found.steps_per_dispatch
@@ -297,13 +280,3 @@ def test_what_is_left_open_follows_the_device():
     assert settled("cuda", cache_method="maskkv", steps_per_dispatch=3) == (False, 3)
     assert settled("cuda", cache_method="dual", cuda_graphs=False) == (False, 8)
     assert settled("cpu", cache_method="dual") == (False, 1)
-
-
-def test_it_is_an_option_of_the_command_line():
-    from dllm_engine.cli.main import build_parser
-    from dllm_engine.cli.serve import merged_config
-
-    for flag, wanted in {"--cuda-graphs": True, "--no-cuda-graphs": False}.items():
-        args, _ = build_parser().parse_known_args(["serve", "demo", "--cache-method", "sparse", flag])
-        assert merged_config(args, {})["dllm"]["cuda_graphs"] is wanted
-        assert build_parser().parse_args(["generate", "Hello!", flag]).cuda_graphs is wanted

@@ -6,7 +6,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left
+from tests.support.tiny_checkpoints import LLADA_CONFIG
 
 VOCAB_SIZE = 126_464
 CANVAS = 2048
@@ -30,25 +32,12 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_a_step_never_holds_logits_of_the_canvas(engines, tmp_path):
-    from dllm_engine import DiffusionParams
-
-    config = {
-        "architectures": ["LLaDAModelLM"],
-        "model_type": "llada",
-        "d_model": 32,
-        "n_heads": 2,
-        "n_layers": 2,
-        "mlp_hidden_size": 64,
-        "vocab_size": VOCAB_SIZE,
-        "embedding_size": VOCAB_SIZE,
-        "max_sequence_length": CANVAS,
-        "mask_token_id": VOCAB_SIZE - 1,
-        "eos_token_id": VOCAB_SIZE - 2,
-    }
+    vocabulary = {"vocab_size": VOCAB_SIZE, "embedding_size": VOCAB_SIZE, "mask_token_id": 1, "eos_token_id": 2}
+    config = LLADA_CONFIG | vocabulary | {"max_sequence_length": CANVAS}
     (tmp_path / "config.json").write_text(json.dumps(config))
     llm = engines(tmp_path, load_format="dummy", max_model_len=CANVAS)
     params = DiffusionParams(gen_length=CANVAS // 2, block_length=BLOCK_LENGTH, ignore_eos=True)
-    llm.llm_engine.add_request("one", {"prompt_token_ids": [1] * (CANVAS // 2)}, params)
+    llm.llm_engine.add_request("one", {"prompt_token_ids": [5] * (CANVAS // 2)}, params)
     with LargestTensor() as largest:
         llm.llm_engine.step()
     assert largest.numel <= BLOCK_LENGTH * VOCAB_SIZE

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from tests.support.engines import (
     EACH_METHOD_WITH_A_FAMILY,
     assert_nothing_left,
@@ -10,14 +11,13 @@ from tests.support.engines import (
     scheduler_of,
     set_steps_per_dispatch,
 )
+from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
 from tests.support.stepped_engines import run_in_steps
 
 PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
 
 
 def asked(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
 
 
@@ -96,8 +96,6 @@ def count_runs(runner, monkeypatch):
     [("none", {}), ("sparse", {}), ("dual", {}), ("dual", {"refresh": "near"}), ("freecache", {})],
 )
 def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, options, recorded):
-    from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
-
     llm = engine(method, **options)
     params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
     expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)]

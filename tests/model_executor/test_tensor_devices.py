@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, generate, runner_of, set_steps_per_dispatch
+from tests.support.plans import SHORT_INTERVALS
 
+OPTIONS = SHORT_INTERVALS | {"sparse": {"scorer": "mask_voting"}}
 FACTORIES = {torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
-OPTIONS = {
-    "sparse": {"scorer": "mask_voting"},
-    "dkv": {"refresh_interval": 3},
-    "dllm_cache": {"prompt_refresh_interval": 3, "response_refresh_interval": 2},
-    "maskkv": {"prompt_refresh_interval": 3, "response_refresh_interval": 2, "kv_budget": 6},
-    "es_dllm": {"retention_ratio": 0.5},
-}
 
 
 class EveryTensorNamesItsDevice(TorchFunctionMode):
@@ -56,8 +53,6 @@ def strict(monkeypatch):
 
 
 def asked(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | settings))
 
 
@@ -73,8 +68,6 @@ def test_of_every_cache_method(engines, tiny_llada, tiny_dream, strict, monkeypa
 
 
 def test_of_every_way_of_unmasking(engines, tiny_llada, strict):
-    from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
-
     llm = strict(engines(tiny_llada, cache_method="none", page_size=8))
     params = [asked(unmasking=name) for name in UNMASKING_POLICIES if name not in PARALLEL_RULES]
     params += [asked(factor=0.5), asked(entropy_bound=0.1), asked(margin=0.3), asked(delay_eos=True), asked(logprobs=3)]

@@ -10,20 +10,14 @@ import pytest
 import torch
 
 import dllm_engine.kernels
+from dllm_engine import DiffusionParams
 from dllm_engine.kernels._operator import Operator
 from dllm_engine.model_executor import warm_up
 from dllm_engine.model_executor.warm_up import WarmUp
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of
-from tests.support.plans import FULL_METHODS
+from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
 from tests.support.stand_in_recorder import StandInRecorder
-
-OPTIONS = {
-    "dkv": {"refresh_interval": 3},
-    "dllm_cache": {"prompt_refresh_interval": 7, "response_refresh_interval": 2},
-    "maskkv": {"prompt_refresh_interval": 7, "response_refresh_interval": 2, "kv_budget": 24},
-    "es_dllm": {"retention_ratio": 0.5},
-}
 
 
 @pytest.fixture
@@ -37,7 +31,7 @@ def engine(engines, tiny_llada, tiny_sdar):
             max_model_len=128,
             max_num_seqs=3,
             cache_method=method,
-            cache_options=OPTIONS.get(method, {}),
+            cache_options=SHORT_INTERVALS.get(method, {}),
         )
 
     return start
@@ -60,8 +54,6 @@ def warmed(engine):
 
 
 def asked(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
 
 
@@ -135,8 +127,6 @@ def test_no_kernel_is_compiled_after_it(engine, compilations, method):
 
 @pytest.mark.parametrize("method", [name for name, method in CACHE_METHODS.items() if method.recordable])
 def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
-    from dllm_engine import DiffusionParams
-
     prompts, params = [[5] * 40, [6] * 3, [7] * 64], DiffusionParams(gen_length=64, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in generate(engine(method), prompts, params)]
     recorder = StandInRecorder()

@@ -131,6 +131,8 @@ class Decoding:
     temperature: float = 0.0
     uniform: Uniform | None = None
     """The random numbers of a temperature above 0."""
+    order_noise: Callable[[int, int], float] | None = None
+    """Those of the policies ``random`` and ``origin``, for a (forward pass, canvas position)."""
     top_p: float = 1.0
     top_k: int = 0
     delay_eos: bool = False
@@ -351,8 +353,19 @@ class Decoding:
             needed = several and begins and self.window_alone and self.masked(first, first + 1)
             self.commit_by_rule(scored, (first, first + 1) if needed else self.leftmost_block())
             return
+        if self.unmasking == "origin":
+            self.commit([entry for entry in scored if entry.confidence < self.ratio(len(masked))])
+            return
         count = self.tokens_per_step or self.count_by_schedule(len(masked))
         self.commit_most_confident(scored, count)
+
+    def ratio(self, num_masked: int) -> float:
+        """The probability of each position in a step of ``origin``."""
+        steps = self.steps_of[self.running[0]]
+        if self.step >= steps - 1 or not self.model.is_dream:
+            return self.count_by_schedule(num_masked) / num_masked
+        t = torch.linspace(1, 1e-3, steps + 1)
+        return float(1 - t[self.step + 1] / t[self.step])
 
     def count_by_schedule(self, num_masked: int) -> int:
         steps = self.steps_of[self.running[0]]
@@ -492,6 +505,7 @@ class Decoding:
             return Scored(-math.inf, position, token, token_gap)
         p = row.softmax(-1)
         top = p.topk(2).values
+        noise = self.order_noise(len(self.order), position) if self.order_noise else math.nan
         confidence = {
             "low_confidence": plain[token],
             "maskgit_plus": p[token],
@@ -499,6 +513,8 @@ class Decoding:
             "entropy": (p * (p + 1e-10).log()).sum(),
             "low_entropy": (plain * (plain + 1e-10).log()).sum(),
             "sequential": -position,
+            "random": noise,
+            "origin": noise,
         }[self.unmasking]
         return Scored(float(confidence) * prior, position, token, token_gap)
 

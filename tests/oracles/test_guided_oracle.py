@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.guided import Guide, agreeing_prefix, plain_guided, rank, select
+from tests.oracles.guided import agreeing_prefix, plain_guided, rank, select
 from tests.oracles.models import PlainModel
 
 PROMPT = [(31 * i * i + 5 * i + 2) % 480 for i in range(10)]
@@ -75,52 +75,9 @@ def one_hot(tokens: list[int]) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCABULARY).float()
 
 
-def echo(ids: list[int]) -> torch.Tensor:
-    """Agrees with everything: no causal model, it reads the token that it is to predict."""
-    return one_hot([*ids[1:], 0])
-
-
 def contrary(ids: list[int]) -> torch.Tensor:
     """Agrees with nothing: wants the token after the one it is to predict."""
     return one_hot([(token + 1) % 480 for token in ids[1:]] + [0])
-
-
-def greedy_draft(model: PlainModel, canvas: list[int]) -> list[int]:
-    return [
-        int(row.argmax()) if token == model.mask else token
-        for row, token in zip(model.predictions(canvas), canvas, strict=True)
-    ]
-
-
-def recorded(guide: Guide) -> tuple[Guide, list[list[int]]]:
-    texts: list[list[int]] = []
-
-    def record(ids: list[int]) -> torch.Tensor:
-        texts.append(ids)
-        return guide(ids)
-
-    return record, texts
-
-
-def test_guide_sees_decoded_tokens_inside_the_window(model: PlainModel) -> None:
-    guide, texts = recorded(contrary)
-    settings = {"gen_length": 16, "speculation_length": 6, "confidence_threshold": 0.3}
-    out = plain_guided(model, guide, PROMPT, **settings)  # type: ignore[arg-type]
-    canvas = PROMPT + [model.mask] * 16
-    skipped = 0
-    for text, filled in zip(texts, out.order, strict=True):
-        masked = [i for i, token in enumerate(canvas) if token == model.mask]
-        window, rows = masked[:6], model.predictions(canvas).softmax(-1)
-        skipped += window[-1] - window[0] + 1 > len(window)
-        draft = greedy_draft(model, canvas)
-        assert text == draft[: window[-1] + 1]
-        sure = [i for i in window if float(rows[i].max()) > 0.3]
-        assert filled == (sure or window[:1])
-        for i in filled:
-            canvas[i] = draft[i] if sure else (draft[i] + 1) % 480
-    assert out.tokens == canvas[10:]
-    assert skipped, "some window had a gap"
-    assert len(out.order) < 16
 
 
 def test_guide_never_predicts_the_mask(model: PlainModel) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from dllm_engine import DiffusionParams
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
@@ -176,8 +177,6 @@ def draw_requests(
 
 def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[int, Any]:
     """What the requests got that were not aborted; they join a few at a time, and one in five is aborted."""
-    from dllm_engine import DiffusionParams
-
     waiting = list(enumerate(requests))
     alive: set[int] = set()
     answers: dict[int, Any] = {}
@@ -213,8 +212,6 @@ def draw_model(draw: random.Random, method: str) -> str:
 
 
 def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
-    from dllm_engine import DiffusionParams
-
     draw = random.Random(number)
     method = list(CHOICES)[number % len(CHOICES)]
     model = draw_model(draw, method)
@@ -237,8 +234,6 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
 
 
 def test_two_ranks_answer_as_one_beside_aborted_requests(engines, request, sharded_number):
-    from dllm_engine import DiffusionParams
-
     draw = random.Random(1000 + sharded_number)
     method = draw.choice(["sparse", "es_dllm", "maskkv", "block"])
     fixture = draw_model(draw, method)

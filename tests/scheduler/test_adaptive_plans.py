@@ -5,14 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods.dllm_cache import live_start
 from dllm_engine.scheduler.methods.maskkv import average_budget
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Guidance, ParallelRule
 from tests.support.plans import (
     FULL_METHODS,
-    GEOMETRY,
     cache_of,
     engine_options,
     longest_demand,
@@ -76,51 +74,7 @@ def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, o
     assert scopes == "all active response prompt active all response all".split()
 
 
-def test_prompt_rows_that_are_not_excluded_are_fed_in_every_pass():
-    plans = plans_of(spec(cache_of("dllm_cache", **INTERVALS, exclude_prompt_states=False)), "dllm_cache")
-    assert {plan.span for plan in plans} == {(0, 31)}
-    assert [plan.scope.value for plan in plans] == SCOPES
-
-
-@pytest.mark.parametrize(("prompt_length", "live"), [(1, 0), (2, 1), (10, 9)])
-def test_a_shifted_response_needs_the_last_prompt_row(prompt_length, live):
-    assert live_start(spec(cache_of("dllm_cache"), prompt_length=prompt_length, shifts_logits=True)) == live
-    assert live_start(spec(cache_of("dllm_cache"), prompt_length=prompt_length)) == prompt_length
-
-
-def test_dream_in_one_block_has_no_step_outside_its_schedule():
-    dream = {"schedule": "timestep", "shifts_logits": True, "gen_length": 8, "block_length": 8, "steps": 4}
-    for method, cache in (("dllm_cache", cache_of("dllm_cache")), ("maskkv", cache_of("maskkv"))):
-        assert [plan.quota.count for plan in plans_of(spec(cache, **dream), method)] == [1, 2, 2, 3]
-    blocks = plans_of(spec(cache_of("dllm_cache"), **(dream | {"gen_length": 16, "steps": 8})), "dllm_cache")
-    assert [plan.quota.count for plan in blocks] == [1, 2, 2, 3] * 2
-
-
 # Pages
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "shifts_logits", "kv", "features"),
-    [
-        # 31 tokens; 21 rows, 22 with the prompt's last, 31 with all of it.
-        ("dllm_cache", {}, False, [8] * 4, [0, 6, 6, 6]),
-        ("dllm_cache", {}, True, [8] * 4, [0, 6, 6, 6]),
-        ("dllm_cache", {"refresh_first_layer": False}, False, [8] * 4, [6] * 4),
-        ("dllm_cache", {"exclude_prompt_states": False}, False, [8] * 4, [0, 8, 8, 8]),
-        # 4 of the prompt and 21, of two heads in four layers: 200 slots of 8 a page, however layers share them.
-        ("maskkv", {"kv_budget": 4}, False, [25], [6] * 4),
-        ("maskkv", {"kv_budget": 4, "profile": (0.3, 0.1, 0.1, 0.3)}, False, [25], [6] * 4),
-        ("maskkv", {"kv_budget": 4, "refresh_first_layer": True}, True, [25], [0, 6, 6, 6]),
-        # All 10, 248 slots.
-        ("maskkv", {"kv_budget": 11}, False, [31], [6] * 4),
-    ],
-)
-def test_pages_of_a_request(method, options, shifts_logits, kv, features):
-    engine = engine_options(method, **options)
-    request = spec(engine.cache, shifts_logits=shifts_logits)
-    for block in range(request.num_blocks):
-        assert pages_of(request, method, block) == {PageKind.KV: kv, PageKind.FEATURES: features}
-    assert page_demand(request, engine, GEOMETRY) == sum(kv) + sum(features)
 
 
 def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():

@@ -87,27 +87,11 @@ def test_fewest_tokens():
     assert Constraint(word(3, 1, 4), frozenset({1})).fewest_tokens() is None
 
 
-def test_only_end_tokens_follow_an_end_token():
-    constraint = Constraint(word(3, 1), frozenset({5}))
-    assert constraint.completable([3, 1, 5, 5])[0][0]
-    assert constraint.completable([None] * 9)[0][0]
-    assert not constraint.completable([3, 5, None, None])[0][0]
-    assert not constraint.completable([3, 1, 5, 1])[0][0]
-    assert not Constraint(word(3, 1), frozenset()).completable([None] * 3)[0][0]
-
-
 def test_a_text_is_found_where_the_model_rules_out_every_token():
     response = ConstrainedResponse(Constraint(word(3, 1), frozenset()), 0, [None, None])
     for nothing in (-np.inf, np.nan):
         classes = response.classes(np.array([-1, -1]), 2, np.array([0, 1]), np.full((2, 3), nothing))
         assert classes.tolist() == [0, 1]
-
-
-def test_decided_tokens_lead_on_and_what_lies_behind_the_window_is_left_open():
-    response = ConstrainedResponse(Constraint(word(3, 1, 4, 2), frozenset()), 1, [None] * 4)
-    scores = np.zeros((2, 5))
-    assert response.classes(np.array([0, -1, 1, -1, -1]), 3, np.array([1, 4]), scores).tolist() == [0, -1]
-    assert response.classes(np.array([0, 3, 1, -1, -1]), 5, np.array([3, 4]), scores).tolist() == [2, 3]
 
 
 def test_packed_automata_are_the_same_and_shared():

@@ -171,12 +171,6 @@ def test_request_runs_its_steps_and_returns_a_block_at_a_time():
 # Order
 
 
-def test_first_come_first_served_under_max_num_seqs():
-    scheduler, runner = scheduler_with(*"abcd", max_num_seqs=2)
-    ran, _, _ = run(scheduler, runner)
-    assert [sorted(ids) for ids in ran] == [["a", "b"]] * 4 + [["c", "d"]] * 4
-
-
 def test_place_is_taken_as_soon_as_a_request_ends():
     scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", max_num_seqs=2)
     ran, _, _ = run(scheduler, runner)
@@ -227,15 +221,6 @@ def test_rows_never_exceed_the_budget_and_nobody_starves():
     assert done == set(lengths)
     assert 0 < longest_wait < 8, "each of 8 running requests is the one left out longest within 8 steps"
     assert_empty(scheduler)
-
-
-def test_running_requests_take_turns_when_the_budget_holds_one():
-    scheduler, runner = make_scheduler(max_num_seqs=2, max_rows=30), StandInRunner()
-    scheduler.add_request(request("a"))  # 18 rows
-    scheduler.add_request(request("b", prompt_length=4))  # 12 rows
-    step(scheduler, runner)
-    scheduler.max_rows = 29
-    assert [step(scheduler, runner)[0] for _ in range(4)] == [["a"], ["b"], ["a"], ["b"]]
 
 
 def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():

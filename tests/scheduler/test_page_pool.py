@@ -27,16 +27,6 @@ def test_reservation_counts_before_allocation(pool):
     assert not pool.can_reserve(7)
 
 
-def test_pages_of_two_requests_are_disjoint(pool):
-    pool.reserve("a", 5)
-    pool.reserve("b", 5)
-    pool.resize("a", [1, 1])
-    pool.resize("b", [3])
-    tables = pool.resize("a", [2, 3]) + pool.resize("b", [5])
-    assert [len(table) for table in tables] == [2, 3, 5]
-    assert len({page for table in tables for page in table}) == 10
-
-
 def test_a_table_keeps_the_pages_it_has(pool):
     pool.reserve("a", 6)
     before = pool.resize("a", [2, 3])
@@ -44,13 +34,6 @@ def test_a_table_keeps_the_pages_it_has(pool):
     assert grown[0][:2] == before[0]
     assert grown[1] == before[1][:2]
     assert pool.num_allocated == 6
-
-
-def test_a_table_may_grow_on_what_another_gives_back():
-    pool = PagePool(num_pages=5, hash_block_size=16)
-    pool.reserve("a", 4)
-    pool.resize("a", [1, 3])
-    assert [len(table) for table in pool.resize("a", [3, 1])] == [3, 1]
 
 
 def test_freed_pages_and_reservation_can_be_used_again(pool):

@@ -99,10 +99,3 @@ def test_no_step_is_lost_between_blocks_and_none_is_empty(masks, data):
     assert sum(split) == steps
     assert all(1 <= share <= count for share, count in zip(split, masks, strict=True))
     assert split_steps(sum(masks), masks) == tuple(masks)
-
-
-@given(num_blocks=st.integers(1, 100), size=st.integers(1, 50), data=st.data())
-def test_equal_blocks_get_equally_many_steps_and_the_first_what_is_left_over(num_blocks, size, data):
-    steps = data.draw(st.integers(num_blocks, num_blocks * size))
-    split = split_steps(steps, [size] * num_blocks)
-    assert list(split) == [steps // num_blocks + (block < steps % num_blocks) for block in range(num_blocks)]

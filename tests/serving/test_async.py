@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.demo import demo_model_path
 from tests.support.sharded import import_once
 
@@ -14,8 +15,6 @@ ENGINE = {"max_model_len": 256, "dtype": "float32", "enforce_eager": True, "kv_c
 
 
 def parameters(**settings):
-    from dllm_engine import DiffusionParams
-
     return DiffusionParams(gen_length=32, block_length=8, ignore_eos=True, **settings)
 
 

@@ -9,6 +9,9 @@ import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from dllm_engine import plugin
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.vllm_hooks import admission
 from dllm_engine.vllm_hooks.shutdown import (
     DIED,
     ENGINE_DIED,
@@ -194,9 +197,6 @@ def test_another_models_server_refuses_nothing():
 
 @pytest.fixture
 def limit(monkeypatch):
-    from dllm_engine import plugin
-    from dllm_engine.vllm_hooks import admission
-
     plugin.register()
     monkeypatch.setattr(admission, "_serves_diffusion", False)
     monkeypatch.setattr(admission, "_response_limit", None)
@@ -213,8 +213,6 @@ def test_our_default_length_limits_nobody(limit, asked, given):
 
 def test_lengths_above_a_servers_own_limit_are_refused(limit):
     from vllm.entrypoints.serve.utils import api_utils
-
-    from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
     limit(300)
     assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300

@@ -51,16 +51,6 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def demo(engines):
-    return engines("demo", skip_tokenizer_init=False)
-
-
-@pytest.fixture(scope="module")
-def client(demo):
-    return served(demo, "--served-model-name", "demo")
-
-
-@pytest.fixture(scope="module")
 def openai(client):
     return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 

@@ -13,6 +13,13 @@ from dllm_engine.scheduler.step_plan import StepPlan
 
 FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
 """Cache methods for models that attend to the whole canvas."""
+SHORT_INTERVALS: dict[str, dict[str, Any]] = {
+    "dkv": {"refresh_interval": 3},
+    "dllm_cache": {"prompt_refresh_interval": 3, "response_refresh_interval": 2},
+    "maskkv": {"prompt_refresh_interval": 3, "response_refresh_interval": 2, "kv_budget": 8},
+    "es_dllm": {"retention_ratio": 0.5},
+}
+"""Cache options by which a short response has every kind of step of its method."""
 GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
 """A page holds 4 tokens: 8 slots of one head each, or 4 rows of features."""
 

@@ -32,12 +32,14 @@ def run_in_steps(
     joins: Sequence[int] | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Answer all requests; request i is added before step ``joins[i]`` (all before the first)."""
+    """Answer all requests; request i is added before step ``joins[i]`` (all before the first). No step feeds more rows
+    than its plan has."""
     runner, run = runner_of(llm), Run()
     forward = runner.denoiser.forward
 
     def recording(batch, layer_pass):
         run.plans.append(list(batch.plans))
+        assert all(batch.num_rows(i) <= plan.max_rows for i, plan in enumerate(batch.plans))
         return forward(batch, layer_pass)
 
     runner.denoiser.forward = recording

@@ -13,7 +13,13 @@ MASK = 140
 EOS = 141
 Tensors = dict[str, torch.Tensor]
 
-LLADA_CONFIG: dict[str, Any] = {
+_VOCABULARY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "mask_token_id": MASK,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+LLADA_CONFIG: dict[str, Any] = _VOCABULARY | {
     "architectures": ["LLaDAModelLM"],
     "model_type": "llada",
     "block_type": "llama",
@@ -31,41 +37,31 @@ LLADA_CONFIG: dict[str, Any] = {
     "n_heads": 4,
     "n_kv_heads": 4,
     "mlp_hidden_size": 112,
-    "vocab_size": VOCAB_SIZE,
     "embedding_size": VOCAB_SIZE,
     "max_sequence_length": 256,
-    "mask_token_id": MASK,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
 }
-DREAM_CONFIG: dict[str, Any] = {
-    "architectures": ["DreamModel"],
-    "model_type": "Dream",
+_TRANSFORMERS_NAMES: dict[str, Any] = _VOCABULARY | {
     "hidden_act": "silu",
     "hidden_size": 64,
-    "intermediate_size": 112,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+"""What all other families have, by the names that transformers gives it."""
+DREAM_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
+    "architectures": ["DreamModel"],
+    "model_type": "Dream",
+    "intermediate_size": 112,
     "rope_theta": 1000000.0,
     "rope_scaling": None,
     "use_sliding_window": False,
-    "tie_word_embeddings": False,
-    "vocab_size": VOCAB_SIZE,
-    "mask_token_id": MASK,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
 }
-
-LLADA_MOE_CONFIG: dict[str, Any] = {
+LLADA_MOE_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
     "architectures": ["LLaDAMoEModelLM"],
     "model_type": "llada",
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -77,39 +73,21 @@ LLADA_MOE_CONFIG: dict[str, Any] = {
     "moe_router_score_function": "softmax",
     "norm_topk_prob": None,
     "qk_layernorm": True,
-    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "rope_theta": 50000,
     "partial_rotary_factor": 1,
     "rope_scaling": None,
     "attention_bias": False,
     "clip_qkv": None,
-    "tie_word_embeddings": False,
-    "vocab_size": VOCAB_SIZE,
-    "mask_token_id": MASK,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
 }
-SDAR_CONFIG: dict[str, Any] = {
+SDAR_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
     "architectures": ["SDARForCausalLM"],
     "model_type": "sdar",
     "block_size": 4,
-    "hidden_act": "silu",
-    "hidden_size": 64,
     "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 24,  # heads need not fill the hidden size
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
     "attention_bias": False,
-    "tie_word_embeddings": False,
-    "vocab_size": VOCAB_SIZE,
-    "mask_token_id": MASK,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
 }
 SDAR_MOE_CONFIG: dict[str, Any] = SDAR_CONFIG | {
     "architectures": ["SDARMoeForCausalLM"],
@@ -121,16 +99,11 @@ SDAR_MOE_CONFIG: dict[str, Any] = SDAR_CONFIG | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-LLADA2_CONFIG: dict[str, Any] = {
+LLADA2_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
     "architectures": ["LLaDA2MoeModelLM"],
     "model_type": "llada2_moe",
     "block_size": 8,
-    "hidden_act": "silu",
-    "hidden_size": 64,
     "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "partial_rotary_factor": 0.5,
     "use_qk_norm": True,
@@ -143,14 +116,7 @@ LLADA2_CONFIG: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
     "moe_router_enable_expert_bias": True,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 600000,
-    "tie_word_embeddings": False,
-    "vocab_size": VOCAB_SIZE,
-    "mask_token_id": MASK,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
 }
 ALL_KINDS_OF_EXPERTS: dict[str, Any] = {
     "moe_layer_freq": [0, 1],

@@ -6,6 +6,8 @@ import pytest
 
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
 from dllm_engine.tuning.space import PLAIN, RULES, Setting, Space
 from tests.support.plans import FULL_METHODS
 
@@ -23,9 +25,6 @@ def test_methods_name_options_that_they_have(method):
 
 
 def test_every_rule_that_requests_name_is_searched():
-    from dllm_engine.params import DiffusionParams
-    from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
-
     assert {name for name, _ in RULES} == set(PARALLEL_OPTIONS) - {"slow_fast"}  # which has several numbers
     for rule in RULES:
         DiffusionParams(**Setting(rule=rule).decoding)

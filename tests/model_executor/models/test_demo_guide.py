@@ -82,10 +82,3 @@ def test_it_foresees_right_answers_and_their_end(guide, tokenizer, task):
         tail_right, tail_total = tail_right + int(tail.sum()), tail_total + len(tail)
     assert right / total > 0.95
     assert tail_right / tail_total > 0.95
-
-
-def test_it_sees_no_later_token(guide, tokenizer):
-    (example,) = make_examples("names", 1, SEED)
-    tokens, start, _ = canvas(tokenizer, example)
-    changed = tokens[:start] + [tokenizer.pad_token_id] * RESPONSE_TOKENS
-    assert predictions(guide, tokens)[: start - 1].equal(predictions(guide, changed)[: start - 1])

@@ -6,9 +6,11 @@ import shutil
 import pytest
 import torch
 
+from dllm_engine.model_executor.layer_pass.dense import DensePass
+from dllm_engine.model_executor.step_batch import RowBounds
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
-from tests.support.engines import runner_of
+from tests.support.engines import runner_of, tokens_of
 from tests.support.reference_cases import reference_cases
 
 FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
@@ -18,9 +20,6 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 def dense_logits(llm, *sequences: list[int], block_length: int | None = None) -> list[torch.Tensor]:
     """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass. With ``block_length``, a row sees
     its own block and those before it."""
-    from dllm_engine.model_executor.layer_pass.dense import DensePass
-    from dllm_engine.model_executor.step_batch import RowBounds
-
     model = runner_of(llm).model
     sizes = [len(sequence) for sequence in sequences]
     ids = torch.tensor([token for sequence in sequences for token in sequence])
@@ -161,54 +160,7 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
 @pytest.mark.parametrize("served", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "sdar_moe", "llada2"])
 def test_half_precision_generates_a_full_response(engines, request, family, served):
-    from tests.support.engines import tokens_of
-
     llm = engines(request.getfixturevalue(f"tiny_{family}"), dtype=served)
     tokens = tokens_of(llm, [5, 6, 7], gen_length=24, block_length=8, ignore_eos=True)
     assert len(tokens) == 24
     assert tiny_checkpoints.MASK not in tokens
-
-
-@pytest.mark.parametrize(
-    ("write", "config"),
-    [
-        (tiny_checkpoints.write_llada, {"n_kv_heads": 2}),
-        (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
-        (tiny_checkpoints.write_llada_moe, {"num_key_value_heads": 2}),
-        (tiny_checkpoints.write_dream, {}),
-        (tiny_checkpoints.write_llada2, {}),
-    ],
-)
-@torch.inference_mode()
-def test_parts_of_a_layer_equal_the_fused_projection(engines, tmp_path, write, config):
-    model = runner_of(engines(write(tmp_path / "model", **config))).model
-    layer = model.layers[1]
-    rows = torch.randn(11, 64, generator=torch.Generator().manual_seed(0))
-    phases = model.rotary(torch.arange(11))
-    q, k, v = layer.qkv(rows, phases)
-    q_alone, k_alone = layer.qk(rows, phases)
-    torch.testing.assert_close(q_alone, q)
-    torch.testing.assert_close(k_alone, k)
-    torch.testing.assert_close(layer.k(rows, phases), k)
-    torch.testing.assert_close(layer.v(rows), v)
-    assert q.shape == (11, layer.num_heads, 16)
-    assert k.shape == v.shape == (11, layer.num_kv_heads, 16)
-    # Any set of rows may be computed on its own.
-    torch.testing.assert_close(layer.v(rows[[2, 7]]), v[[2, 7]])
-
-
-def test_rope_scores_depend_on_the_distance_only():
-    from dllm_engine.kernels.rotary import rotary_table, rotate_
-
-    q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0))
-
-    def score(query_at: int, key_at: int) -> torch.Tensor:
-        def turned(x: torch.Tensor, at: int) -> torch.Tensor:
-            turned = x.clone()
-            rotate_(turned, torch.tensor([at]), rotary_table(200, 16, 10_000.0, q.device))
-            return turned
-
-        return (turned(q, query_at) * turned(k, key_at)).sum(-1)
-
-    torch.testing.assert_close(score(3, 10), score(103, 110), rtol=1e-4, atol=1e-4)
-    assert (score(3, 10) - score(10, 3)).abs().max() > 0.1

@@ -5,6 +5,7 @@ import json
 import pytest
 from tokenizers import pre_tokenizers
 
+from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
 
 SPECIAL = {"<|endoftext|>": 258, "<|im_start|>": 259, "<|im_end|>": 260, "<|mask|>": 261}
@@ -34,8 +35,6 @@ def dream_with_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
 def test_dream_tokenizes_without_its_remote_code(engines, dream_with_tokenizer, trust_remote_code):
-    from dllm_engine import DiffusionParams
-
     llm = engines(dream_with_tokenizer, skip_tokenizer_init=False, trust_remote_code=trust_remote_code)
     tokenizer = llm.get_tokenizer()
     assert tokenizer.encode("hello<|mask|>") == [256, 257, tokenizer.convert_tokens_to_ids("o"), 261]
