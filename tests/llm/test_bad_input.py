@@ -3,6 +3,7 @@
 import pytest
 import torch
 import vllm
+from vllm.config import KVEventsConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
@@ -161,6 +162,7 @@ def test_lora_request(llm, healthy):
         ({"enable_lora": True}, ("enable_lora", "not supported", "lora_path")),
         ({"lora_path": "/nowhere"}, ("lora_path='/nowhere'", "download the adapter")),
         ({"enable_prompt_embeds": True}, ("enable_prompt_embeds", "not supported")),
+        ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)}, ("kv_events_config", "not supported")),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
