@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import (
     GUIDED,
     GUIDING,
@@ -43,6 +44,7 @@ from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE,
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
 from dllm_engine.evaluation.score import rows, write_csv
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff, plot_beside
+from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.text import format_table
 from dllm_engine.vllm_hooks.release import check_release
@@ -241,7 +243,8 @@ def _methods(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
         return [(args.cache_method, cache_options(args))]
     if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
         raise ValueError("--methods takes options itself (dual:refresh=near); leave out --cache-method and its options")
-    texts = methods_for("full") if args.methods == "all" else split_names(args.methods)
+    is_all = args.methods == "all"
+    texts = methods_for(family_of(load_config(args.model)).attention) if is_all else split_names(args.methods)
     return [chosen for text in texts for chosen in parse_method(text)]
 
 

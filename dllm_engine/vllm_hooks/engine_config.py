@@ -213,6 +213,7 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
         ),
         "speculative_config": (vllm_config.speculative_config is not None, leave_unset),
         "kv_transfer_config": (vllm_config.kv_transfer_config is not None, leave_unset),
+        "kv_events_config": (vllm_config.kv_events_config is not None, leave_unset),
         "ec_transfer_config": (vllm_config.ec_transfer_config is not None, leave_unset),
         "enable_prompt_embeds": (vllm_config.model_config.enable_prompt_embeds, leave_unset),
     }
