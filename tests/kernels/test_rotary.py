@@ -37,13 +37,6 @@ def test_rotation_is_that_of_the_formula(path):
     check()
 
 
-def test_a_quarter_turn(path):
-    # At an angle of 90 degrees the halves change places, one of them with the other sign.
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    rotate_(x, torch.tensor([1]), torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0]]))
-    assert x.tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
-
-
 def test_errors_name_what_does_not_fit():
     x, positions, table = torch.zeros(3, 2, 8), torch.arange(3), torch.zeros(5, 8)
     refused(r"positions \[2\] and cos_sin \[5, 8\] do not belong together", rotate_, x, positions[:2], table)

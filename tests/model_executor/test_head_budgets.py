@@ -14,46 +14,6 @@ def head_budgets(*arguments, **settings) -> list[int]:
     return module.head_budgets(*arguments, **settings).tolist()
 
 
-def scores_of(masses, num_tokens) -> torch.Tensor:
-    """Scores ``[heads, tokens]`` of which each head's sum to its mass."""
-    return torch.tensor(masses, dtype=torch.float64)[:, None].expand(-1, num_tokens) / num_tokens
-
-
-def preference(masses, budget, num_tokens, alpha=0.1, redistribute=False):
-    scores = scores_of(masses, num_tokens)
-    return head_budgets("prompt_preference", scores, budget, base_share=alpha, redistribute=redistribute)
-
-
-def test_prompt_preference():
-    # Base int(0.1 · 10) = 1, pool 9 · 2 = 18, shared 3 : 1, so 14.5 and 5.5.
-    assert preference([3, 1], 10, 64) == [14, 5]
-    assert preference([3, 1], 10, 12) == [12, 5]
-    # Base int(0.5 · 5) = 2, pool 12, shared 1 : 1 : 4 : 2.
-    assert preference([0.5, 0.5, 2, 1], 5, 64, alpha=0.5) == [3, 3, 8, 5]
-    assert preference([3, 1], 10, 64, alpha=1.0) == [10, 10]
-    assert preference([3, 1], 10, 64, alpha=0.0) == [15, 5]
-    assert preference([1, 0], 10, 64, alpha=0.0) == [20, 0]
-    assert preference([3, 1], 0, 64) == [0, 0]
-
-
-def test_prompt_preference_that_loses_nothing():
-    # Both lack half a token: the first gets the one that is left.
-    assert preference([3, 1], 10, 64, redistribute=True) == [15, 5]
-    assert preference([3, 1], 10, 12, redistribute=True) == [12, 8]
-    assert preference([3, 1], 10, 8, redistribute=True) == [8, 8]
-
-
-def test_heads_without_any_preference_share_evenly():
-    assert preference([0, 0, 0, 0], 7, 64) == [7] * 4
-
-
-@pytest.mark.parametrize("redistribute", [False, True])
-def test_uniform(redistribute):
-    scores = scores_of([3, 1], 64)
-    assert head_budgets("uniform", scores, 10, base_share=0.1, redistribute=redistribute) == [10, 10]
-    assert head_budgets("uniform", scores[:, :8], 10, base_share=0.1, redistribute=redistribute) == [8, 8]
-
-
 def test_adaptive():
     # Budget 3 of two heads: of all scores the highest 6 are the first head's 9, 8, 7, 6, 5 and the second's 5.5.
     scores = torch.tensor([[9.0, 8, 7, 6, 5, 1, 1], [5.5, 4, 3, 2, 1, 1, 1]])
@@ -70,6 +30,11 @@ def test_adaptive():
     # All 7 of the first head and one of the second: 0.8 + 5.6 and 0.8 + 0.8.
     lonely = torch.stack((scores[0] + 10, scores[1]))
     assert head_budgets("adaptive", lonely, 4, base_share=0.1, redistribute=False) == [6, 1]
+
+
+def test_heads_without_any_preference_share_evenly():
+    scores = torch.zeros(4, 64)
+    assert head_budgets("prompt_preference", scores, 7, base_share=0.1, redistribute=False) == [7] * 4
 
 
 def test_no_tokens():
@@ -93,8 +58,8 @@ def test_heads_keep_to_the_budget_of_the_layer(kind, seed, heads, tokens, budget
     assert sum(floored) <= budget * heads
     assert sum(exact) == min(budget, tokens) * heads
     assert all(0 <= amount <= tokens for amount in floored + exact)
-    if kind == "prompt_preference":
+    if kind != "adaptive":
         masses = scores.double().sum(dim=1).tolist()
         for redistribute, found in ((False, floored), (True, exact)):
             shares = {"alpha": base_share, "redistribute": redistribute}
-            assert found == plain_maskkv.head_budgets(masses, budget, tokens, **shares)
+            assert found == plain_maskkv.head_budgets(masses, budget, tokens, kind=kind, **shares)

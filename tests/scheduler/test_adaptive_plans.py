@@ -17,7 +17,6 @@ from tests.support.plans import (
     page_demand,
     pages_of,
     plan_of,
-    plans_of,
     spec_of,
 )  # fmt: skip
 
@@ -29,36 +28,6 @@ def spec(cache, **changes) -> DecodingSpec:
 
 
 # Prompt due in passes 0, 4, 8, 12; response in 0, 3, 6, 9, 12. Blocks begin at passes 0, 5 and 10.
-STATES = "update reuse reuse update update reuse update reuse update update reuse reuse update".split()
-SCOPES = "all active active response prompt active response active prompt response active active all".split()
-ADAPTED = [number for number, scope in enumerate(SCOPES) if scope in ("active", "prompt")]
-
-
-@pytest.mark.parametrize(("shifts_logits", "live"), [(False, 10), (True, 9)])
-@pytest.mark.parametrize(
-    ("method", "options", "updated"),
-    [
-        # int(21 · 0.25) rows.
-        ("dllm_cache", cache_of("dllm_cache", **INTERVALS), dict.fromkeys(ADAPTED, 5)),
-        ("maskkv", cache_of("maskkv", **INTERVALS), {number: 5 for number in ADAPTED if SCOPES[number] == "active"}),
-        ("dllm_cache", cache_of("dllm_cache", **(INTERVALS | {"update_ratio": 0.0})), {}),
-        ("dllm_cache", cache_of("dllm_cache", **(INTERVALS | {"update_ratio": 0.04})), dict.fromkeys(ADAPTED, 0)),
-        ("dllm_cache", cache_of("dllm_cache", **(INTERVALS | {"update_ratio": 1.0})), dict.fromkeys(ADAPTED, 21)),
-    ],
-    ids=["dllm_cache", "maskkv", "no updates", "updates of no row", "all rows"],
-)
-def test_passes_count_over_block_borders(method, options, updated, shifts_logits, live):
-    request = spec(options, shifts_logits=shifts_logits)
-    plans = plans_of(request, method)
-    assert [plan.window for plan in plans] == [(10, 18)] * 5 + [(18, 26)] * 5 + [(26, 31)] * 3
-    assert [plan.forward for plan in plans] == list(range(13))
-    assert [plan.state.value for plan in plans] == STATES
-    assert [plan.scope.value for plan in plans] == SCOPES
-    prompt_due = [plan.scope.value in ("all", "prompt") for plan in plans]
-    assert [plan.span for plan in plans] == [(0, 31) if due else (live, 31) for due in prompt_due]
-    assert [plan.max_rows for plan in plans] == [31 if due else 31 - live for due in prompt_due]
-    assert {number: plan.num_updated for number, plan in enumerate(plans) if plan.num_updated is not None} == updated
-    assert {(plan.read, plan.retained) for plan in plans} == {(31, 31)}
 
 
 @pytest.mark.parametrize("open_count", [{"parallel": ParallelRule("threshold", 0.9)}, {"guidance": Guidance()}])

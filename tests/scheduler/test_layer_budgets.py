@@ -23,29 +23,6 @@ def test_uniform():
     assert budgets("uniform", 0, PROFILE) == [0] * 4
 
 
-def test_boundary():
-    # Base int(0.4 · 10) = 4, pool 6 · 4 = 24. The boundary's 0.8 of the importance earn int(19.2) = 19, so
-    # int(4 + 9.5); the middle the 5 left, so int(4 + 2.5).
-    assert budgets("boundary", 10, PROFILE) == [13, 6, 6, 13]
-    # Base 4, pool 30; 3 of 9 parts: 10 for the boundary, 20 for three in the middle.
-    assert budgets("boundary", 10, [1, 1, 2, 3, 2]) == [9, 10, 10, 10, 9]
-    assert budgets("boundary", 10, PROFILE, base_share=1.0) == [10] * 4
-    # No base: int(0.8 · 40) = 32 and 8.
-    assert budgets("boundary", 10, PROFILE, base_share=0.0) == [16, 4, 4, 16]
-    # Everything to the first and the last; more than the prompt, which heads cut off.
-    assert budgets("boundary", 10, [1, 0, 0, 1], 12) == [16, 4, 4, 16]
-    # One layer, and two, are all boundary.
-    assert budgets("boundary", 10, [0.3]) == [10]
-    assert budgets("boundary", 10, [0.3, 0.1]) == [10, 10]
-
-
-def test_boundary_that_loses_nothing():
-    # 4 + 19.2 / 2 = 13.6 and 4 + 4.8 / 2 = 6.4; the two lost tokens go to those that lack 0.6.
-    assert budgets("boundary", 10, PROFILE, redistribute=True) == [14, 6, 6, 14]
-    # The boundary stops at 12; of the 16 left the middle's two get 8 each.
-    assert budgets("boundary", 10, PROFILE, 12, redistribute=True) == [12, 8, 8, 12]
-
-
 @pytest.mark.parametrize("importance", [None, [0.0] * 4])
 def test_nothing_known_of_the_layers_is_the_same_for_all(importance):
     for kind in ("uniform", "boundary", "squeeze"):
@@ -85,23 +62,6 @@ def test_a_prompt_within_the_average_is_kept_whole():
         assert budgets(kind, 49, [0.25] * 4, 50) != [50] * 4
 
 
-@pytest.mark.parametrize(
-    ("shares", "total", "cap", "expected"),
-    [
-        ([1.2, 1.7, 7.1], 10, 99, [1, 2, 7]),  # the one left to who lacks 0.7
-        ([1.2, 1.7, 7.1], 11, 99, [2, 2, 7]),  # then 0.2
-        ([1.5, 1.5, 1.5], 4, 99, [2, 1, 1]),  # equals: the first
-        ([1.2, 1.7, 7.1], 10, 5, [2, 3, 5]),  # 7.1 stops at 5, and 2 and 1 are handed on
-        ([5.0, 5.0], 10, 3, [3, 3]),  # there is no more to have
-        ([1.0, 1.0], 4, 0, [0, 0]),
-        ([3.0, 1.0], 2, 9, [3, 1]),  # never less than the whole part
-        ([], 0, 5, []),
-    ],
-)
-def test_largest_remainder(shares, total, cap, expected):
-    assert largest_remainder(shares, total, cap) == expected
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.floats(0, 50), min_size=1, max_size=8), st.integers(0, 60), st.integers(0, 20))
 def test_largest_remainder_is_that_of_the_plain_version(shares, cap, more):
@@ -126,4 +86,8 @@ def test_budgets_sum_to_no_more_than_the_average(kind, average, importance, base
     assert min(floored + exact) >= 0
     assert sum(floored) <= min(average, prompt_length) * layers or average < prompt_length
     assert sum(floored) <= average * layers
+    if kind == "boundary" and average < prompt_length:
+        for redistribute, found in ((False, floored), (True, exact)):
+            shares = {"beta": base_share, "redistribute": redistribute, "prompt_length": prompt_length}
+            assert found == plain_maskkv.layer_budgets(average, importance, layers, **shares)
     assert sum(floored) > (average - 2) * layers or average >= prompt_length, "more is lost than rounding loses"

@@ -2,10 +2,7 @@
 
 import pytest
 
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.unmasking import SeenOfBlock, SlowFast, SpanState
-from tests.support.plans import spec_of as spec
 
 START, STOP = 10, 31
 
@@ -65,13 +62,3 @@ def test_a_span_is_left_when_it_is_full():
     assert place(run([14, 14, -1, -1], first_masked=14, span_steps=2)) == (10, 2, 2)
     state = run([14, 14, -1], first_masked=14, span_steps=2)
     assert place(state.after(SeenOfBlock(20, -1))) == (15, 0, 0)
-
-
-def test_the_next_block_begins_with_a_span():
-    options = SlowFast(span_steps=1, span_window=1)
-    request = spec(parallel=ParallelRule("slow_fast", 0.5), slow_fast=options)
-    progress = Progress.begin(request)
-    progress.advance(request, 3, [5], seen=SeenOfBlock(13, 14))
-    assert (place(progress.span), progress.step) == ((10, 1, 0), 1)
-    progress.advance(request, 5, [0], seen=SeenOfBlock(18, -1))
-    assert (place(progress.span), progress.step) == ((18, 0, 0), 0)

@@ -4,18 +4,11 @@ import pytest
 
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import ParallelRule
-from tests.support.plans import FULL_METHODS, cache_of, plan_of, plans_of
+from tests.support.plans import FULL_METHODS, cache_of, plan_of
 from tests.support.plans import spec_of as spec
 
 # Blocks 10–18, 18–26, 26–34, 34–42, 42–50.
 FIVE = {"gen_length": 40, "steps": 10}
-
-
-def test_between_whole_refreshes_only_the_response_is_computed():
-    plans = plans_of(spec(cache=cache_of("dual", refresh="response", prompt_refresh_interval=3), **FIVE), "dual")
-    whole, response = ((0, 50), 0, 42), ((10, 50), 10, 42)
-    found = [(plan.span, plan.read, plan.retained) for plan in plans if plan.state.value == "update"]
-    assert found == [whole, response, response, whole, response]
 
 
 def advanced(method: str, masked: list[list[int]], **options):

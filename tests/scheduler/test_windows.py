@@ -1,10 +1,8 @@
 """Several running blocks: which join when, and what the plans of cache methods make of their window."""
 
-import pytest
-
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, ParallelRule
-from tests.support.plans import cache_of, plan_of
+from tests.support.plans import cache_of
 from tests.support.plans import spec_of as spec
 
 
@@ -51,36 +49,4 @@ def test_no_block_joins_after_the_response_has_ended():
     assert (progress.running, progress.step) == ((0, 1), 1)
 
 
-def test_the_leftmost_block_with_masks_gets_on():
-    request, progress = several(), Progress.begin(several())
-    quotas = [plan_of(request, "none", progress).quota]
-    for left in ([4], [0, 7]):
-        progress.advance(request, progress.num_masked - sum(left), left)
-        quotas.append(plan_of(request, "none", progress).quota)
-    assert [quota.candidates for quota in quotas] == [(10, 18), (10, 26), (10, 26)]
-    assert [quota.guaranteed for quota in quotas] == [(10, 18), (10, 18), (18, 26)]
-
-
 # Blocks join before passes 3 and 6; the first one leaves then.
-PASSES = [[6], [4], [3, 7], [1, 6], [0, 4], [3, 5], [2, 4], [0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("none", "full " * 8),
-        ("prefix", "update reuse update reuse reuse update reuse reuse"),
-        ("dual", "update reuse update reuse reuse update reuse reuse"),
-        ("sparse", "full update full update reuse full update reuse"),
-        # The window only grew before the third pass: there is nothing to append.
-        ("freecache", "update reuse reuse reuse reuse update reuse reuse"),
-    ],
-)
-def test_a_window_begins_when_a_block_joins(method, expected):
-    request, made = several(method), []
-    progress = Progress.begin(request)
-    for left in PASSES:
-        made.append(plan_of(request, method, progress))
-        progress.advance(request, progress.num_masked - sum(left), left)
-    assert [plan.state.value for plan in made] == expected.split()
-    assert [plan.window for plan in made] == [(10, 18)] * 2 + [(10, 26)] * 3 + [(18, 31)] * 3

@@ -315,35 +315,14 @@ def test_a_refusal_is_shown_in_words_and_the_next_request_works(page):
     assert page.answer == ANSWER
 
 
-def test_markup_in_prompts_and_answers_is_text(page):
-    hostile = "<img src=x onerror='window.ran=1'><script>window.ran=1</script><b>bold</b>"
-    # The demo model cannot be made to write markup: its answer is put into the server's stream instead.
-    page.js(
-        "const real = window.fetch; window.fetch = async (to, options) => {"
-        " if (!options.body) return real(to, options);"
-        " const text = await (await real(to, options)).text();"
-        " const changed = text.split('\\n').map((line) => {"
-        "  if (!line.startsWith('data: {')) return line;"
-        "  const chunk = JSON.parse(line.slice(6));"
-        "  for (const choice of chunk.choices) {"
-        "   if (choice.delta && choice.delta.content) choice.delta.content = arguments_[0]; }"
-        "  if (chunk.provisional) chunk.provisional.pieces = chunk.provisional.pieces.map(() => arguments_[0]);"
-        "  return 'data: ' + JSON.stringify(chunk); }).join('\\n');"
-        " return new Response(changed, {status: 200}); };".replace("arguments_[0]", repr(hostile).replace("\\'", "'")),
-    )
-    page.short().ask(hostile)
-    assert page.all(".turn.user span")[-1].text == hostile
-    assert page.answer.startswith(hostile)
-    assert page.all(".cell span")[0].get_attribute("textContent") == hostile.replace(" ", "␣")
-    assert page.all("main img, main script, .turn b b") == []
-    assert page.js("return window.ran ?? null") is None
-
-
-def test_markup_that_the_server_sends_is_text(page):
+def test_markup_in_prompts_and_in_what_the_server_sends_is_text(page):
     page.short().ask(f"Copy: {WORD} Rome")
     assert page.answer == f"{MARKUP} Rome"
     assert MARKUP.replace(" ", "␣") in "".join(cell.get_attribute("textContent") for cell in page.all(".cell span"))
-    assert page.all("main img, main script") == []
+    hostile = "<img src=x onerror='window.ran=1'><script>window.ran=1</script><b>bold</b>"
+    page.ask(hostile)
+    assert page.all(".turn.user span")[-1].text == hostile
+    assert page.all("main img, main script, .turn b b") == []
     assert page.js("return window.ran ?? null") is None
 
 
