@@ -1,6 +1,7 @@
 """How the CPU path of ``paged_attention`` gathers keys and values, and attends to them."""
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,8 @@ from dllm_engine.kernels.paged_tokens import PagedTokens
 
 _COPIED_BYTES = 1 << 20
 """Keys and values that a CPU thread copies out of pages before it attends to them: half of a core's cache."""
+SeenKeys = tuple[slice, int, torch.Tensor | None]
+"""Rows of a group, the first so many keys, and which of these each row sees; None: all."""
 _MASKED_ROWS = 128
 """Rows that attend at once where a mask says to which keys."""
 _ROWS_PER_CALL = 32
@@ -125,37 +128,31 @@ def limited_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``softmax_attention``, for rows that see the keys whose ``numbers`` are below their ``limits`` ``[group,
     num_rows]``; None: the keys lie by number."""
-    runs = runs_of_limits(limits) if numbers is None else None
-    if runs is not None:
-        parts = [softmax_attention(q[:, rows], k[:, :limit], v[:, :limit], None, return_lse) for rows, limit in runs]
-    else:
-        parts = masked_attention(q, k, v, visible, numbers, limits, return_lse)
-    outs, lses = zip(*parts, strict=True)
+    parts = (runs_of_limits(limits) if numbers is None else None) or masks_of_limits(k, visible, numbers, limits)
+    results = [
+        softmax_attention(q[:, rows], k[:, :num_keys], v[:, :num_keys], mask, return_lse)
+        for rows, num_keys, mask in parts
+    ]
+    outs, lses = zip(*results, strict=True)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1) if return_lse else None
 
 
-def runs_of_limits(limits: torch.Tensor) -> list[tuple[slice, int]] | None:
-    """Neighbouring rows of equal limit, and this limit; None where the members of a group differ, or runs are short."""
+def runs_of_limits(limits: torch.Tensor) -> list[SeenKeys] | None:
+    """Neighbouring rows of equal limit, which need no mask; None where the members of a group differ, or runs are
+    short."""
     of_first, *others = limits.tolist()
     sizes = [(limit, len(list(run))) for limit, run in itertools.groupby(of_first)]
     if len(sizes) > max(2, len(of_first) // _ROWS_PER_CALL) or any(of_other != of_first for of_other in others):
         return None
     stops = itertools.accumulate(size for _, size in sizes)
-    return [(slice(stop - size, stop), limit) for (limit, size), stop in zip(sizes, stops, strict=True)]
+    return [(slice(stop - size, stop), limit, None) for (limit, size), stop in zip(sizes, stops, strict=True)]
 
 
-def masked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: torch.Tensor | None,
-    numbers: torch.Tensor | None,
-    limits: torch.Tensor,
-    return_lse: bool,
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Results of a few rows at a time, so that what each of them sees is never held of all."""
-    parts = []
-    for start in range(0, q.shape[1], _MASKED_ROWS):
+def masks_of_limits(
+    k: torch.Tensor, visible: torch.Tensor | None, numbers: torch.Tensor | None, limits: torch.Tensor
+) -> Iterator[SeenKeys]:
+    """A few rows at a time, so that what each of them sees is never held of all."""
+    for start in range(0, limits.shape[1], _MASKED_ROWS):
         rows = slice(start, start + _MASKED_ROWS)
         bounds, num_keys, in_order = limits[:, None, rows, None], k.shape[1], numbers
         if in_order is None:  # keys that no row sees come last
@@ -164,9 +161,7 @@ def masked_attention(
         seen = in_order[:, :, None, :num_keys] < bounds
         if visible is not None:
             seen &= visible[..., :num_keys]
-        mask = None if seen.all() else seen
-        parts.append(softmax_attention(q[:, rows], k[:, :num_keys], v[:, :num_keys], mask, return_lse))
-    return parts
+        yield rows, num_keys, None if seen.all() else seen
 
 
 def softmax_attention(
