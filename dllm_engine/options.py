@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -192,7 +193,9 @@ class EngineOptions(BaseModel):
 
     @property
     def method(self) -> CacheMethod:
-        return CACHE_METHODS[DEFAULT_METHODS["full"] if self.cache_method == AUTO else self.cache_method]
+        method = CACHE_METHODS[DEFAULT_METHODS["full"] if self.cache_method == AUTO else self.cache_method]
+        # Computed among other rows, keys and values differ in their last bits: nothing is shared or computed again.
+        return replace(method, keeps_for_good=False) if self.batch_invariant else method
 
     @property
     def uses_pages(self) -> bool:

@@ -24,6 +24,7 @@ from dllm_engine.scheduler.messages import (
 from dllm_engine.scheduler.methods.base import guide_pages
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, pages_for
 from dllm_engine.scheduler.page_pool import Tables, prefix_keys
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.request_queue import RequestQueue
 from dllm_engine.scheduler.request_state import RequestState
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
@@ -63,7 +64,7 @@ class DiffusionScheduler(RequestQueue):
                 spec = self.states[request.request_id].spec
                 # A part of a long prompt takes what the others leave, and one that was left out a block at least.
                 is_short = plan.max_rows <= 2 * spec.block_length
-                plan = self.method.fitted(plan, spec, budget if is_short else max(budget - due, spec.block_length))
+                plan = self._fitted(plan, spec, budget if is_short else max(budget - due, spec.block_length))
                 if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
                     self._schedule_one(request, plan, output)
                     budget -= plan.max_rows
@@ -90,7 +91,7 @@ class DiffusionScheduler(RequestQueue):
                 state.progress.retained = num_found * self.geometry.page_size
                 demand = self.page_demand(state)
                 spare = self.watermark if self.running else 0
-                plan = self.method.fitted(self._next_plan(request), state.spec, budget)
+                plan = self._fitted(self._next_plan(request), state.spec, budget)
                 if not self.pages.can_reserve(demand + spare, found) or plan.max_rows > budget:
                     break
                 self._admit_one(request, demand, found, plan, output)
@@ -192,6 +193,11 @@ class DiffusionScheduler(RequestQueue):
     def _next_plan(self, request: Request) -> StepPlan:
         state = self.states[request.request_id]
         return self.method.plan(state.spec, state.progress)
+
+    def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
+        """A step, or the part of it that takes no more rows than ``room``. With ``batch_invariant`` the part is the one
+        that a request running alone gets."""
+        return self.method.fitted(plan, spec, self.max_rows if self.options.batch_invariant else room)
 
     def _schedule_one(self, request: Request, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:
         """Put the request's next step into ``output``."""

@@ -64,7 +64,7 @@ class RequestQueue(SchedulerInterface):
         if not scheduling.enable_chunked_prefill:
             self.method = replace(self.method, shortened=None)  # a prompt waits until a step has room for all of it
         self.geometry = self.options.geometry(self.hf_config, vllm_config.parallel_config.tensor_parallel_size)
-        self.refreshes = RefreshBudget(None if self.method.keeps_for_good else self.options.refresh_ratio)
+        self.refreshes = RefreshBudget(self.options.refresh_ratio if "full" in self.method.attention else None)
         self.shares_prefixes = self.method.keeps_for_good and vllm_config.cache_config.enable_prefix_caching
         if self.shares_prefixes and hash_block_size != self.geometry.page_size:
             raise ValueError(

@@ -54,6 +54,17 @@ def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, r
     assert answers(llm, 1, 4) == together[:4]
 
 
+def test_nor_do_chunks_prefixes_and_preemption_of_block_models(engines, tiny_sdar, rows_matter):
+    # Prompts of 20 to 32 tokens share 64 rows, and a pool of 84 pages.
+    small = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "page_size": 4, "max_model_len": 64}
+    llm = engines(tiny_sdar, batch_invariant=True, trace=False, kv_cache_memory_bytes=1 << 17, **small)
+    of_blocks = {"steps": None, "steps_per_block": 2, "gen_length": 24}
+    together = answers(rows_matter(llm), 16, 16, **of_blocks)
+    assert answers(llm, 1, 16, **of_blocks) == together
+    for _ in range(2):  # the second time, its beginning is in the pool
+        assert answers(llm, 1, 1, **of_blocks) == together[:1]
+
+
 def test_sampling_and_parallel_unmasking_too(engines, tiny_llada, rows_matter):
     llm = rows_matter(engines(tiny_llada, cache_method="sparse", batch_invariant=True, trace=False))
     for params in ({"temperature": 1.0}, {"threshold": 0.02}, {"entropy_bound": 5.0, "top_p": 0.9}):
