@@ -81,42 +81,42 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     cache_method: str = "auto"
-    """What steps compute and what they keep in pages. ``"auto"``: ``"block"`` for models whose attention goes by
-    blocks, ``"none"`` for others."""
+    """What steps compute and what they keep in pages. ``"auto"``: ``"block"`` for block diffusion models, ``"none"``
+    for others."""
     cache_options: dict[str, Any] | Literal["paper"] = {}
     """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
     dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto"
     """Library for attention that reads no pages. ``"flash"`` (vLLM's FlashAttention) and ``"xformers"`` need CUDA and
-    float16 or bfloat16; ``"sdpa"`` is PyTorch's. ``"auto"``: ``"flash"`` where it can be had, else ``"sdpa"``."""
+    float16 or bfloat16; ``"sdpa"`` is PyTorch's. ``"auto"``: ``"flash"`` if it is available, else ``"sdpa"``."""
     refresh_ratio: float | None = Field(default=1.0, gt=0)
-    """How much a long request may refresh beside short ones: rows of its FULL and UPDATE steps per row that requests of
-    at most a quarter of its length compute meanwhile. None: no limit."""
+    """Limits how often a long request refreshes while short ones run: rows of its FULL and UPDATE steps per row that
+    requests of at most a quarter of its length compute in the meantime. None: no limit."""
     steps_per_dispatch: int | None = Field(default=None, ge=1)
-    """Denoising steps that workers run on their own while no request waits and no block is complete. None: 8 on a GPU,
-    1 on a CPU."""
+    """Denoising steps that workers run before they return to the scheduler, while no request waits and no block is
+    complete. None: 8 on a GPU, 1 on a CPU."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
     ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
     guide_tokens_per_token: float = Field(default=2.0, gt=0)
-    """Guide tokens that pages are reserved for per token of the model, where the guide has another tokenizer."""
+    """If the guide has another tokenizer: guide tokens to reserve pages for, per token of the model."""
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
     lora_path: str | None = None
-    """Folder of a LoRA adapter as PEFT saves it, on every node, which is merged into the weights while they are
-    loaded. It serves all requests."""
+    """Folder of a LoRA adapter as PEFT saves it. It is merged into the weights while they are loaded, and serves all
+    requests. Every node needs the folder."""
     cuda_graphs: bool | None = None
-    """Record steps that compute few rows, and what fills a step's tokens in, as CUDA graphs and replay them. For CUDA,
-    and for cache methods with steps that always do the same work. None: where that is so, unless vLLM is told to
-    ``enforce_eager``."""
+    """Record steps that compute few rows, and the filling in of their tokens, as CUDA graphs, and replay them. Needs
+    CUDA and a cache method with steps that always do the same work. None: on if both are given and vLLM's
+    ``enforce_eager`` is not set."""
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
     requests."""
     max_automaton_states: int = Field(default=4096, ge=1)
-    """Most states of the automaton of a request's ``structured_outputs``."""
+    """The most states that the automaton of a request's ``structured_outputs`` may have."""
     max_automaton_seconds: float = Field(default=30.0, gt=0)
-    """Longest time that building such an automaton may take."""
+    """The longest time that building such an automaton may take."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True

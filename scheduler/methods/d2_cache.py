@@ -15,18 +15,20 @@ class D2CacheOptions(CacheOptions):
     """Options of ``d2_cache`` (d2Cache, arXiv 2509.23094)."""
 
     rollout_p: float = Field(default=0.1, ge=0, le=1)
-    """Of the positions that are not computed for another reason, those that attention rollout finds most important
-    are, up to this share of the importance; one at least."""
+    """Of the positions that a step would not compute otherwise, it computes those that attention rollout finds most
+    important, up to this share of their total importance, and at least one."""
     masked_rows: int = Field(default=32, ge=1)
-    """Masked positions that a step predicts, the most confident ones near what is known."""
+    """Masked positions that a step predicts: the most confident ones near known tokens."""
     sigma: float = Field(default=10.0, ge=0.01, le=1e6)
-    """Reach of the certainty prior that masked positions are chosen by, in tokens."""
+    """Width in tokens of the Gaussian that says how near known tokens are (the certainty prior), for choosing masked
+    positions."""
     gap_fill: int = Field(default=0, ge=0)
-    """Rows between two computed ones that lie at most so many positions apart are computed too."""
+    """Also compute the rows between two computed rows that are at most so many positions apart."""
     confidence: Literal["first", "latest"] = "first"
-    """Of which pass over a masked position its confidence is: the first of all, or the latest that predicted it."""
+    """Which confidence of a masked position counts: that of the first pass, or of the latest pass that predicted it."""
     range_unit: Literal["masks", "block"] = "masks"
-    """What masked positions are chosen from ends at a multiple of this: the block's masks, or its length."""
+    """Masked positions are searched until ``masked_rows`` are found, and on to the next multiple of this: the number of
+    masks in the block, or the length of the block."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

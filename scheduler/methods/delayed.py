@@ -12,10 +12,11 @@ class DelayedOptions(CacheOptions):
     """Options of ``delayed`` (d3LLM, arXiv 2601.07568)."""
 
     cache_delay: int = Field(default=1, ge=0)
-    """Forward passes from the one that finishes a block to the one that keeps it. In those between, the whole canvas is
-    computed and everything kept is renewed."""
+    """Forward passes from the one that finishes a block to the one that keeps it. The passes between them compute the
+    whole canvas and renew everything kept."""
     refresh_interval: int = Field(default=10_000, ge=1)
-    """Every so many forward passes over the response, the whole canvas is computed and everything kept is renewed."""
+    """Every so many forward passes, counted over the response, a pass computes the whole canvas and renews everything
+    kept."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

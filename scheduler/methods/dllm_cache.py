@@ -22,21 +22,23 @@ class DLLMCacheOptions(CacheOptions):
     response_refresh_interval: int = Field(default=7, ge=1)
     """Forward passes, or tokens, from one computation of the response to the next (Kr)."""
     interval_unit: Literal["tokens", "passes"] = "tokens"
-    """What intervals count with parallel unmasking or a guide: unmasked tokens, or forward passes all the same."""
+    """What intervals count if a pass may unmask several tokens (parallel unmasking, a guide): unmasked tokens, or
+    forward passes."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
-    """Share of the response rows that each layer recomputes in the passes between (ρ)."""
+    """Share of the response rows that each layer recomputes in the other passes (ρ)."""
     similarity: Literal["value", "key", "random"] = "value"
-    """How these rows are chosen: those whose new value (or key) differs most from the cached one. ``random``: by
-    chance, anew in each layer and pass, to compare with; nothing but the chosen rows is renewed then (Figure 5)."""
+    """How these rows are chosen: those whose new value (or key) differs most from the cached one. ``random``: at random
+    in each layer and pass, as a baseline; then only the chosen rows are renewed (Figure 5)."""
     similarity_metric: Literal["cosine", "l2"] = "cosine"
-    """How the two are compared: by their angle, or by their L2 distance (appendix A.5, which finds it far worse)."""
+    """How new and cached values are compared: by their angle, or by their L2 distance (appendix A.5, which finds it far
+    worse)."""
     exclude_prompt_states: bool = True
     """Keep no features of prompt rows, because nothing reads them (MaskKV's prompt-state exclusion). False: keep them,
     as dLLM-Cache's code does. That takes more memory and changes no token."""
     refresh_first_layer: bool = True
     """Recompute the whole response in the first layer in every pass, as dLLM-Cache's code does; the paper does not say
-    so. False: there, only rows that were just unmasked have changed, because a row's value in the first layer depends
-    on its token alone."""
+    so. False: choose rows as in other layers. Only rows that were just unmasked have changed there, because a row's
+    value in the first layer depends on its token alone."""
 
     @model_validator(mode="after")
     def _metric_has_a_use(self) -> Self:

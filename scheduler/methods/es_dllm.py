@@ -26,9 +26,9 @@ class ESDLLMOptions(CacheOptions):
     """Pairs of (fraction of the rows kept, relative depth from which it holds). Depths begin with 0 and rise; fractions
     do not rise."""
     block_refresh_interval: int = Field(default=8, ge=1)
-    """Steps from one that skips no row of the block to the next."""
+    """Every so many steps, a step skips no row of the block."""
     prompt_refresh_interval: int = Field(default=64, ge=1)
-    """Steps from one computation of the prompt and all decoded tokens to the next."""
+    """Every so many steps, a step also computes the prompt and all decoded tokens."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of the positions outside the block that a layer attends to, selected as ``sparse`` does. 1: all of them."""
     update_delay: int = Field(default=1, ge=0)

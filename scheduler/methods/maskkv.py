@@ -63,10 +63,11 @@ class MaskKVOptions(DLLMCacheOptions):
     alpha: float = Field(default=0.1, ge=0, le=1)
     """Share of a layer's budget that every head gets, for ``head_budget="prompt_preference"``."""
     redistribute: bool = False
-    """Give what rounding down and short prompts leave of the budgets to other layers and heads (not in the paper)."""
+    """Give the parts of budgets that rounding down and short prompts leave unused to other layers and heads (not in the
+    paper)."""
     profile: Literal["online"] | tuple[float, ...] = "online"
     """Importance of each layer, from 0 to 2, or a file that ``dllm profile`` wrote. ``online``: measured for each
-    request in its first forward pass, which is run twice for that."""
+    request in its first forward pass, which runs twice for this purpose."""
 
     @field_validator("profile", mode="before")
     @classmethod

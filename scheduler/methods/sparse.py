@@ -20,8 +20,8 @@ class SparseOptions(RefreshOptions):
     """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the paper's."""
 
     refresh: Literal["all", "response"] = "all"
-    """What is computed when the window moves: ``all`` of the canvas, or the ``response``, and then all of the canvas
-    once every ``prompt_refresh_interval`` blocks."""
+    """What is computed when the window moves: ``all`` of the canvas, or the ``response``. ``response`` still computes
+    the whole canvas once every ``prompt_refresh_interval`` blocks."""
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the window) that a layer retains."""
     pool_kernel_size: WindowWidth = 3

@@ -22,10 +22,10 @@ class RefreshOptions(CacheOptions):
     """Options of methods that refresh what they retain when the window moves."""
 
     refresh: Literal["all", "response", "near"] = "all"
-    """What is computed when the window moves: ``all`` of the canvas, the ``response``, or what is ``near``. The others
-    also compute all of the canvas once every ``prompt_refresh_interval`` blocks."""
+    """What is computed when the window moves: ``all`` of the canvas, the ``response``, or what is ``near``.
+    ``response`` and ``near`` still compute the whole canvas once every ``prompt_refresh_interval`` blocks."""
     prompt_refresh_interval: int = Field(default=4, ge=1)
-    """Blocks from one computation of the whole canvas to the next, with ``refresh`` other than ``all``."""
+    """Blocks from one computation of the whole canvas to the next, if ``refresh`` is not ``all``."""
 
 
 def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int, retain: Retain) -> StepPlan:
