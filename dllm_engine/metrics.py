@@ -15,10 +15,12 @@ PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
 """By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with ``vllm:``."""
 OF_FRONT_END = {
     "constrained_requests": MetricSpec("counter", "requests", "Requests with structured output that were admitted."),
-    "automaton_builds": MetricSpec("counter", "automata", "Automata built for them, or given up at a limit."),
-    "automaton_build_seconds": MetricSpec("counter", "seconds", "What these took."),
+    "automaton_builds": MetricSpec(
+        "counter", "automata", "Automata built for structured output, or given up at a limit."
+    ),
+    "automaton_build_seconds": MetricSpec("counter", "seconds", "Seconds that building these automata took."),
     "automaton_cache_hits": MetricSpec(
-        "counter", "requests", "Requests that found their automaton, or waited for the same one."
+        "counter", "requests", "Requests whose automaton was there already, or was being built for another request."
     ),
 }
 """Counted where requests are checked (``structured_output/automata.py``), not by the scheduler."""

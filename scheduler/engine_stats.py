@@ -60,14 +60,14 @@ class EngineStats:
         "counter", "positions", "Positions of the running blocks, summed over these steps.", of_vllm=True
     )
     num_committed_tokens: int = metric(
-        "counter", "tokens", "Response tokens unmasked, beyond end tokens too.", of_vllm=True
+        "counter", "tokens", "Response tokens unmasked, including those after an end token.", of_vllm=True
     )
     engine_steps: int = metric("counter", "batches", "Batches run: forward passes of the model.")
     tokens_computed: int = metric("counter", "rows", "Rows fed to the model: tokens computed or recomputed.")
     eviction_candidates: int = metric(
         "counter",
         "tokens per layer",
-        "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running blocks.",
+        "Tokens that UPDATE steps could have retained: the canvas, or its positions outside the running blocks.",
     )
     eviction_retained: int = metric("counter", "tokens per layer", "Tokens that UPDATE steps did retain.")
     requests_failed: dict[str, int] = metric(  # noqa: RUF009 - makes a dataclass field
