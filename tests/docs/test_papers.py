@@ -20,7 +20,7 @@ def written() -> str:
 
 
 def _paper(name: str, title: str) -> str:
-    head = "| `--paper-table` | compares | of | not made, or ours |\n|---|---|---|---|\n"
+    head = "| `--paper-table` | compares | models | missing, or not as in the paper |\n|---|---|---|---|\n"
     return f"\n## {title}\n" + head + "".join(_row(table) for table in PAPER_TABLES.values() if table.paper == name)
 
 
