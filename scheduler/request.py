@@ -188,7 +188,14 @@ class DecodingSpec:
 
     def span_of(self, blocks: Blocks) -> Span:
         """Canvas positions of neighbouring blocks."""
-        return Span(self.block_span(blocks.first).start, self.block_span(blocks.stop - 1).stop)
+        if blocks not in self._spans:
+            self._spans[blocks] = Span(self.block_span(blocks.first).start, self.block_span(blocks.stop - 1).stop)
+        return self._spans[blocks]
+
+    @cached_property
+    def _spans(self) -> dict[Blocks, Span]:
+        """What ``span_of`` has returned: every step asks for its blocks several times."""
+        return {}
 
     def predicting_span(self, blocks: Blocks) -> Span:
         """The rows that predict these blocks: their own, or with shifted logits those one before."""
