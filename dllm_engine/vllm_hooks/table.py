@@ -5,6 +5,7 @@ change is not in the table, because it is no function: the default of ``max_toke
 (``request_bodies.py``).
 """
 
+from dllm_engine.vllm_hooks import refused_settings
 from dllm_engine.vllm_hooks.patch import Patch, Private
 
 EVERY_PROCESS = (
@@ -268,22 +269,15 @@ PRIVATE = (
     Private("vllm.config.scheduler", "SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling", _SETTINGS),
     Private("vllm.config.scheduler", "SchedulerConfig.enable_chunked_prefill SchedulerConfig.policy", _SETTINGS),
     Private("vllm.config.scheduler", "SchedulerConfig.max_num_batched_tokens SchedulerConfig.max_num_seqs", _SETTINGS),
+    Private("vllm.config.scheduler", "SchedulerConfig.max_num_scheduled_tokens", _SETTINGS),
+    Private("vllm.config.scheduler", "SchedulerConfig.max_num_active_seqs", _SETTINGS),
     Private("vllm.config.cache", "CacheConfig.enable_prefix_caching CacheConfig.kv_cache_memory_bytes", _SETTINGS),
-    Private("vllm.config.cache", "CacheConfig.num_gpu_blocks", _SETTINGS),
+    Private("vllm.config.cache", "CacheConfig.num_gpu_blocks CacheConfig.user_specified_block_size", _SETTINGS),
     Private("vllm.config.parallel", "ParallelConfig.worker_cls", _SETTINGS),
     Private("vllm.config.parallel", "ParallelConfig.distributed_executor_backend", _SETTINGS),
-    Private(
-        "vllm.config.parallel",
-        "ParallelConfig.tensor_parallel_size ParallelConfig.pipeline_parallel_size ParallelConfig.enable_dbo "
-        "ParallelConfig.decode_context_parallel_size ParallelConfig.prefill_context_parallel_size "
-        "ParallelConfig.enable_expert_parallel ParallelConfig.enable_batch_sharded_sampling ParallelConfig.ubatch_size",
-        "to refuse what diffusion models do not support",
-    ),
-    Private(
-        "vllm.config.offload",
-        "UVAOffloadConfig.cpu_offload_gb PrefetchOffloadConfig.offload_group_size",
-        "to refuse what diffusion models do not support",
-    ),
+    Private("vllm.config.parallel", "ParallelConfig.tensor_parallel_size", _SETTINGS),
+    Private("vllm.utils.torch_utils", "resolve_kv_cache_dtype_string", _SETTINGS),
+    *refused_settings.USES,
     Private("vllm.tokenizers", "cached_tokenizer_from_config", _SETTINGS),
     Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends
