@@ -1,6 +1,5 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -25,6 +24,7 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, Re
 from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
 from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
@@ -117,18 +117,14 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         end_on_signals_while_loading()
 
 
-def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
+def refuse_stray_options(original: Original, self: "VllmConfig") -> None:
     """Refuse our options for a model that is none of ours; vLLM would ignore them."""
-
-    def try_verify_and_update_config(self: "VllmConfig") -> None:
-        model, additional = self.model_config, self.additional_config
-        is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
-        if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
-            found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
-            raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
-        original(self)
-
-    return try_verify_and_update_config
+    model, additional = self.model_config, self.additional_config
+    is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
+    if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
+        found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
+        raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
+    original(self)
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:
