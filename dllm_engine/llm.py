@@ -1,6 +1,7 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
 import inspect
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -29,33 +30,8 @@ from dllm_engine.structured_output.requests import constrained
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
 
-    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise.
-
-    Args:
-        model: a checkpoint's folder or Hugging Face name, ``"demo"`` or ``"demo-blocks"``.
-        cache_method: which cache to use; ``dllm models`` lists them.
-        cache_options: options of the cache method; ``"paper"`` for those of its paper.
-        page_size: tokens per page of one layer.
-        dense_attention: library for attention without pages, ``"flash"`` (vLLM's), ``"sdpa"`` (PyTorch) or
-            ``"xformers"``; ``"auto"`` takes ``"flash"`` where it can be had.
-        refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
-            smaller ratio evens the gaps between their blocks, None bounds nothing.
-        steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete;
-            None for 8 on a GPU and 1 on a CPU.
-        guide_model: a small autoregressive model that checks drafts (Guided Diffusion), or ``"demo"`` for the demo
-            model's. With another tokenizer than the model's it reads them as text.
-        guide_tokens_per_token: tokens of such a guide that pages are reserved for per token of the model.
-        lora_path: folder of a LoRA adapter (PEFT) to merge into the weights while they are loaded.
-        cuda_graphs: record REUSE steps as CUDA graphs, so that a GPU does not wait for kernels to be launched; for the
-            cache methods ``prefix``, ``dual``, ``sparse``, ``freecache`` and ``delayed``. None: where that is possible,
-            unless ``enforce_eager`` is set.
-        batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
-            slower with several requests.
-        max_automaton_states: most states of the automaton of a request's ``structured_outputs``.
-        max_automaton_seconds: longest time that building such an automaton may take.
-        request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
-            that name none.
-        trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
+    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise. ``model`` may be
+    ``"demo"`` or ``"demo-blocks"`` too. Its other keywords are engine options; docs/reference.md has their values.
 
     Raises:
         ValueError: an unknown or out-of-range option, named with its value and range.
@@ -269,6 +245,14 @@ class LLM(vllm.LLM):
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
         return params
+
+
+_OWN = inspect.signature(LLM.__init__).parameters.keys() & EngineOptions.model_fields.keys()
+LLM.__doc__ = f"{LLM.__doc__}\n    Engine options:\n" + "\n".join(
+    textwrap.fill(f"{name}: {field.description}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    for name, field in EngineOptions.model_fields.items()
+    if name in _OWN
+)
 
 
 def _argument_names() -> set[str]:
