@@ -8,7 +8,8 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions, request_options
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
 from dllm_engine.scheduler.options.resolve import end_token_ids, resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
 

@@ -1,7 +1,6 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
 import inspect
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from dllm_engine.families import check_profiled, family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
@@ -247,12 +246,8 @@ class LLM(vllm.LLM):
         return params
 
 
-_OWN = inspect.signature(LLM.__init__).parameters.keys() & EngineOptions.model_fields.keys()
-LLM.__doc__ = f"{LLM.__doc__}\n    Engine options:\n" + "\n".join(
-    textwrap.fill(f"{name}: {field.description}", 116, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    for name, field in EngineOptions.model_fields.items()
-    if name in _OWN
-)
+_OWN_OPTIONS = [name for name in inspect.signature(LLM.__init__).parameters if name in EngineOptions.model_fields]
+LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OWN_OPTIONS)
 
 
 def _argument_names() -> set[str]:

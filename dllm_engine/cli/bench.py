@@ -12,19 +12,19 @@ from dllm_engine.cli.arguments import (
     GUIDING,
     ONE,
     RULES,
-    add_guiding_arguments,
     add_options,
     parse_rule,
     positive_int,
     positive_ints,
     split_names,
 )
-from dllm_engine.cli.engine import DTYPES, add_engine_arg, engine_settings, given
+from dllm_engine.cli.engine import DTYPES, add_engine_arg, given
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.evaluation.result_file import check_folder_of, read_results
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import methods_for
+from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
@@ -102,8 +102,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     guide = parser.add_argument_group("guide")
-    add_options(guide, engine_settings(*GUIDE_SETTINGS))
-    add_guiding_arguments(guide)
+    add_options(guide, EngineOptions, GUIDE_SETTINGS)
+    add_options(guide, RequestOptions, GUIDING)
     how = parser.add_argument_group("how")
     how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
     how.add_argument(

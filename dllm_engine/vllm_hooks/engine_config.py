@@ -20,7 +20,8 @@ from dllm_engine.model_executor.models.configs import unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, RequestOptions, with_defaults
+from dllm_engine.scheduler.options.request_fields import RequestOptions, with_defaults
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses

@@ -24,7 +24,8 @@ from dllm_engine.figures import PER_TOKEN, ErrorReason
 from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
 from dllm_engine.scheduler.messages import PROVISIONAL_KEY
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, RequestOptions
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 DIFFUSION = "diffusion"

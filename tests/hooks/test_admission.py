@@ -11,7 +11,8 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import admission
 from dllm_engine.vllm_hooks.admission import CheckedPrompt, generate_if_valid
 from dllm_engine.vllm_hooks.request_bodies import create_if_known
