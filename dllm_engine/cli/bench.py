@@ -191,6 +191,10 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
     return {"schema": SCHEMA, "command": command, "machine": provenance(), "how": HOW, "runs": runs}
 
 
+_SAME = ("model", "response", "block_length", "shared_prefix", "repeats", "seed", "dtype", "max_model_len")
+"""Arguments that are settings of the same name."""
+
+
 def settings(args: argparse.Namespace) -> "BenchSettings":
     """What the arguments ask for; raises ``ValueError`` for what cannot be measured."""
     from dllm_engine.bench.random_model import config_of
@@ -208,20 +212,13 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
         raise ValueError(f"--{next(iter(guiding)).replace('_', '-')}: there is no guide; give --guide-model")
     asked = guiding if args.guide_model is not None else None
     return BenchSettings(
-        model=args.model,
         methods=methods,
         unmaskings=tuple(_unmasking(text, asked) for text in split_names(args.unmasking)),
         batches=tuple(args.batch),
         prompts=tuple(args.prompt),
-        response=args.response,
-        block_length=block,
-        shared_prefix=args.shared_prefix,
-        repeats=args.repeats,
-        seed=args.seed,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
         baseline=not args.no_baseline,
         engine_args=guide | dict(args.engine_arg),
+        **{name: getattr(args, name) for name in _SAME},
     )
 
 

@@ -34,10 +34,6 @@ class Refused:
     """Refused only then."""
 
 
-def _with_experts(config: "VllmConfig") -> bool:
-    return config.model_config.is_moe
-
-
 def _without_experts_or_gpu(config: "VllmConfig") -> bool:
     from vllm.platforms import current_platform
 
@@ -84,7 +80,9 @@ REFUSED = (
         when=_without_experts_or_gpu,
     ),
     # With experts, its ranks would wait for each other in every step, also those without requests.
-    Refused(*_PARALLEL, "data_parallel_size", "start one server for each", when=_with_experts),
+    Refused(
+        *_PARALLEL, "data_parallel_size", "start one server for each", when=lambda config: config.model_config.is_moe
+    ),
     Refused(*_PARALLEL, "enable_eplb enable_batch_sharded_sampling enable_dbo ubatch_size enable_ep_weight_filter"),
     Refused(*_PARALLEL, "enable_hc_sp enable_elastic_ep enable_fault_tolerance"),
     Refused(

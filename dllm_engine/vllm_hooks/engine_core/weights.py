@@ -38,7 +38,9 @@ def guard_weights(
     if method == "reload_weights":
         path = (kwargs or {}).get("weights_path", args[1] if len(args) > 1 else None)
         if path is not None:
-            _check_weights(self.vllm_config, str(path))
+            # They may be missing, damaged or of other shapes than the engine's.
+            check_folder(str(path))
+            check_checkpoint(str(path), self.vllm_config.model_config.hf_config)
         self.scheduler.weights_incomplete_since = method  # also if it fails on its way
     result = collective_rpc(self, method, timeout, args, kwargs)
     self.scheduler.weights_incomplete_since = None if method in _COMPLETE else method
@@ -70,9 +72,3 @@ def _refuse_while_running(engine: Any, call: str, why: str) -> None:
             f"{call}: {running} requests are running, and {why}; let them finish (mode='wait' of vLLM's pause and "
             f"sleep), or abort them (mode='abort')"
         )
-
-
-def _check_weights(vllm_config: Any, model: str) -> None:
-    """Raises ``ValueError`` for a folder whose weights are missing, damaged or of other shapes than the engine's."""
-    check_folder(model)
-    check_checkpoint(model, vllm_config.model_config.hf_config)
