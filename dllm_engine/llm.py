@@ -10,7 +10,7 @@ import vllm
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
-from dllm_engine.admission import open_gen_length
+from dllm_engine.admission import settled_params
 from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.families import check_profiled, family_of
@@ -23,7 +23,6 @@ from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.structured_output.requests import constrained
 
 
 class LLM(vllm.LLM):
@@ -181,12 +180,10 @@ class LLM(vllm.LLM):
         self._resolve(params, prompt_length=1)
 
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
-        params = constrained(params, self.llm_engine.input_processor.tokenizer, self.llm_engine.vllm_config)
-        if params.max_tokens is None:
-            params = params.clone()
-            params.max_tokens = open_gen_length(params, prompt_length, self.model_config)
-        engine = EngineOptions.from_vllm_config(self.llm_engine.vllm_config)
-        return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), engine)
+        engine = self.llm_engine
+        params = settled_params(params, prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
+        options = EngineOptions.from_vllm_config(engine.vllm_config)
+        return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), options)
 
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> dict[str, list[float]]:
         """How much each layer changes its tokens in a forward pass over a prompt and a masked response.

@@ -21,6 +21,7 @@ from dllm_engine.cli.arguments import (
 from dllm_engine.cli.engine import DTYPES, add_engine_arg, given
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.evaluation.result_file import check_folder_of, read_results
+from dllm_engine.evaluation.tradeoff_plot import can_plot
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import methods_for
@@ -140,8 +141,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--quick measures without a guide; leave it out, or --guide-model {args.guide_model}")
         args.output = args.output or QUICK_OUTPUT
         if args.plots is None:
-            args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
-    if args.plots is not None and not _can_plot():
+            args.plots, note = (QUICK_PLOTS, None) if can_plot() else (None, _PLOTS_NEED)
+    if args.plots is not None and not can_plot():
         raise ValueError(f"--plots {args.plots}: {_PLOTS_NEED}")
     check_folder_of(args.output)
     wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
@@ -166,12 +167,6 @@ def filled(args: argparse.Namespace, preset: dict[str, Any]) -> argparse.Namespa
 
 
 _PLOTS_NEED = "matplotlib is not installed; run pip install 'dllm-engine[bench]'"
-
-
-def _can_plot() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
 
 
 def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Report:

@@ -11,14 +11,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_integer, check_request, open_gen_length
+from dllm_engine.admission import check_integer, check_request, settled_params
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
-from dllm_engine.structured_output.requests import constrained, is_prepared, prepare
+from dllm_engine.structured_output.requests import is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 
@@ -70,10 +70,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
     max_model_len, config = model_config.max_model_len, model_config.hf_config
     if isinstance(params, DiffusionParams):
         params = params.to_sampling_params()
-    params = constrained(params, input_processor.tokenizer, vllm_config)
-    if params.max_tokens is None:
-        params = params.clone()
-        params.max_tokens = open_gen_length(params, len(prompt_token_ids), model_config)
+    params = settled_params(params, len(prompt_token_ids), input_processor.tokenizer, vllm_config)
     engine = EngineOptions.from_vllm_config(vllm_config)
     spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
     if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:

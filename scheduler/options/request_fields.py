@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dllm_engine.options import explain
-from dllm_engine.scheduler.unmasking import SlowFast
+from dllm_engine.scheduler.unmasking import MOST_TOKENS, SlowFast
 
 PARALLEL_OPTIONS = (
     *("threshold", "factor", "entropy_bound", "entropy_budget", "margin", "entropy_threshold", "slow_fast"),
@@ -24,8 +24,6 @@ CHECKPOINT_OPTIONS = (
 """Request options that a checkpoint may have a default for: those that mean the same in every engine."""
 DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", "guided", *GUIDE_OPTIONS)
 """Request options that an engine may have a default for."""
-_MOST_TOKENS = (1 << 31) - 1
-"""More than any model's context or vocabulary holds."""
 
 
 def _parsed(value: Any) -> Any:
@@ -54,17 +52,17 @@ class RequestOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    block_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    block_length: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Response tokens denoised together, at most ``gen_length``. The last block may be shorter. SDAR and LLaDA2 attend
     by blocks of this length, counted from the prompt's first token; it may be longer than the response."""
-    steps: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    steps: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Denoising steps over the whole response, at most ``gen_length``. Blocks share them by their length; each block
     gets at least one."""
-    steps_per_block: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    steps_per_block: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Denoising steps of each block, in place of ``steps``; a block of fewer tokens takes a step for each. With a rule
     of parallel unmasking, each step fills at least what the schedule of so many steps does. ``entropy_budget`` takes no
     such count."""
-    tokens_per_step: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    tokens_per_step: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Tokens that each step unmasks, in place of ``steps`` and of a family's schedule, or with a rule of parallel
     unmasking the least (d2Cache)."""
     unmasking: str | None = None
@@ -99,7 +97,7 @@ class RequestOptions(BaseModel):
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
     """Several blocks at once (d3LLM): the next block joins the running ones once this share of the last one is decided.
     0: one more block in every step; 1 or unset: one block at a time. Needs a rule of parallel unmasking."""
-    suffix_blocks: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
+    suffix_blocks: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     """Masked blocks behind the running ones that a step computes (DPad). Unset: all of them. Cache methods that keep
     the whole canvas refuse it."""
     early_stop: bool | None = None
@@ -114,9 +112,9 @@ class RequestOptions(BaseModel):
     guided: bool | None = None
     """Guided Diffusion: the engine's guide model decides what a step fills. Schedules, unmasking policies and rules
     then have no effect."""
-    speculation_length: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    speculation_length: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Masked positions that are drafted and checked by the guide in a step, within the running block. Unset: 32."""
-    guide_top_k: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    guide_top_k: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """A draft passes if it is among this many best tokens of the guide. Unset: 1."""
     guide_threshold: float | None = Field(default=None, gt=0, lt=1)
     """Beside the drafts that pass, which end at the first that does not, also fill every drafted position whose token
@@ -143,7 +141,7 @@ class RequestOptions(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Sample from the smallest set of likeliest tokens whose probabilities reach this sum. It applies to greedy
     requests too: Dream's confidences are those of the filtered distribution."""
-    top_k: int | None = Field(default=None, ge=-1, le=_MOST_TOKENS)
+    top_k: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
     """Sample from this many likeliest tokens; 0 or -1 means all. It applies to greedy requests as ``top_p`` does."""
 
     @property
