@@ -101,7 +101,7 @@ class OneEngine:
     def stop(self) -> None:
         """End the running engine, if there is one."""
         if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()  # and with it vLLM's process groups
+            _stop(self._llm)
         self._llm = self._arguments = None
         gc.collect()
 
@@ -278,3 +278,8 @@ def _name(engine: dict[str, Any]) -> str:
 
 def _key(combination: Combination, task: Task) -> str:
     return key_of(combination.method, combination.unmasking, task.label)
+
+
+def _stop(llm: "LLM") -> None:
+    """A device holds one engine at a time, and an engine that ends takes vLLM's process groups along."""
+    llm.llm_engine.engine_core.shutdown()

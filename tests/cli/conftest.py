@@ -3,6 +3,7 @@
 import pytest
 
 from dllm_engine.cli import evaluate, tune
+from dllm_engine.evaluation import comparison
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +23,7 @@ def started(demo, monkeypatch):
 
     for command in (evaluate, tune):
         monkeypatch.setattr(command, "load", load)
-    monkeypatch.setattr(demo.llm_engine.engine_core, "shutdown", lambda: None)
+    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
     # lm_eval runs pip, to list what is installed, after each evaluation.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     return settings
