@@ -55,9 +55,11 @@ def _with_other_dtype(config: "VllmConfig") -> bool:
 
 
 def _with_pages_reserved_at_once(config: "VllmConfig") -> bool:
+    from dllm_engine.families import family_of
     from dllm_engine.options import EngineOptions
 
-    return not EngineOptions.from_vllm_config(config).method.keeps_for_good
+    family, options = family_of(config.model_config.hf_config), EngineOptions.from_vllm_config(config)
+    return not options.with_paper_settings(config.model_config.model, family).method.keeps_for_good
 
 
 _PARALLEL = ("vllm.config.parallel:ParallelConfig", "parallel_config")

@@ -63,6 +63,10 @@ def test_settings_that_say_what_holds_anyway_are_accepted(tiny_llada):
     start_engine(tiny_llada, page_size=16, block_size=16, async_scheduling=False, enable_batch_sharded_sampling=False)
 
 
+def test_a_watermark_is_for_methods_whose_pages_come_as_blocks_come(tiny_sdar):
+    assert scheduler_of(start_engine(tiny_sdar, watermark=0.1)).watermark > 0
+
+
 def test_a_limit_of_scheduled_tokens_is_the_row_budget(tiny_llada):
     llm = start_engine(tiny_llada, max_num_scheduled_tokens=300)
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == scheduler_of(llm).max_rows == 300
