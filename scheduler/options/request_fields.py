@@ -110,7 +110,7 @@ class RequestOptions(BaseModel):
     """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM).
     Works with every cache method. Without a cache, it also selects the rest of ES-dLLM's sampler."""
     guided: bool | None = None
-    """Guided Diffusion: the engine's guide model decides what a step fills. Schedules, unmasking policies and rules
+    """Let the engine's guide model decide what a step fills (Guided Diffusion). Schedules, unmasking policies and rules
     then have no effect."""
     speculation_length: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """Masked positions that are drafted and checked by the guide in a step, within the running block. Unset: 32."""
