@@ -76,11 +76,11 @@ class DecodingSpec:
     block_length: int
     steps: int
     """Denoising steps over the whole response, at least one per block and at most one per token."""
-    schedule: ScheduleKind
-    unmasking: str
-    temperature: float
-    top_p: float
-    top_k: int
+    schedule: ScheduleKind = "uniform"
+    unmasking: str = "low_confidence"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""

@@ -57,7 +57,8 @@ def test_flags_of_the_page_exist():
     known = {flag for parser in (make_arg_parser(FlexibleArgumentParser()),) for flag in parser._option_string_actions}
     known |= {flag for name in ("ray_serve_app.py", "ray_batch.py") for flag in flags_of(name)}
     known |= set(re.findall(r"--[a-z-]+", (CHECKOUT / "dllm_engine" / "cli" / "plan.py").read_text()))
-    known |= {"--cache-method", "--guide-model", "--guide-tokens-per-token", "--head", "--port", "--address"}
+    known |= {"--cache-method", "--guide-model", "--guide-tokens-per-token", "--refresh-ratio", "--page-size"}
+    known |= {"--head", "--port", "--address"}
     assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
 
 

@@ -19,12 +19,8 @@ from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_options import (
-    DEFAULT_GEN_LENGTH,
-    DEFAULTABLE_OPTIONS,
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
+from dllm_engine.scheduler.options.request_fields import DEFAULTABLE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, SlowFast
 
@@ -113,7 +109,7 @@ def request_table() -> list[str]:
     }
     schemas = {"gen_length": {"type": "integer", "minimum": 1}} | RequestOptions.model_json_schema()["properties"]
     assert all(getattr(DiffusionParams(), name) is None for name in schemas if name not in ("top_p", "top_k"))
-    meanings = docstrings(DiffusionParams)
+    meanings = docstrings(DiffusionParams) | docstrings(RequestOptions)
     return [*HEAD, *(row(name, schema, meanings[name], defaults.get(name, "off")) for name, schema in schemas.items())]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields, whole_completion
+from dllm_engine.vllm_hooks.http_responses import StreamFields, complete_with_fields, stream_with_fields
 
 
 def completion(index=0, *, passes=1, finish_reason=None, trace=None, shown=None, tokens=(5,)):
@@ -113,7 +114,7 @@ def test_the_trace_comes_with_the_last_chunk_where_the_request_asks():
 def test_a_whole_response_has_the_trace_where_the_request_asks(options, asked):
     trace = {"refresh_states": ["full"]}
     choice = SimpleNamespace()
-    respond = whole_completion(lambda *_: SimpleNamespace(choices=[choice]))
+    respond = partial(complete_with_fields, lambda *_: SimpleNamespace(choices=[choice]))
     result = SimpleNamespace(outputs=[completion(trace=trace, **END)])
     respond(None, [result], SimpleNamespace(vllm_xargs=options, max_tokens=8))
     assert choice.diffusion.get("trace") == (trace if asked else None)

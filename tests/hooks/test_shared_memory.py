@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from dllm_engine.vllm_hooks.engine_core.shared_memory import FOLDER, unnaming_in_engine
+from dllm_engine.vllm_hooks.engine_core.shared_memory import FOLDER, unname_in_engine
 from tests.support.preloaded import Program
 
 
@@ -35,7 +35,7 @@ def test_a_queue_goes_on_without_its_name(queues):
     writer, reader = queues
     name = writer.buffer.shared_memory.name
     assert (FOLDER / name).exists()
-    unnaming_in_engine(lambda self: None)(executor(writer, ours=True))
+    unname_in_engine(lambda self: None, executor(writer, ours=True))
     assert not (FOLDER / name).exists()
     for message in ("one", "two"):
         writer.enqueue(message)
@@ -46,7 +46,7 @@ def test_a_queue_goes_on_without_its_name(queues):
 
 def test_queues_of_other_models_keep_their_names(queues):
     writer, _ = queues
-    unnaming_in_engine(lambda self: None)(executor(writer, ours=False))
+    unname_in_engine(lambda self: None, executor(writer, ours=False))
     assert (FOLDER / writer.buffer.shared_memory.name).exists()
     for queue in queues:
         queue.shutdown()

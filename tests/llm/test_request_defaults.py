@@ -13,7 +13,8 @@ from dllm_engine.demo import DEMO_MODELS, demo_model_path
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, with_defaults
+from dllm_engine.scheduler.options.request_fields import with_defaults
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_request_defaults, resolve_decoding
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Guidance

@@ -241,8 +241,8 @@ def test_running_requests_keep_their_pages_on_a_gpu(monkeypatch, num_running):
         scheduler=SimpleNamespace(num_begun=num_running, reset_prefix_cache=lambda: done.append("reset")),
     )
     calls = [
-        lambda: weights.guarding_sleep(lambda self, level, mode: done.append(mode))(engine, 1, "keep"),
-        lambda: weights.guarding_pages(lambda self: done.append("released"))(engine),
+        lambda: weights.sleep_if_possible(lambda self, level, mode: done.append(mode), engine, 1, "keep"),
+        lambda: weights.release_if_unused(lambda self: done.append("released"), engine),
     ]
     for call in calls:
         if num_running:

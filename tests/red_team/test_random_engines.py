@@ -13,7 +13,7 @@ import torch
 from dllm_engine import DiffusionParams
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.random_requests import between_blocks, in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages

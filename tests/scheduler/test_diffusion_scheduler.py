@@ -68,6 +68,7 @@ def make_scheduler(
     *,
     hf_config=HF_CONFIG,
     max_num_seqs=4,
+    max_num_active_seqs=None,
     max_rows=1000,
     policy="fcfs",
     watermark=0.0,
@@ -85,6 +86,7 @@ def make_scheduler(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(
             max_num_seqs=max_num_seqs,
+            max_num_active_seqs=max_num_active_seqs,
             max_num_batched_tokens=max_rows,
             enable_chunked_prefill=True,
             policy=policy,
@@ -171,8 +173,9 @@ def test_request_runs_its_steps_and_returns_a_block_at_a_time():
 # Order
 
 
-def test_place_is_taken_as_soon_as_a_request_ends():
-    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", max_num_seqs=2)
+@pytest.mark.parametrize("limit", [{"max_num_seqs": 2}, {"max_num_active_seqs": 2}], ids=str)
+def test_place_is_taken_as_soon_as_a_request_ends(limit):
+    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", **limit)
     ran, _, _ = run(scheduler, runner)
     assert [sorted(ids) for ids in ran] == [["long", "short"]] * 2 + [["long", "next"]] * 2 + [["next"]] * 2
 

@@ -18,7 +18,7 @@ from dllm_engine.vllm_hooks.shutdown import (
     STOPPING,
     EngineDied,
     ServerStopping,
-    with_graceful_shutdown,
+    serve_gracefully,
 )
 from tests.support.http_app import app_client
 
@@ -63,7 +63,7 @@ def serve(engine, *, until):
         return close()
 
     async def run():
-        await (await with_graceful_shutdown(serve_http)(app, None, host=None, port=1))
+        await (await serve_gracefully(serve_http, app, None, host=None, port=1))
 
     try:
         asyncio.run(run())
@@ -165,7 +165,7 @@ def test_a_port_that_was_taken_while_the_model_loaded_is_named():
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=Engine()))
     with pytest.raises(SystemExit, match=r"port 8123 is in use on 127\.0\.0\.1"):
-        asyncio.run(with_graceful_shutdown(serve_http)(app, host="127.0.0.1", port=8123))
+        asyncio.run(serve_gracefully(serve_http, app, host="127.0.0.1", port=8123))
 
 
 def test_a_server_that_stops_refuses_everything_but_its_metrics():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,11 @@ class EngineInProcess:
     """What vLLM's server asks of ``AsyncLLM``, answered by an engine in this process; one request at a time."""
 
     def __init__(self, llm: "LLM") -> None:
-        from dllm_engine.vllm_hooks.admission import checked_generate
+        from dllm_engine.vllm_hooks.admission import generate_if_valid
 
         self.llm_engine = llm.llm_engine
         self.errored, self.is_running, self.dead_error = False, True, None
-        self._checked_generate = checked_generate(type(self)._generate)
+        self._checked_generate = partial(generate_if_valid, type(self)._generate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.llm_engine, name)
