@@ -194,18 +194,6 @@ def test_odd_structured_output(server, path):
     fuzz()
 
 
-@pytest.mark.parametrize("number", [n for n in ODD_NUMBERS if n != 10**400], ids=str)
-def test_every_option_with_every_odd_number(server, number):
-    """As tests/llm/test_extreme_options.py, through HTTP and with the engine in a process of its own."""
-    body = GOOD[COMPLETIONS]
-    for name in RequestOptions.model_fields:
-        odd = body | {"vllm_xargs": {name: number}}
-        check(ask(server, COMPLETIONS, odd), odd)
-    for name in fields_of(COMPLETIONS):
-        odd = body | {name: number}
-        check(ask(server, COMPLETIONS, odd), odd)
-
-
 MALFORMED = [
     b"", b"{", b"null", b"[]", b'"x"', b'{"model":', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000,
     b'{"model":"demo","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}",

@@ -50,11 +50,6 @@ def test_where_a_span_ends(farthest, options, ends):
         assert not state.is_slow
 
 
-def test_an_end_that_is_found_early_leaves_the_other_slow_passes():
-    state = run([14, 14], span_steps=4)
-    assert (state.end, state.settled, state.is_slow) == (15, True, True)
-
-
 def test_a_span_is_left_when_it_is_full():
     assert place(run([14, 14], first_masked=15, span_steps=2)) == (15, 0, 0)
     # Not before the slow passes are over.

@@ -1,4 +1,4 @@
-"""Refreshes that compute less than the canvas, and masks far behind the window that no pass computes."""
+"""Windows of several blocks: refreshes that compute less than the canvas, and masks that no pass computes."""
 
 import pytest
 
@@ -31,9 +31,11 @@ def test_a_window_over_the_border_of_intervals_computes_the_whole_canvas():
     assert advanced("dual", [[4], [0, 4], [0, 4], [0, 4]]) == ((3, 5), 0)
 
 
-def test_a_window_that_ended_before_its_update_leaves_nothing_to_go_on_with():
-    assert advanced("sparse", [[4]]) == ((0, 2), 0)
-    assert advanced("sparse", [[6], [4]]) == ((0, 2), 10)
+def test_no_block_joins_after_the_response_has_ended():
+    request = spec(parallel=ParallelRule("threshold", 0.9), block_add_threshold=0.5)
+    progress = Progress.begin(request)
+    progress.advance(request, 5, [3], ends=True)
+    assert (progress.running, progress.step) == ((0, 1), 1)
 
 
 def test_what_sparse_scores_must_be_computed():
