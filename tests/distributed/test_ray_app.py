@@ -88,11 +88,6 @@ def test_settings_become_a_deployment_and_the_servers_command(example):
     assert threads == 1
 
 
-def test_wrong_options_are_refused_before_a_replica_starts(example):
-    with pytest.raises(ValueError, match="unknown cache method"):
-        example.app({"options": "--cache-method magic"})
-
-
 def test_wrong_options_are_told_in_one_line_before_ray_starts(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ray_serve_app", "--cache-method", "magic"])
     assert example.main() == 2

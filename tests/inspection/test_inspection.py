@@ -9,7 +9,6 @@ from dllm_engine import DiffusionParams
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
 from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RefreshState
 from tests.support.plans import spec_of
 
 MARKUP = '<script>alert("&amp;")</script>'
@@ -98,14 +97,6 @@ def drawn_positions(path):
 
 
 # The record
-
-
-def test_forward_passes_are_those_of_their_blocks():
-    first, second = make_inspection().windows
-    assert (first.span, second.span) == (Span(5, 9), Span(9, 13))
-    assert [step.number for step in first.passes] == [1, 2, 3]
-    assert [step.state for step in second.passes] == [RefreshState.UPDATE, RefreshState.REUSE]
-    assert [first.retained, second.retained] == RETAINED
 
 
 def test_a_block_that_ends_before_its_update_retained_nothing():

@@ -1,4 +1,3 @@
-import random
 import re
 
 import numpy as np
@@ -174,9 +173,3 @@ def test_no_text_can_be_spelled():
         built("regex", "ab", [b"a", b"aa"])
     with pytest.raises(ValueError, match="no text"):
         built("regex", r"[^\s\S]")
-
-
-def test_random_walks_end():
-    choice = random.Random(0)
-    automaton = built("regex", "a*")
-    assert {len(walk(automaton, TOKENS, choice, 8)) for _ in range(50)} > {0, 1}
