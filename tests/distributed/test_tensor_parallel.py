@@ -10,7 +10,7 @@ from examples.quantize import quantize
 from tests.support.engines import generate, scheduler_of
 from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases, request_fields
-from tests.support.sharded import assert_alike, two_ranks
+from tests.support.sharded import assert_alike, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import write_adapter, write_llada
 
 pytestmark = pytest.mark.slow
@@ -78,6 +78,9 @@ D2_CACHE = {"cache_method": "d2_cache", "cache_options": {"masked_rows": 6, "rol
 CHOSEN = ("unmasked_per_step", "computed_positions")
 RETAINED = ("unmasked_per_step", "retained_positions")
 SKIPPED = ("selected_positions", "retained_positions")
+INTERVALS = {"prompt_refresh_interval": 5, "response_refresh_interval": 3, "update_ratio": 0.25}
+MASKKV = INTERVALS | {"kv_budget": 12, "alpha": 0.0, "refresh_first_layer": True}
+ALL = ("trace", "tokens_computed")
 
 
 def es_dllm(**options):
@@ -103,6 +106,16 @@ CASES = {
     "es_dllm query": ("llada-tiny-a", es_dllm(indicator="query"), [{}], SKIPPED),
     "es_dllm key": ("dream-tiny-a", es_dllm(indicator="key"), [{}], SKIPPED),
     "es_dllm hidden_state": ("dream-tiny-a", es_dllm(indicator="hidden_state", retention_ratio=0.4), [{}], SKIPPED),
+    **{
+        f"{method} {model}": (model, {"cache_method": method, "cache_options": options}, [{}], ALL)
+        for model in ("llada-tiny-a", "dream-tiny-a")
+        for method, options in {
+            "dual": {"refresh": "near", "near_tokens": 4},
+            "dkv": {"refresh_interval": 4},
+            "dllm_cache": INTERVALS,
+            "maskkv": MASKKV,
+        }.items()
+    },
     # Every rank plans the steps after the first by itself.
     "steps per dispatch": (
         "llada-tiny-a",
@@ -121,12 +134,18 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_ch
     asked = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
     params = [DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))]
     with two_ranks(reference_checkpoints / model, **engine) as sharded:
+        pages = watch_pages(sharded)
         answers = generate(sharded, prompts, params)
         by_blocks = scheduler_of(sharded).shares_prefixes
         again = generate(sharded, prompts, params) if by_blocks else answers
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
     assert_alike(answers, generate(alone, prompts, params), *figures)
     assert_alike(again, answers)
+    assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
+    assert pages[-1][1:] == (0, 0)
+    if case.startswith("maskkv"):
+        planned, allocated, reserved = pages[0]
+        assert allocated == reserved < planned, "what voting left free is given back"
     assert by_blocks == any(output.num_cached_tokens for output in again) == (rules is BLOCK_RULES)
 
 
