@@ -3,7 +3,6 @@
 import json
 import subprocess
 import time
-import urllib.request
 
 import openai
 import pytest
@@ -253,17 +252,8 @@ def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, exam
     after = scrape(server.url)
     grown = {name: after[name] - before[name] for name in after}
     assert grown["vllm:diffusion_num_committed_tokens_total"] == sum(f["tokens_unmasked"] for f in figures)
-    assert grown["vllm:dllm_tokens_computed_total"] == sum(f["tokens_computed"] for f in figures)
     assert grown["steps:full"] == sum(f["denoising_steps"] for f in figures)
     assert grown["vllm:dllm_request_pages_held_count"] == 3
-    assert (
-        after["vllm:dllm_pages_reserved"]
-        == after["vllm:dllm_pages_allocated"]
-        == after["vllm:dllm_tokens_retained"]
-        == 0
-    )
-    labels = 'engine="0",model_name="' + model
-    assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
