@@ -27,9 +27,6 @@ def spec(cache, **changes) -> DecodingSpec:
     return spec_of(**({"steps": 13, "cache": cache} | changes))
 
 
-# Prompt due in passes 0, 4, 8, 12; response in 0, 3, 6, 9, 12. Blocks begin at passes 0, 5 and 10.
-
-
 @pytest.mark.parametrize("open_count", [{"parallel": ParallelRule("threshold", 0.9)}, {"guidance": Guidance()}])
 @pytest.mark.parametrize("method", ["dllm_cache", "maskkv"])
 def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, open_count):

@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.step_plan import RefreshState, unmask_quota
+from dllm_engine.scheduler.step_plan import unmask_quota
 from tests.support.plans import engine_options, page_demand
 from tests.support.plans import spec_of as spec
 
@@ -14,9 +14,6 @@ def test_last_step_of_a_block_takes_whatever_is_left(schedule):
     assert (quota.candidates, quota.count, quota.ratio) == ((10, 18), 5, 1.0)
     # Also beyond it: a policy that draws positions by chance may have left some.
     assert unmask_quota(spec(schedule=schedule), Progress(step=9, masked=[2]), window_alone=True).count == 2
-
-
-FULL, UPDATE, REUSE = RefreshState.FULL, RefreshState.UPDATE, RefreshState.REUSE
 
 
 @pytest.mark.parametrize(("cache_block_length", "pages"), [(16, 7), (24, 3)])
