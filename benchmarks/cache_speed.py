@@ -38,10 +38,9 @@ from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.machine import seconds_of
 from dllm_engine.bench.passes import ObservedPass, observed_step, runner_of
 from dllm_engine.bench.plain import KeysValues, PlainCanvas, PlainDecoder
-from dllm_engine.bench.random_model import config_folder
-from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import key_value
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.models.configs import parse_config
 from dllm_engine.scheduler.methods.sparse import SparseOptions
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.progress import Progress
@@ -147,8 +146,7 @@ def decode_sparse(model: PlainDecoder, prompt: list[int], spec: DecodingSpec) ->
 
 def plain_loop(llm: LLM, canvas: int, options: argparse.Namespace) -> float:
     """Seconds of the same requests in plain PyTorch; the weights' values do not change them."""
-    with config_folder(llada_config(options, canvas)) as folder:
-        config = load_config(str(folder))
+    config = parse_config(llada_config(options, canvas), "llada")
     model = PlainDecoder.random(config, getattr(torch, options.dtype))
     prompt = [5 + i % 1000 for i in range(canvas - options.gen_length)]
     spec = resolve_decoding(params_of(options), len(prompt), family_of(config), runner_of(llm).options)

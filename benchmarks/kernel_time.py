@@ -20,7 +20,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,10 +30,9 @@ from program import Rows, argument_parser, parse, report, write
 
 from dllm_engine.bench.machine import MachineRates, seconds_of
 from dllm_engine.check.checks import compare
+from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.kernels.triton.tiles import TABLE_FILE, Tiles, capability_of, tiles_by_rule
-from dllm_engine.scheduler.page_layout import pages_for
 from dllm_engine.text import json_rows, one_line
 
 PAGE_SIZE = 32
@@ -71,45 +70,16 @@ CASES = (
 )
 
 
-def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Of ``paged_attention``; the pages of a request lie anywhere in the pool."""
-    draw = torch.Generator().manual_seed(0)
+def arguments(case: Case, device: str, dtype: torch.dtype, held: torch.dtype | None = None) -> dict[str, Any]:
+    """Of ``paged_attention``; the pages of a request lie anywhere in the pool. ``held``: as ``paged_case`` has it."""
+    lengths = [case.retained] * case.kv_heads
     if case.packed:
-        lengths = torch.randint(case.retained // 2, case.retained * 3 // 2 + 1, (case.kv_heads,), generator=draw)
-    else:
-        lengths = torch.full((case.kv_heads,), case.retained)
-    slots_per_page = PAGE_SIZE * case.kv_heads
-    per_request = pages_for(int(lengths.sum()), slots_per_page)
-    pages = torch.randn(case.requests * per_request + 1, 2, slots_per_page, HEAD_DIM, generator=draw)
-    pages = pages.to(device, dtype)
-    tables = 1 + torch.randperm(case.requests * per_request, generator=draw).view(case.requests, per_request)
-    starts = lengths.cumsum(0) - lengths if case.packed else torch.arange(case.kv_heads)
-    num_rows = case.requests * case.rows
-
-    def heads(count: int) -> torch.Tensor:
-        return torch.randn(num_rows, count, HEAD_DIM, generator=draw).to(device, dtype)
-
-    def per_head(values: torch.Tensor) -> torch.Tensor:
-        return values.to(torch.int32).expand(case.requests, case.kv_heads).contiguous().to(device)
-
-    bounds = list(accumulate([case.rows] * case.requests, initial=0))
-    return {
-        "q": heads(case.heads),
-        "k": heads(case.kv_heads),
-        "v": heads(case.kv_heads),
-        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=device),
-        "tokens": PagedTokens(
-            k_pages=pages[:, 0],
-            v_pages=pages[:, 1],
-            page_tables=tables.to(torch.int32).to(device),
-            head_start=per_head(starts),
-            token_stride=torch.full((case.requests,), 1 if case.packed else case.kv_heads).to(device, torch.int32),
-            head_len=per_head(lengths),
-            max_head_len=int(lengths.max()),
-        ),
-        "attend_fresh": case.attend_fresh,
-        "max_seqlen": case.rows,
-    }
+        draw, around = torch.Generator().manual_seed(0), (case.retained // 2, case.retained * 3 // 2 + 1)
+        lengths = torch.randint(*around, (case.kv_heads,), generator=draw).tolist()
+    requests = [case.rows] * case.requests, [lengths] * case.requests
+    made = paged_case(*requests, case.heads, HEAD_DIM, PAGE_SIZE, case.packed, dtype, device=device, held=held)
+    tokens = made.tokens._replace(max_head_len=max(lengths))
+    return made._asdict() | {"tokens": tokens, "attend_fresh": case.attend_fresh, "max_seqlen": case.rows}
 
 
 def costs(call: dict[str, Any]) -> tuple[int, int]:
@@ -235,10 +205,7 @@ def candidates(pairs: int, dtype: torch.dtype) -> list[Tiles]:
 
 def expected_result(case: Case, dtype: torch.dtype) -> torch.Tensor:
     """The plain version's, from the same numbers, in float32."""
-    call = arguments(case, "cpu", dtype)
-    tokens = call["tokens"]
-    call["tokens"] = tokens._replace(k_pages=tokens.k_pages.float(), v_pages=tokens.v_pages.float())
-    return paged_attention(**call | {name: call[name].float() for name in ("q", "k", "v")})
+    return paged_attention(**arguments(case, "cpu", dtype, held=torch.float32))
 
 
 def error_of(call: dict[str, Any], expected: torch.Tensor) -> float:

@@ -20,11 +20,6 @@ with rows and vocabulary, and are shown on their own as well), unmasking, report
     python benchmarks/step_time.py --overhead --hidden-size 256 --layers 4 --heads 4 --vocab-size 8192 --canvas 96 \
         --gen-length 32 --methods sparse --batch 1 32 --steps-per-dispatch 1 8
 
-With ``--constraint-states`` it measures steps of requests with and without structured output in turns: a random
-automaton of so many states, over 300 classes of tokens.
-
-    python benchmarks/step_time.py --constraint-states 200 --vocab-size 126464 --gen-length 32 --batch 1
-
 With ``--schema`` and ``--tokenizer`` it measures steps alone and steps beside the building of automata in turns.
 
     python benchmarks/step_time.py --schema FILE --tokenizer FILE --vocab-size 126464 --methods dual --batch 1
@@ -39,7 +34,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from program import Rows, add_model_arguments, argument_parser, finish_requests, parse, report, start_engine
 from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import StructuredOutputsParams
@@ -47,8 +41,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.bench.passes import Dispatch, InnerTime, InnerTimes, observed_step, runner_of
-from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.automata import Limits, automaton_of
+from dllm_engine.structured_output.automata import automaton_of
+from dllm_engine.structured_output.build import Limits
 from dllm_engine.structured_output.grammar import grammar_of
 
 BLOCK_LENGTH = 32
@@ -57,12 +51,10 @@ ALONE_SECONDS = 4.0
 """How long steps are measured between two builds."""
 
 
-def add_requests(llm: LLM, batch: int, options: argparse.Namespace, **extra_args: Any) -> list[str]:
+def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]:
     request_ids = [f"{batch}-{i}" for i in range(batch)]
     block_length = runner_of(llm).family.attention_block or BLOCK_LENGTH
-    params = DiffusionParams(
-        gen_length=options.gen_length, block_length=block_length, ignore_eos=True, extra_args=extra_args
-    )
+    params = DiffusionParams(gen_length=options.gen_length, block_length=block_length, ignore_eos=True)
     llm.reset_prefix_cache()  # the prompts of a smaller batch
     for i, request_id in enumerate(request_ids):
         prompt = {"prompt_token_ids": [1 + i] * (options.canvas - options.gen_length)}
@@ -136,30 +128,6 @@ def overheads(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     ]
 
 
-def random_automaton(num_states: int, vocab_size: int) -> Automaton:
-    """Of which a third of the classes leads on from each state, and every text is accepted."""
-    draw, num_classes = np.random.default_rng(0), 300
-    following = draw.integers(0, num_states, (num_states, num_classes), dtype=np.int32)
-    following[draw.random(following.shape) > 1 / 3] = -1
-    class_of = draw.integers(0, num_classes, vocab_size, dtype=np.int32)
-    class_of[-1] = -1  # the mask
-    return Automaton(class_of, following, np.ones(num_states, dtype=bool))
-
-
-def constrained_steps(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
-    """Medians of steps with and without a constraint, in milliseconds, and their ratio, per kind of step."""
-    constraint = random_automaton(options.constraint_states, options.vocab_size).packed
-    seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    for _ in range(options.rounds):
-        for constrained in (False, True):
-            add_requests(llm, batch, options, **({"constraint": constraint} if constrained else {}))
-            while llm.llm_engine.has_unfinished_requests():
-                dispatch = observed_step(llm)
-                if dispatch.kind is not None:
-                    seconds[dispatch.kind, constrained].append(dispatch.seconds)
-    return _compared(seconds, "constrained_ms")
-
-
 def steps_beside_builds(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     """Medians of steps alone and while an automaton of the schema is built, in milliseconds, and their ratio, per kind
     of step; and medians of the seconds of a build and of its second use."""
@@ -189,17 +157,12 @@ def steps_beside_builds(llm: LLM, batch: int, options: argparse.Namespace) -> Ro
                     seconds[dispatch.kind, beside].append(dispatch.seconds)
             llm.llm_engine.abort_request(request_ids)
     build_seconds, again_seconds = (statistics.median(use) for use in zip(*uses, strict=True))
-    figures = {"build_seconds": build_seconds, "second_use_ms": 1e3 * again_seconds}
-    return [row | figures for row in _compared(seconds, "beside_ms")]
-
-
-def _compared(seconds: dict[tuple[str, bool], list[float]], name: str) -> Rows:
-    """Of steps by kind and by whether they have what is measured."""
     rows = []
     for kind in sorted({kind for kind, _ in seconds}):
-        plain, held = (statistics.median(seconds[kind, measured]) for measured in (False, True))
-        steps = len(seconds[kind, True])
-        rows.append({"kind": kind, "steps": steps, "step_ms": 1e3 * plain, name: 1e3 * held, "ratio": held / plain})
+        alone, beside = (statistics.median(seconds[kind, building]) for building in (False, True))
+        row = {"kind": kind, "steps": len(seconds[kind, True]), "step_ms": 1e3 * alone, "beside_ms": 1e3 * beside}
+        figures = {"ratio": beside / alone, "build_seconds": build_seconds, "second_use_ms": 1e3 * again_seconds}
+        rows.append(row | figures)
     return rows
 
 
@@ -214,7 +177,6 @@ def main() -> None:
     parser.add_argument("--steps-per-dispatch", type=int, nargs="+", default=[1])
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
     parser.add_argument("--overhead", action="store_true", help="time beside the model instead of time over the floor")
-    parser.add_argument("--constraint-states", type=int, help="steps with structured output over steps without")
     parser.add_argument("--schema", type=Path, help="steps beside builds of its automaton over steps alone")
     parser.add_argument("--tokenizer", type=Path, help="of --schema: a tokenizer.json of --vocab-size tokens")
     parser.add_argument("--rounds", type=int, default=3, help="responses that a mode without floors is measured over")
@@ -233,8 +195,6 @@ def main() -> None:
         for batch in options.batch:
             cell: dict[str, Any] = {"method": method, "steps_per_dispatch": steps, "batch": batch}
             measure = overheads if options.overhead else steps_over_floors
-            if options.constraint_states:
-                measure = constrained_steps
             if options.schema:
                 measure = steps_beside_builds
             figures += [cell | row for row in measure(llm, batch, options)]

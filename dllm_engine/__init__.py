@@ -1,8 +1,9 @@
-"""dllm-engine: diffusion language models (LLaDA, Dream) served inside vLLM.
+"""dllm-engine: diffusion language models (LLaDA, Dream, SDAR) served inside vLLM.
 
 ``LLM`` and ``DiffusionParams`` are the Python API; importing the package itself is cheap, they load vLLM when used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.version import __version__
@@ -15,16 +16,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "DiffusionParams"):
-        from dllm_engine.vllm_hooks.release import check_release
+    modules = {"LLM": "dllm_engine.llm", "DiffusionParams": "dllm_engine.params"}
+    if name not in modules:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dllm_engine.vllm_hooks.release import check_release
 
-        check_release()  # what they import need not be there in another release
-    if name == "LLM":
-        from dllm_engine.llm import LLM
-
-        return LLM
-    if name == "DiffusionParams":
-        from dllm_engine.params import DiffusionParams
-
-        return DiffusionParams
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_release()  # what they import need not be there in another release
+    return getattr(import_module(modules[name]), name)

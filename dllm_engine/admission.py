@@ -73,9 +73,11 @@ def check_request(
     _check_given(spec.template, ends, hf_config)
     _check_constraint(spec, ends)
     if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
+        fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
+        shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
         raise InvalidRequestError(
             f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
-            f"{spec.canvas_length}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
+            f"{spec.canvas_length}, max_model_len is {max_model_len}; {shorten} or raise max_model_len"
         )
     return spec
 

@@ -10,87 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.demo import model_path
+from dllm_engine.model_executor.models import config_keys
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
 
-_LLADA_8B: dict[str, Any] = {
-    "model_type": "llada",
-    "d_model": 4096,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "n_layers": 32,
-    "mlp_hidden_size": 12_288,
-    "vocab_size": 126_464,
-    "embedding_size": 126_464,
-    "max_sequence_length": 4096,
-    "weight_tying": False,
-    "include_qkv_bias": False,
-    "torch_dtype": "bfloat16",
-}
-_DREAM_7B: dict[str, Any] = {
-    "model_type": "Dream",
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152_064,
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-_LLADA_MOE_7B: dict[str, Any] = {
-    "model_type": "llada",
-    "architectures": ["LLaDAMoEModelLM"],
-    "hidden_size": 2048,
-    "expert_intermediate_size": 1024,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "qk_layernorm": True,
-    "vocab_size": 157_184,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-_SDAR_8B: dict[str, Any] = {
-    "model_type": "sdar",
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-_LLADA2_MINI: dict[str, Any] = {
-    "model_type": "llada2_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "moe_intermediate_size": 512,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "num_hidden_layers": 20,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "partial_rotary_factor": 0.5,
-    "vocab_size": 157_184,
-    "max_position_embeddings": 32_768,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+
+def _released(keys: type[config_keys.CheckpointKeys], **sizes: Any) -> dict[str, Any]:
+    """What a released checkpoint states: the defaults of its family's keys, but for ``sizes``."""
+    family = {"model_type": keys.family.model_type, "architectures": [keys.family.architecture]}
+    return keys(torch_dtype="bfloat16", **sizes).model_dump(exclude_none=True) | family
+
+
+_LLADA_8B = _released(config_keys.LLaDAKeys, mlp_hidden_size=12_288, embedding_size=126_464)
+_LLADA_MOE_7B = _released(config_keys.LLaDAMoEKeys, qk_layernorm=True)
+_DREAM_7B = _released(config_keys.DreamKeys, num_key_value_heads=4)
+_SDAR_8B = _released(config_keys.SDARKeys, num_key_value_heads=8)
+_SDAR_30B = _released(config_keys.SDARMoeKeys, head_dim=128)
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
     "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,
@@ -101,7 +38,8 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
     "JetLM/SDAR-8B-Chat": _SDAR_8B,
     "JetLM/SDAR-8B-Chat-b32": _SDAR_8B | {"block_size": 32},
-    "inclusionAI/LLaDA2.0-mini": _LLADA2_MINI,
+    "JetLM/SDAR-30B-A3B-Chat": _SDAR_30B,
+    "inclusionAI/LLaDA2.0-mini": _released(config_keys.LLaDA2Keys, num_key_value_heads=4),
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
 
@@ -113,6 +51,7 @@ def load_config(model: str) -> "Config":
     """
     from dllm_engine.model_executor.models.configs import parse_config
 
+    check_folder(model)
     source = model_path(model)
     return parse_config(RELEASED_CONFIGS.get(model) or _stated_config(source, {}), source)
 
@@ -135,11 +74,10 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):
         return  # checked by engine_config, once vLLM has made the config
     # Imports transformers, which takes seconds.
-    from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES
     from dllm_engine.model_executor.models.configs import parse_config
 
     if arguments.get("quantization") == "bitsandbytes":
-        raise ValueError(f"quantization='bitsandbytes': {NO_BITSANDBYTES}")
+        raise ValueError(f"quantization='bitsandbytes': {config_keys.NO_BITSANDBYTES}")
     source = arguments.get("hf_config_path") or model_path(model)
     parse_config(_stated_config(source, arguments) | overrides, source)
 

@@ -93,6 +93,13 @@ SDAR = replace(
     attention="block_causal",
     keeps_blocks=True,
 )
+SDAR_MOE = replace(
+    SDAR,
+    name="SDAR-MoE",
+    model_type="sdar_moe",
+    architecture="SDARMoeForCausalLM",
+    checkpoints=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
+)
 LLADA2 = replace(
     SDAR,
     name="LLaDA2",
@@ -102,10 +109,11 @@ LLADA2 = replace(
     checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash"),
     keeps_blocks=False,
 )
-FAMILIES: dict[str, ModelFamily] = {family.architecture: family for family in (LLADA, LLADA_MOE, DREAM, SDAR, LLADA2)}
+FAMILIES: dict[str, ModelFamily] = {
+    family.architecture: family for family in (LLADA, LLADA_MOE, DREAM, SDAR, SDAR_MOE, LLADA2)
+}
 
 NOT_SUPPORTED = {
-    "sdar_moe": "SDAR-MoE, whose experts are Qwen3-MoE's; take a dense SDAR checkpoint",
     "Fast_dLLM_Qwen": "Fast-dLLM v2, which shifts logits and decodes parts of blocks; take SDAR or LLaDA2.0",
     "llada2_moe_veomni": "LLaDA2 with merged experts, as dFactory trains it; split them again with moe_convertor.py",
 }

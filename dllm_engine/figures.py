@@ -93,8 +93,7 @@ class ErrorReason(str):
 
     explanation: str
 
-
-def error_reason(explanation: str) -> ErrorReason:
-    reason = ErrorReason("error")
-    reason.explanation = explanation
-    return reason
+    def __new__(cls, explanation: str) -> "ErrorReason":
+        reason = super().__new__(cls, "error")
+        reason.explanation = explanation
+        return reason

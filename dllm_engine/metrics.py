@@ -6,114 +6,23 @@ diffusion engines refuse. ``vllm_hooks`` takes ours out again before vLLM's logg
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
-from dllm_engine.scheduler.messages import FAILURE_CAUSES
+from dllm_engine.scheduler.engine_stats import EngineStats, MetricSpec
 
 PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
 """By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with ``vllm:``."""
-
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """One metric; ``name`` is also the field of ``EngineStats`` that it shows, unless ``of_front_end``."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    unit: str
-    meaning: str
-    label: str | None = None
-    """A label beside vLLM's ``model_name`` and ``engine``; the field is then a dictionary by its values."""
-    values: tuple[str, ...] = ()
-    """All values of ``label``, so that each is there from the start."""
-    buckets: tuple[float, ...] = ()
-    of_front_end: bool = False
-    """Whether the front end counts it (``structured_output/requests.py``), not the scheduler."""
-    of_vllm: bool = False
-    """Whether vLLM's own diffusion models have it too, with this name and meaning."""
-
-    @property
-    def exposed(self) -> str:
-        """The name on ``/metrics``; of a histogram, the stem of its three series."""
-        return PREFIX[self.of_vllm] + self.name + ("_total" if self.kind == "counter" else "")
-
-
-METRICS = (
-    MetricSpec("pages_total", "gauge", "pages", "Pages of the pool that can be handed out."),
-    MetricSpec("pages_reserved", "gauge", "pages", "Pages set aside for admitted requests."),
-    MetricSpec("pages_allocated", "gauge", "pages", "Pages that hold retained tokens now."),
-    MetricSpec("tokens_retained", "gauge", "tokens per layer", "Tokens in pages now, summed over running requests."),
-    MetricSpec(
-        "denoising_steps",
-        "counter",
-        "steps",
-        "Denoising steps, each a forward pass of one request, by what it did with the request's cache.",
-        label="refresh_state",
-        values=("full", "update", "reuse"),
+OF_FRONT_END = {
+    "constrained_requests": MetricSpec("counter", "requests", "Requests with structured output that were admitted."),
+    "automaton_builds": MetricSpec("counter", "automata", "Automata built for them, or given up at a limit."),
+    "automaton_build_seconds": MetricSpec("counter", "seconds", "What these took."),
+    "automaton_cache_hits": MetricSpec(
+        "counter", "requests", "Requests that found their automaton, or waited for the same one."
     ),
-    MetricSpec(
-        "num_denoising_steps",
-        "counter",
-        "steps",
-        "Denoising steps as vLLM counts them: one more per complete block.",
-        of_vllm=True,
-    ),
-    MetricSpec(
-        "num_canvas_positions",
-        "counter",
-        "positions",
-        "Positions of the running blocks, summed over these steps.",
-        of_vllm=True,
-    ),
-    MetricSpec(
-        "num_committed_tokens",
-        "counter",
-        "tokens",
-        "Response tokens unmasked, beyond end tokens too.",
-        of_vllm=True,
-    ),
-    MetricSpec("engine_steps", "counter", "batches", "Batches run: forward passes of the model."),
-    MetricSpec("tokens_computed", "counter", "rows", "Rows fed to the model: tokens computed or recomputed."),
-    MetricSpec(
-        "eviction_candidates",
-        "counter",
-        "tokens per layer",
-        "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running blocks.",
-    ),
-    MetricSpec("eviction_retained", "counter", "tokens per layer", "Tokens that UPDATE steps did retain."),
-    MetricSpec(
-        "requests_failed",
-        "counter",
-        "requests",
-        "Requests that ended with an error, by cause.",
-        label="cause",
-        values=FAILURE_CAUSES,
-    ),
-    *(
-        MetricSpec(name, "counter", unit, meaning, of_front_end=True)
-        for name, unit, meaning in (
-            ("constrained_requests", "requests", "Requests with structured output that were admitted."),
-            ("automaton_builds", "automata", "Automata built for them, or given up at a limit."),
-            ("automaton_build_seconds", "seconds", "What these took."),
-            ("automaton_cache_hits", "requests", "Requests that found their automaton, or waited for the same one."),
-        )
-    ),
-    MetricSpec(
-        "request_pages_held",
-        "histogram",
-        "pages",
-        "The most pages a request held, of each request that ended.",
-        buckets=tuple(4.0**power for power in range(10)),
-    ),
-    MetricSpec(
-        "request_tokens_per_forward",
-        "histogram",
-        "tokens",
-        "Tokens unmasked per forward pass, of each request that ended.",
-        buckets=(0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0),
-    ),
-)
+}
+"""Counted where requests are checked (``structured_output/automata.py``), not by the scheduler."""
+METRICS: dict[str, MetricSpec] = {f.name: f.metadata["metric"] for f in fields(EngineStats)} | OF_FRONT_END
 
 
 class DiffusionMetrics:
@@ -123,10 +32,10 @@ class DiffusionMetrics:
         """``classes`` are ``prometheus_client``'s, or stand-ins for them (Ray has its own), by ``MetricSpec.kind``."""
         self._values_per_engine = values_per_engine
         self._metrics: dict[str, Any] = {}
-        for spec in METRICS:
+        for name, spec in METRICS.items():
             of_kind: Any = {"gauge": {"multiprocess_mode": "mostrecent"}, "histogram": {"buckets": spec.buckets}}
-            metric = self._metrics[spec.name] = classes[spec.kind](
-                name=PREFIX[spec.of_vllm] + spec.name,
+            metric = self._metrics[name] = classes[spec.kind](
+                name=PREFIX[spec.of_vllm] + name,
                 documentation=spec.meaning,
                 labelnames=[*labels, spec.label] if spec.label else labels,
                 **of_kind.get(spec.kind, {}),
@@ -138,8 +47,8 @@ class DiffusionMetrics:
     def record(self, message: dict[str, Any], engine: int) -> None:
         """Add one message of an engine."""
         labels = self._values_per_engine[engine]
-        for spec in METRICS:
-            metric, amount = self._metrics[spec.name], message[spec.name]
+        for name, spec in METRICS.items():
+            metric, amount = self._metrics[name], message[name]
             if spec.label:
                 for value, part in amount.items():
                     metric.labels(*labels, value).inc(part)

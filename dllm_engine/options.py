@@ -32,7 +32,7 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
     """
     known, lines = list(known), []
     for detail in error.errors():
-        name, value = ".".join(str(part) for part in detail["loc"]), _shortened(detail["input"])
+        name, value = ".".join(str(part) for part in detail["loc"]), shortened(detail["input"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: {', '.join(known)})")
@@ -57,7 +57,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
+    """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 

@@ -11,27 +11,19 @@ computed. Figures are sums over the requests of the batch, which share their for
 import argparse
 import os
 import time
-from dataclasses import dataclass
 
-# Read when vLLM is imported: the scheduler must run in this process for its pages to be looked at.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Read when vLLM is imported: one process instead of three starts sooner, and only errors are logged.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.demo.tasks import make_examples
 
-
-@dataclass
-class Run:
-    """The batch under one cache method."""
-
-    texts: list[str]
-    seconds: float
-    tokens: int
-    forward_passes: int
-    tokens_computed: int
-    pages_held: int
-    """The most at any time."""
+FIGURES = {
+    "forward passes": "forward_passes",
+    "tokens computed": "tokens_computed",
+    "pages held": "pages_held",  # the most that each request held at any time
+}
 
 
 def main() -> None:
@@ -52,46 +44,25 @@ def main() -> None:
 
     sparse = LLM(args.model, cache_method="sparse", cache_options={"retention_ratio": args.retention_ratio})
     none = LLM(args.model, cache_method="none")
-    runs = {}
+    texts, columns = {}, {}
     for name, llm in (("sparse", sparse), ("none", none)):
-        answer(llm, conversations, params)  # the first time, an engine also warms up
-        runs[name] = answer(llm, conversations, params)
+        llm.chat(conversations, params, use_tqdm=False)  # the first time, an engine also warms up
+        start = time.perf_counter()
+        completions = [output.outputs[0] for output in llm.chat(conversations, params, use_tqdm=False)]
+        seconds = time.perf_counter() - start
+        figures = [completion.diffusion for completion in completions]
+        texts[name] = [completion.text.strip() for completion in completions]
+        columns[name] = {"tokens/s": f"{sum(each.tokens_unmasked for each in figures) / seconds:,.0f}"}
+        for label, field in FIGURES.items():
+            columns[name][label] = f"{sum(getattr(each, field) for each in figures):,}"
 
-    for example, text, uncached in zip(examples, runs["sparse"].texts, runs["none"].texts, strict=True):
+    for example, text, uncached in zip(examples, texts["sparse"], texts["none"], strict=True):
         print(f"… {example.prompt[-60:]}\n  → {text}")
         if text != uncached:
             print(f"    without a cache: {uncached}")
     print(f"\n{'':16}{'sparse':>10}{'none':>10}")
-    for label, figure in (
-        ("tokens/s", lambda run: f"{run.tokens / run.seconds:,.0f}"),
-        ("forward passes", lambda run: f"{run.forward_passes:,}"),
-        ("tokens computed", lambda run: f"{run.tokens_computed:,}"),
-        ("pages held", lambda run: f"{run.pages_held:,}"),
-    ):
-        print(f"{label:16}{figure(runs['sparse']):>10}{figure(runs['none']):>10}")
-
-
-def answer(llm: LLM, conversations: list, params: DiffusionParams) -> Run:
-    """Answer all at once, looking at the pages after every step."""
-    engine = llm.llm_engine
-    pages = engine.engine_core.engine_core.scheduler.pages
-    start = time.perf_counter()
-    llm.enqueue_chat(conversations, params, use_tqdm=False)
-    finished, pages_held = [], 0
-    while engine.has_unfinished_requests():
-        finished += [output for output in engine.step() if output.finished]
-        pages_held = max(pages_held, pages.num_allocated)
-    seconds = time.perf_counter() - start
-    finished.sort(key=lambda output: int(output.request_id))
-    completions = [output.outputs[0] for output in finished]
-    return Run(
-        texts=[completion.text.strip() for completion in completions],
-        seconds=seconds,
-        tokens=sum(completion.diffusion.tokens_unmasked for completion in completions),
-        forward_passes=sum(completion.diffusion.forward_passes for completion in completions),
-        tokens_computed=sum(completion.diffusion.tokens_computed for completion in completions),
-        pages_held=pages_held,
-    )
+    for label, figure in columns["sparse"].items():
+        print(f"{label:16}{figure:>10}{columns['none'][label]:>10}")
 
 
 if __name__ == "__main__":

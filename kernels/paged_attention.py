@@ -144,7 +144,7 @@ def _paged_attention(
         copies = None
         per_part = len(group)
         if retained:
-            page_size = tokens.k_pages.shape[1] // k.shape[1]
+            page_size = k_pages.shape[1] // k.shape[1]
             copied = num_fresh + -(-retained // page_size) * page_size
             per_part = requests_per_part(copied, k)
             copies = k.new_empty(2, min(per_part, len(group)), copied, *k.shape[1:])
@@ -153,20 +153,16 @@ def _paged_attention(
             rows = rows_of(bounds, members, length, q.device)
             fresh_k = k[rows].view(len(members), length, *k.shape[1:])[:, :num_fresh]
             fresh_v = v[rows].view(len(members), length, *v.shape[1:])[:, :num_fresh]
+            keys, values, visible, numbers = fresh_k, fresh_v, None, None
             if retained is None:
                 keys, values, visible = gather_ragged(fresh_k, fresh_v, tokens, members)
-            else:
-                keys, values, visible = fresh_k, fresh_v, None
-                if copies is not None:
-                    tables = tokens.page_tables
-                    keys = gather_whole_pages(fresh_k, tokens.k_pages, tables, members, retained, copies[0])
-                    values = gather_whole_pages(fresh_v, tokens.v_pages, tables, members, retained, copies[1])
+                numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len[members])
+            elif copies is not None:
+                keys, values = gather_whole_pages(fresh_k, fresh_v, tokens, members, retained, copies)
             part_q = q[rows].view(len(members), length, *q.shape[1:])
             if limits is None:
                 part_out, part_lse = softmax_attention(part_q, keys, values, visible, return_lse)
             else:
-                head_len = tokens.head_len[members]  # that of one head stands for all where they are alike
-                numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len if retained is None else head_len[:, :1])
                 of_rows = limits[rows].view(len(members), length)
                 part_out, part_lse = limited_attention(part_q, keys, values, visible, numbers, of_rows, return_lse)
             if len(part_q) * length == len(q) and part_lse is None:

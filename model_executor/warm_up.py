@@ -1,7 +1,6 @@
 """What a GPU's worker does before the first request: compile kernels, record graphs, and check what was recorded."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.page_layout import PageCounts
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -119,9 +118,9 @@ class WarmUp:
     def _forward_sizes(self, spec: DecodingSpec) -> list[tuple[int, int, bool]]:
         """Of the graphs of a request's steps, alone and in batches: requests, rows of each, and whether some are
         added to pages."""
-        records = self.runner.options.method.records
-        assert records is not None
-        plans = [plan for plan in _plans(spec, self.runner) if plan.read and records(spec, plan)]
+        method = self.runner.options.method
+        assert method.records is not None
+        plans = [plan for plan, _ in method.steps(spec) if plan.read and method.records(spec, plan)]
         kinds = {(padded(plan.max_rows), plan.state is RefreshState.UPDATE) for plan in plans}
         numbers = sorted({padded_requests(n) for n in range(1, min(self.max_requests, SIZES[-1]) + 1)})
         return [
@@ -185,16 +184,6 @@ class WarmUp:
         if group.world_size > 1:
             torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
         return bool(anywhere)
-
-
-def _plans(spec: DecodingSpec, runner: DiffusionModelRunner) -> Iterator[StepPlan]:
-    """Those of a request whose steps unmask what their plans say."""
-    progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.num_masks:
-        plan = runner.plan(spec, progress)
-        yield plan
-        count = min(max(plan.quota.count, 1), progress.num_masked)
-        progress.advance(spec, count, retained=plan.retained)
 
 
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:

@@ -1,49 +1,90 @@
 """What an engine did since it last told, and what it holds: the numbers behind the metrics."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm_engine.scheduler.messages import StepReport
+from dllm_engine.scheduler.messages import FAILURE_CAUSES, StepReport
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """How a number is shown on ``/metrics``."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    meaning: str
+    label: str | None = None
+    """A label beside vLLM's ``model_name`` and ``engine``; the number is then a dictionary by its values."""
+    values: tuple[str, ...] = ()
+    """All values of ``label``, so that each is there from the start."""
+    buckets: tuple[float, ...] = ()
+    of_vllm: bool = False
+    """Whether vLLM's own diffusion models have it too, with this name and meaning."""
+
+
+def metric(kind: Literal["counter", "gauge", "histogram"], unit: str, meaning: str, **more: Any) -> Any:
+    """A field of ``EngineStats``: a number, numbers by label, or for a histogram a list of them."""
+    spec = MetricSpec(kind, unit, meaning, **more)
+    blank: Callable[[], Any] = Counter if spec.label else list if kind == "histogram" else int
+    return field(default_factory=blank, metadata={"metric": spec})
 
 
 @dataclass
 class EngineStats:
     """Counts since the last message, and gauges of this moment. Plain numbers: it crosses processes as a dictionary."""
 
-    engine_steps: int = 0
-    """Batches run; each is one forward pass for every request in it."""
-    denoising_steps: dict[str, int] = field(default_factory=Counter)
-    """Per refresh state, summed over requests. Each is a forward pass of a request."""
-    num_denoising_steps: int = 0
-    """As vLLM counts them, whose block diffusion ends each block with a pass that only commits it: one more per block
-    that is complete. Ours need no such pass; ``vllm bench serve`` takes one per block off again."""
-    num_canvas_positions: int = 0
-    """Positions of the running blocks, summed over ``num_denoising_steps``."""
-    num_committed_tokens: int = 0
-    """Tokens unmasked: none is masked again."""
-    tokens_computed: int = 0
-    """Rows fed to the model."""
-    eviction_candidates: int = 0
-    """Tokens per layer that UPDATE steps could have retained."""
-    eviction_retained: int = 0
-    """Tokens per layer that they did retain."""
-    requests_failed: dict[str, int] = field(default_factory=Counter)
-    """Requests that ended with an error, by ``FailureCause``."""
-    request_pages_held: list[int] = field(default_factory=list)
-    """Per request that ended: the most pages it held."""
-    request_tokens_per_forward: list[float] = field(default_factory=list)
-    """Per request that ended."""
-    pages_total: int = 0
-    pages_reserved: int = 0
-    pages_allocated: int = 0
-    tokens_retained: int = 0
-    """Tokens per layer in pages now, summed over requests."""
+    pages_total: int = metric("gauge", "pages", "Pages of the pool that can be handed out.")
+    pages_reserved: int = metric("gauge", "pages", "Pages set aside for admitted requests.")
+    pages_allocated: int = metric("gauge", "pages", "Pages that hold retained tokens now.")
+    tokens_retained: int = metric("gauge", "tokens per layer", "Tokens in pages now, summed over running requests.")
+    denoising_steps: dict[str, int] = metric(  # noqa: RUF009 - makes a dataclass field
+        "counter",
+        "steps",
+        "Denoising steps, each a forward pass of one request, by what it did with the request's cache.",
+        label="refresh_state",
+        values=tuple(state.value for state in RefreshState),
+    )
+    num_denoising_steps: int = metric(
+        "counter", "steps", "Denoising steps as vLLM counts them: one more per complete block.", of_vllm=True
+    )
+    """vLLM's block diffusion ends each block with a pass that only commits it. Ours need no such pass; ``vllm bench
+    serve`` takes one per block off again."""
+    num_canvas_positions: int = metric(
+        "counter", "positions", "Positions of the running blocks, summed over these steps.", of_vllm=True
+    )
+    num_committed_tokens: int = metric(
+        "counter", "tokens", "Response tokens unmasked, beyond end tokens too.", of_vllm=True
+    )
+    engine_steps: int = metric("counter", "batches", "Batches run: forward passes of the model.")
+    tokens_computed: int = metric("counter", "rows", "Rows fed to the model: tokens computed or recomputed.")
+    eviction_candidates: int = metric(
+        "counter",
+        "tokens per layer",
+        "Tokens that UPDATE steps could have retained: the canvas, or what of it lies outside the running blocks.",
+    )
+    eviction_retained: int = metric("counter", "tokens per layer", "Tokens that UPDATE steps did retain.")
+    requests_failed: dict[str, int] = metric(  # noqa: RUF009 - makes a dataclass field
+        "counter", "requests", "Requests that ended with an error, by cause.", label="cause", values=FAILURE_CAUSES
+    )
+    request_pages_held: list[int] = metric(  # noqa: RUF009 - makes a dataclass field
+        "histogram",
+        "pages",
+        "The most pages a request held, of each request that ended.",
+        buckets=tuple(4.0**power for power in range(10)),
+    )
+    request_tokens_per_forward: list[float] = metric(  # noqa: RUF009 - makes a dataclass field
+        "histogram",
+        "tokens",
+        "Tokens unmasked per forward pass, of each request that ended.",
+        buckets=(0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0),
+    )
 
     def add_step(self, spec: DecodingSpec, report: StepReport) -> None:
         """Count one denoising step of one request."""

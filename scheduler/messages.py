@@ -48,10 +48,8 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
     def drop(self, request_id: str) -> None:
         """Take a request out of the step again."""
-        self.plans.pop(request_id, None)
-        self.new_requests.pop(request_id, None)
-        self.page_tables.pop(request_id, None)
-        self.num_scheduled_tokens.pop(request_id, None)
+        for table in (self.plans, self.new_requests, self.page_tables, self.num_scheduled_tokens):
+            table.pop(request_id, None)
 
     def describe_to_vllm(self, requests: Mapping[str, Request]) -> None:
         """Fill the fields that vLLM's logging and iteration details read."""

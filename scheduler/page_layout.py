@@ -80,39 +80,32 @@ class PoolGeometry:
             guide=guide and guide.of_rank(tensor_parallel_size),
         )
 
-    @property
-    def feature_rows_per_page(self) -> int:
-        """Whole feature rows that fit a page; 0 where a page is too small for one."""
-        return 2 * self.page_size * self.num_kv_heads * self.head_dim // self.hidden_size
-
     def kv_pages(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` of one layer, all heads of the rank."""
         return pages_for(num_tokens, self.page_size)
 
     def feature_pages(self, num_rows: int) -> int:
         """Pages that hold ``num_rows`` of one layer's features; raises ``ValueError`` where a page holds no row."""
-        if not self.feature_rows_per_page:
-            per_token = 2 * self.num_kv_heads * self.head_dim
-            raise ValueError(
-                f"page_size={self.page_size} is too small: a page of {self.page_size * per_token} numbers holds no row "
-                f"of {self.hidden_size} features; the smallest that works is {pages_for(self.hidden_size, per_token)}"
-            )
-        return pages_for(num_rows, self.feature_rows_per_page)
+        return pages_for(num_rows, self._per_page(self.hidden_size, f"row of {self.hidden_size} features"))
 
     def guide_pages(self, num_tokens: int) -> PageCounts:
-        """Tables of the guide's K/V of a text of ``num_tokens``.
+        """Tables of the guide's K/V of a text of ``num_tokens``; raises ``ValueError`` where a page holds no token of
+        the guide's."""
+        guide = self.guide
+        assert guide is not None
+        what = f"token of the guide's {guide.num_kv_heads} KV heads of {guide.head_dim}"
+        per_page = self._per_page(2 * guide.num_kv_heads * guide.head_dim, what)
+        return {PageKind.GUIDE: [pages_for(guide.num_tokens(num_tokens), per_page)] * guide.num_layers}
 
-        Raises ``ValueError`` where a page holds no token of the guide's.
-        """
-        assert self.guide is not None
-        elements = 2 * self.page_size * self.num_kv_heads * self.head_dim
-        per_page = elements // (2 * self.guide.num_kv_heads * self.guide.head_dim)
-        if not per_page:
+    def _per_page(self, size: int, what: str) -> int:
+        """How many of ``what``, of ``size`` numbers each, fit a page."""
+        per_token = 2 * self.num_kv_heads * self.head_dim
+        if not (per_page := self.page_size * per_token // size):
             raise ValueError(
-                f"page_size={self.page_size} is too small: a page of {elements} numbers holds no token of the guide's "
-                f"{self.guide.num_kv_heads} KV heads of {self.guide.head_dim}; raise it"
+                f"page_size={self.page_size} is too small: a page of {self.page_size * per_token} numbers holds no "
+                f"{what}; the smallest that works is {pages_for(size, per_token)}"
             )
-        return {PageKind.GUIDE: [pages_for(self.guide.num_tokens(num_tokens), per_page)] * self.guide.num_layers}
+        return per_page
 
     def uniform(self, num_tokens: int) -> PageCounts:
         """Tables of K/V alone, with as many tokens in every layer."""

@@ -6,8 +6,8 @@ the pool when its request ends, and is found by the next request with that key u
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import cast
 
 from vllm.v1.core.block_pool import BlockPool
@@ -16,13 +16,6 @@ from vllm.v1.request import Request
 
 Tables = Sequence[Sequence[KVCacheBlock]]
 """The pages of each table of a request."""
-
-
-@dataclass(frozen=True)
-class _Keyed:
-    """What ``BlockPool`` reads of a request whose pages it is to find again."""
-
-    block_hashes: Sequence[BlockHash]
 
 
 def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range) -> list[BlockHash]:
@@ -130,7 +123,8 @@ class PagePool:
         """Let others find the next pages of each table of a request, which are filled for good."""
         before = self._num_keyed[request_id]
         after, size = before + len(keys), self._blocks.hash_block_size
-        request = cast(Request, _Keyed([BlockHash(b"")] * before + [*keys]))
+        # All that ``BlockPool`` reads of a request.
+        request = cast(Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys]))
         for number, table in enumerate(self._tables[request_id]):
             self._blocks.cache_full_blocks(request, table, before, after, size, number)
         self._num_keyed[request_id] = after

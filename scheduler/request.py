@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -43,6 +43,12 @@ class CacheOptions(BaseModel):
     """Options of a cache method; the methods without any use this class itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @classmethod
+    def of(cls, spec: "DecodingSpec") -> Self:
+        """Those of a request, in an engine whose cache method has them."""
+        assert isinstance(spec.cache, cls)
+        return spec.cache
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
-from dllm_engine.scheduler.options.resolve import check_page_demand, end_token_ids, resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, end_token_ids, resolve_decoding
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.progress import Progress
@@ -61,6 +61,8 @@ class RequestQueue(SchedulerInterface):
         self.max_rows = scheduling.max_num_batched_tokens
         self.log_stats = log_stats
         self.method = self.options.method
+        if not scheduling.enable_chunked_prefill:
+            self.method = replace(self.method, shortened=None)  # a prompt waits until a step has room for all of it
         self.geometry = self.options.geometry(self.hf_config, vllm_config.parallel_config.tensor_parallel_size)
         self.refreshes = RefreshBudget(None if self.method.keeps_for_good else self.options.refresh_ratio)
         self.shares_prefixes = self.method.keeps_for_good and vllm_config.cache_config.enable_prefix_caching
@@ -97,12 +99,12 @@ class RequestQueue(SchedulerInterface):
     def add_request(self, request: Request) -> None:
         try:
             state = self._new_state(request)
-        except ValueError as error:
-            # The front end has checked the same rules (admission.py); only a client that bypasses it comes here.
-            self._refuse(request, RequestFailure("refused", str(error)))
-            return
         except Exception as error:
-            self._refuse(request, failure_of(request.request_id, error))
+            # The front end has checked the same rules (admission.py): a ValueError is of a client that bypasses it.
+            is_refused = isinstance(error, ValueError)
+            failure = RequestFailure("refused", str(error)) if is_refused else failure_of(request.request_id, error)
+            logger.error("request %s refused: %s", request.request_id, failure.message)
+            self._send_error(request, failure, Progress())
             return
         self.states[request.request_id] = state
         self.waiting.add_request(request)
@@ -124,10 +126,6 @@ class RequestQueue(SchedulerInterface):
         """Requests that run, and those that were preempted."""
         return len(self.running) + sum(request.num_preemptions > 0 for request in self.waiting)
 
-    def _refuse(self, request: Request, failure: RequestFailure) -> None:
-        logger.error("request %s refused: %s", request.request_id, failure.message)
-        self._send_error(request, failure, Progress())
-
     def _new_state(self, request: Request) -> RequestState:
         if self.weights_incomplete_since is not None and self._pause_state == PauseState.UNPAUSED:
             raise ValueError(
@@ -141,10 +139,7 @@ class RequestQueue(SchedulerInterface):
             raise ValueError("a prompt of token ids and sampling parameters are needed")
         spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
         spec = replace(spec, end_tokens=end_token_ids(params, self.hf_config))
-        num_rows = spec.canvas_length if self.method.shortened is None else spec.block_length
-        if num_rows > self.max_rows:
-            what = "prompt and response" if self.method.shortened is None else "a block"
-            raise ValueError(f"{what} of {num_rows} rows: max_num_batched_tokens={self.max_rows} has fewer")
+        check_rows(spec, self.options, self.max_rows)
         check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         return RequestState(request, spec, Progress.begin(spec), seed)

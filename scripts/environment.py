@@ -161,27 +161,6 @@ class Environment:
                 output,
             )
 
-    def _output(self, program: str) -> str:
-        """Runs a Python program given as text and returns what it prints.
-
-        Raises:
-            SetupError: it failed; the message holds the end of its error output.
-        """
-        result = subprocess.run(
-            [self.python, "-c", program],
-            env=self.variables(),
-            cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        if result.returncode:
-            raise SetupError(
-                f"what was installed does not work:\n\n{last_lines(result.stderr)}\n\n"
-                f"Delete {self.directory} and run the command again."
-            )
-        return result.stdout.strip()
-
     # -- installing ----------------------------------------------------------------------------------------------
 
     def install(self, extras: Sequence[str] = ()) -> None:
@@ -333,13 +312,27 @@ class Environment:
             ) from error
 
     def _check(self) -> None:
-        device_type, has_operators = self._output(
+        program = (
             "import logging; logging.disable()\n"
             "import torch, xgrammar, vllm.entrypoints.cli.main, dllm_engine\n"
             "from vllm.platforms import current_platform\n"
             "current_platform.import_kernels()\n"
             "print(current_platform.device_type, hasattr(torch.ops._C, 'init_cpu_memory_env'))"
-        ).split()[-2:]
+        )
+        result = subprocess.run(
+            [self.python, "-c", program],
+            env=self.variables(),
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if result.returncode:
+            raise SetupError(
+                f"what was installed does not work:\n\n{last_lines(result.stderr)}\n\n"
+                f"Delete {self.directory} and run the command again."
+            )
+        device_type, has_operators = result.stdout.split()[-2:]
         if device_type != "cpu":
             raise SetupError(f"vLLM in {self.directory} chose the platform {device_type!r} instead of 'cpu'.")
         # vLLM only warns when they do not load, and fails later.

@@ -146,6 +146,12 @@ def tiny_sdar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_sdar_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random SDAR-MoE checkpoint: blocks of 4, six experts, a dense layer, vocabulary 150, canvas up to 256."""
+    return tiny_checkpoints.write_sdar_moe(tmp_path_factory.mktemp("sdar-moe"), mlp_only_layers=[0])
+
+
+@pytest.fixture(scope="session")
 def tiny_llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random LLaDA2 checkpoint: blocks of 8, eight experts, a dense layer, vocabulary 150, canvas up to 256."""
     return tiny_checkpoints.write_llada2(tmp_path_factory.mktemp("llada2"))

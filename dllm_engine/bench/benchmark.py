@@ -1,8 +1,9 @@
 """A benchmark run: every cell of a model, in rounds over the cells so that a drift of the machine meets all alike."""
 
 import gc
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,35 +21,16 @@ from dllm_engine.bench.cells import (
 from dllm_engine.bench.machine import MachineRates
 from dllm_engine.bench.memory import available, touch_pages
 from dllm_engine.bench.passes import runner_of
-from dllm_engine.bench.plain import check_baseline
-from dllm_engine.bench.subject import Lengths, Subject, Unmasking
+from dllm_engine.bench.plain import PlainDecoder, check_baseline
+from dllm_engine.bench.subject import BenchSettings, Subject
 
 if TYPE_CHECKING:
-    from dllm_engine.bench.plain import PlainDecoder
     from dllm_engine.llm import LLM
 
 PACKED_COPIES = 2
 """A CPU engine may hold its weights twice while it loads: as they are, and packed for its matrix products."""
 MEMORY_SHARE = 0.5
 """Of what is available, for engines that run side by side."""
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What is measured of one model."""
-
-    model: str
-    methods: tuple[str, ...]
-    unmaskings: tuple[Unmasking, ...]
-    batches: tuple[int, ...]
-    lengths: Lengths
-    repeats: int
-    seed: int
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    """None: what the lengths need."""
-    baseline: bool = True
-    engine_args: dict[str, Any] = field(default_factory=dict)
 
 
 class Benchmark:
@@ -58,19 +40,17 @@ class Benchmark:
         self.settings = s = settings
         self._running: dict[str, LLM] = {}
         """Engines that have not been stopped: one that is dropped takes vLLM's process groups from all others."""
-        needed = max(s.lengths.longest, s.max_model_len or 0)
-        self.subject = Subject(s.model, s.dtype, s.lengths, max(s.batches), s.engine_args, needed)
-        for unmasking in s.unmaskings:
-            for prompt in s.lengths.prompts:
-                for method in s.methods:
-                    self.subject.spec(method, unmasking, prompt)
-                if s.baseline and unmasking.has_baseline:
-                    check_baseline(self.subject.spec("none", unmasking, prompt))
+        self.subject = Subject(s)
+        for unmasking, prompt in itertools.product(s.unmaskings, s.prompts):
+            for method in s.methods:
+                self.subject.spec(method, unmasking, prompt)
+            if s.baseline and unmasking.has_baseline:
+                check_baseline(self.subject.spec("none", unmasking, prompt))
 
     def groups(self) -> list[tuple[str, ...]]:
         """Methods whose engines run side by side: all, where memory allows; on a GPU each alone."""
         s, copies = self.settings, PACKED_COPIES
-        pools = sum(self.subject.pool_bytes(method, s.unmaskings) for method in s.methods)
+        pools = sum(self.subject.pool_bytes(method) for method in s.methods)
         needed = (len(s.methods) * copies + 1) * self.subject.weight_bytes + pools
         if torch.cuda.is_available() or needed > MEMORY_SHARE * available():
             return [(method,) for method in s.methods]
@@ -101,8 +81,8 @@ class Benchmark:
             "engine_args": s.engine_args,
             "cache_options": {method: subject.options(method).cache.model_dump() for method in s.methods},
             "unmasking": {unmasking.text: unmasking.options for unmasking in s.unmaskings},
-            "response": s.lengths.response,
-            "block_length": subject.spec("none", s.unmaskings[0], s.lengths.prompts[0]).block_length,
+            "response": s.response,
+            "block_length": subject.spec("none", s.unmaskings[0], s.prompts[0]).block_length,
             "repeats": s.repeats,
             "seed": s.seed,
             "groups": [list(methods) for methods in groups],
@@ -114,14 +94,14 @@ class Benchmark:
         """Start the engines of a group; returns where and in what type they compute. Only ``_running`` may hold them,
         so that ``stop`` frees their memory."""
         for method in methods:
-            self._running[method] = self.subject.start(method, self.settings.unmaskings)
+            self._running[method] = self.subject.start(method)
             touch_pages(self._running[method])
             runner = runner_of(self._running[method])
         return runner.device, runner.model_config.dtype
 
     def _cells(self, methods: Sequence[str]) -> Iterator[Cell]:
         s = self.settings
-        for prompt in s.lengths.prompts:
+        for prompt in s.prompts:
             for unmasking in s.unmaskings:
                 if s.baseline and unmasking.has_baseline:
                     yield Cell(PLAIN, unmasking, min(s.batches), prompt)
@@ -129,19 +109,13 @@ class Benchmark:
                     for method in methods:
                         yield Cell(method, unmasking, batch, prompt)
 
-    def _measure(
-        self,
-        group: int,
-        plain: "PlainDecoder | None",
-        rates: MachineRates,
-        bar: Any,
-    ) -> list[CellFigures]:
+    def _measure(self, group: int, plain: PlainDecoder | None, rates: MachineRates, bar: Any) -> list[CellFigures]:
         """Round 0 warms up."""
-        s, subject, engines = self.settings, self.subject, self._running
+        subject, engines = self.subject, self._running
         tokenizer = None if subject.has_random_weights else next(iter(engines.values())).get_tokenizer()
-        prompts = {length: subject.prompts(length, max(s.batches), s.seed, tokenizer) for length in s.lengths.prompts}
+        prompts = {length: subject.prompts(length, tokenizer) for length in self.settings.prompts}
         samples: dict[Cell, list[Sample]] = {cell: [] for cell in self._cells(list(engines))}
-        for number in range(s.repeats + 1):
+        for number in range(self.settings.repeats + 1):
             rates.measure()
             for cell, made in samples.items():
                 asked, ends = prompts[cell.prompt][: cell.batch], subject.end_tokens(cell.unmasking)
@@ -150,24 +124,14 @@ class Benchmark:
                     spec, keeps = subject.spec("none", cell.unmasking, cell.prompt), subject.family.keeps_blocks
                     sample = run_plain(plain, asked if number else asked[:1], spec, ends, keeps_blocks=keeps)
                 else:
-                    llm = engines[cell.method]
-                    params = subject.params(cell.unmasking)
-                    sample = run_engine(llm, asked, params, ends)
+                    sample = run_engine(engines[cell.method], asked, subject.params(cell.unmasking), ends)
                     if number:
-                        measure_floors(llm, sample)
+                        measure_floors(engines[cell.method], sample)
                 if number:
                     made.append(sample)
             bar.update()
-        return [
-            CellFigures.of(
-                cell,
-                group,
-                made,
-                plain.num_bytes if cell.method == PLAIN and plain is not None else subject.weight_bytes,
-                has_random_weights=subject.has_random_weights,
-            )
-            for cell, made in samples.items()
-        ]
+        random = subject.has_random_weights
+        return [CellFigures.of(cell, group, made, has_random_weights=random) for cell, made in samples.items()]
 
     def stop(self) -> None:
         """End the engines before others start: a device holds one group at a time."""

@@ -9,7 +9,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from dllm_engine.bench.memory import MemoryMeter, peak, restart_peak
 from dllm_engine.bench.passes import observed_step, runner_of
 from dllm_engine.bench.plain import PlainDecoder, PlainResponse, decode
 from dllm_engine.bench.subject import Unmasking
-from dllm_engine.evaluation.answering import visible_tokens
+from dllm_engine.evaluation.answering import Memory, visible_tokens
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.request import DecodingSpec
 
@@ -45,38 +45,14 @@ class Cell:
     """Tokens."""
 
 
-@dataclass(frozen=True)
-class RequestSample:
-    """One request's response and times, in seconds since it was handed in."""
+class RequestSample(NamedTuple):
+    """One request's response and times."""
 
     visible: tuple[int, ...]
     """Tokens before the first end token."""
-    first_block: float
-    latency: float
-    gaps: tuple[float, ...]
-    """From each block to the next."""
-    forward_passes: int
-    tokens_unmasked: int
-    rows_computed: int
-
-    @classmethod
-    def of(
-        cls,
-        token_ids: Sequence[int],
-        end_tokens: frozenset[int],
-        block_times: Sequence[float],
-        cost: DiffusionFigures | PlainResponse,
-    ) -> "RequestSample":
-        """``block_times``: when each block was finished."""
-        return cls(
-            visible=visible_tokens(token_ids, end_tokens),
-            first_block=block_times[0],
-            latency=block_times[-1],
-            gaps=tuple(b - a for a, b in itertools.pairwise(block_times)),
-            forward_passes=cost.forward_passes,
-            tokens_unmasked=cost.tokens_unmasked,
-            rows_computed=cost.tokens_computed,
-        )
+    block_times: Sequence[float]
+    """When each block was finished, in seconds since the request was handed in."""
+    cost: DiffusionFigures | PlainResponse
 
 
 @dataclass
@@ -86,12 +62,7 @@ class Sample:
     seconds: float
     """Until all requests were answered."""
     requests: list[RequestSample]
-    working_bytes: int
-    """The most memory held beyond what was held before."""
-    process_bytes: int
-    """The most memory held."""
-    page_bytes: int = 0
-    """The most bytes of pages held at once."""
+    memory: Memory
     steps: dict[str, list[tuple[PassShape, float]]] = field(default_factory=lambda: defaultdict(list))
     """Shape and seconds of each forward pass, by kind; dispatches of several kinds are left out."""
     floors: dict[str, tuple[PassShape, float]] = field(default_factory=dict)
@@ -121,28 +92,27 @@ def run_engine(
     blocks: dict[str, list[float]] = {str(i): [] for i in range(len(prompts))}
     outputs: dict[str, Any] = {}
     meter = MemoryMeter(llm)
-    sample = Sample(0.0, [], 0, 0)
+    steps: dict[str, list[tuple[PassShape, float]]] = defaultdict(list)
     start = now()
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-    sample.seconds = now() - start
+    seconds = now() - start
     while engine.has_unfinished_requests():
         dispatch = observed_step(llm)
-        sample.seconds += dispatch.seconds
+        seconds += dispatch.seconds
         for output in dispatch.outputs:
-            blocks[output.request_id].append(sample.seconds)
+            blocks[output.request_id].append(seconds)
             outputs[output.request_id] = output.outputs[0]
         if dispatch.kind is not None:
-            seconds = dispatch.seconds / len(dispatch.passes)
-            sample.steps[dispatch.kind] += [(forward.shape, seconds) for forward in dispatch.passes]
+            of_pass = dispatch.seconds / len(dispatch.passes)
+            steps[dispatch.kind] += [(forward.shape, of_pass) for forward in dispatch.passes]
         meter.look()
     memory = meter.read()
-    sample.page_bytes, sample.working_bytes = memory.page_bytes, memory.working_bytes
-    sample.process_bytes = memory.process_bytes
-    for request_id, times in blocks.items():
-        response = outputs[request_id]
-        sample.requests.append(RequestSample.of(response.token_ids, end_tokens, times, response.diffusion))
-    return sample
+    requests = [
+        RequestSample(visible_tokens(outputs[i].token_ids, end_tokens), times, outputs[i].diffusion)
+        for i, times in blocks.items()
+    ]
+    return Sample(seconds, requests, memory, steps)
 
 
 def measure_floors(llm: "LLM", sample: Sample) -> None:
@@ -166,8 +136,8 @@ def run_plain(
     keeps_blocks: bool = False,
 ) -> Sample:
     """One request after the other."""
-    before = restart_peak()
-    sample = Sample(0.0, [], 0, 0)
+    before, seconds = restart_peak(), 0.0
+    requests = []
     for prompt in prompts:
         synchronize()
         start = now()
@@ -176,11 +146,10 @@ def run_plain(
             synchronize()
             times.append(now() - start)
         assert response is not None
-        sample.seconds += times[-1]
-        sample.requests.append(RequestSample.of(response.token_ids, end_tokens, times, response))
-    sample.process_bytes = peak()
-    sample.working_bytes = max(0, sample.process_bytes - before)
-    return sample
+        seconds += times[-1]
+        requests.append(RequestSample(visible_tokens(response.token_ids, end_tokens), times, response))
+    most = peak()
+    return Sample(seconds, requests, Memory(model.num_bytes, 0, max(0, most - before), most))
 
 
 @dataclass(frozen=True)
@@ -282,15 +251,14 @@ class CellFigures:
     reuse: StepFigures | None
 
     @classmethod
-    def of(
-        cls, cell: Cell, group: int, samples: Sequence[Sample], weight_bytes: int, *, has_random_weights: bool
-    ) -> "CellFigures":
+    def of(cls, cell: Cell, group: int, samples: Sequence[Sample], *, has_random_weights: bool) -> "CellFigures":
         requests = [request for sample in samples for request in sample.requests]
+        costs, memories = [r.cost for r in requests], [sample.memory for sample in samples]
         rates = [sum(len(r.visible) for r in sample.requests) / sample.seconds for sample in samples]
         visible = sum(len(r.visible) for r in requests)
-        rows = sum(r.rows_computed for r in requests)
+        rows, passes = sum(cost.tokens_computed for cost in costs), sum(cost.forward_passes for cost in costs)
         repetitions = [rate for r in requests if (rate := repetition_rate(r.visible)) is not None]
-        gaps = [gap for r in requests for gap in r.gaps]
+        gaps = [b - a for r in requests for a, b in itertools.pairwise(r.block_times)]
         return cls(
             method=cell.method,
             unmasking=cell.unmasking.text,
@@ -302,17 +270,17 @@ class CellFigures:
             tokens_per_second_lowest=min(rates),
             tokens_per_second_highest=max(rates),
             visible_tokens=visible / len(requests),
-            first_block=Distribution.of_values([r.first_block for r in requests]),
-            latency=Distribution.of_values([r.latency for r in requests]),
+            first_block=Distribution.of_values([r.block_times[0] for r in requests]),
+            latency=Distribution.of_values([r.block_times[-1] for r in requests]),
             block_gap=Distribution.of_values(gaps) if gaps else None,
-            forward_passes=statistics.mean(r.forward_passes for r in requests),
-            tokens_per_forward=sum(r.tokens_unmasked for r in requests) / sum(r.forward_passes for r in requests),
+            forward_passes=passes / len(requests),
+            tokens_per_forward=sum(cost.tokens_unmasked for cost in costs) / passes,
             rows_computed=rows / len(requests),
             rows_per_token=rows / max(visible, 1),
-            weight_bytes=weight_bytes,
-            page_bytes=max(sample.page_bytes for sample in samples),
-            working_bytes=int(statistics.median(sample.working_bytes for sample in samples)),
-            process_bytes=max(sample.process_bytes for sample in samples),
+            weight_bytes=memories[0].weight_bytes,
+            page_bytes=max(memory.page_bytes for memory in memories),
+            working_bytes=int(statistics.median(memory.working_bytes for memory in memories)),
+            process_bytes=max(memory.process_bytes for memory in memories),
             repetition=None if has_random_weights or not repetitions else statistics.mean(repetitions),
             whole=StepFigures.of(samples, "whole"),
             reuse=StepFigures.of(samples, "reuse"),

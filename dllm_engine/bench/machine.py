@@ -2,12 +2,14 @@
 
 import datetime
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import vllm
@@ -15,51 +17,32 @@ from vllm.platforms import current_platform
 
 from dllm_engine.version import __version__
 
+T = TypeVar("T")
 RATE_REPEATS = 7
 _BYTES_COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}
 _SIDE = {"cpu": 1024, "cuda": 8192}
 
 
-def processor() -> str:
-    """The name of the GPU, where there is one, or of the CPU."""
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
-
-
-def driver() -> str | None:
-    """What NVIDIA's driver says of itself; None where there is none, or it does not say."""
-    file = Path("/proc/driver/nvidia/version")
-    return file.read_text().splitlines()[0] if file.is_file() else None
-
-
-def triton_version() -> str | None:
-    """None where Triton is not installed."""
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
-
-
-def has_vllm_operators() -> bool:
-    """Whether vLLM's compiled operators can be had. Without them norms and gates are PyTorch's."""
-    current_platform.import_kernels()
-    return hasattr(torch.ops._C, "rms_norm")
-
-
 def provenance() -> dict[str, Any]:
     """Machine, versions, threads and date, for a file of figures."""
+    current_platform.import_kernels()
+    has_gpu, processor = torch.cuda.is_available(), platform.machine()
+    if has_gpu:
+        processor = torch.cuda.get_device_name()
+    elif found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+        processor = found[1]
+    driver = Path("/proc/driver/nvidia/version")
     return {
-        "processor": processor(),
-        "compute_capability": torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
-        "driver": driver(),
+        "processor": processor,
+        "compute_capability": torch.cuda.get_device_capability() if has_gpu else None,
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "platform": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton_version(),
+        "triton": version("triton") if find_spec("triton") else None,
         "vllm": vllm.__version__,
-        "vllm_operators": has_vllm_operators(),
+        # Without vLLM's compiled operators, norms and gates are PyTorch's.
+        "vllm_operators": hasattr(torch.ops._C, "rms_norm"),
         "dllm_engine": __version__,
         "threads": torch.get_num_threads(),
         "clock": _clock_name,
@@ -96,13 +79,18 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds of one call, to the end of what it started on a GPU."""
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """What one call returns, and its seconds to the end of what it started on a GPU."""
     synchronize()
     start = now()
-    work()
+    result = work()
     synchronize()
-    return now() - start
+    return result, now() - start
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds of one call, to the end of what it started on a GPU."""
+    return timed(work)[1]
 
 
 class MachineRates:
@@ -115,19 +103,14 @@ class MachineRates:
         self._square = torch.randn(_SIDE[device.type], _SIDE[device.type], device=device).to(dtype)
         self._copies: list[float] = []
         self._products: list[float] = []
-        for work in (self._copy, self._multiply):
-            work()
-
-    def _copy(self) -> object:
-        return self._target.copy_(self._source)
-
-    def _multiply(self) -> object:
-        return self._square @ self._square
+        self.measure()  # warms up
+        self._copies.clear()
+        self._products.clear()
 
     def measure(self) -> None:
         for _ in range(RATE_REPEATS):
-            self._copies.append(seconds_of(self._copy))
-            self._products.append(seconds_of(self._multiply))
+            self._copies.append(seconds_of(lambda: self._target.copy_(self._source)))
+            self._products.append(seconds_of(lambda: self._square @ self._square))
 
     @property
     def copy_bytes_per_second(self) -> float:

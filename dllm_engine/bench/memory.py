@@ -10,9 +10,9 @@ import torch
 
 from dllm_engine.bench.passes import runner_of, scheduler_of
 from dllm_engine.evaluation.answering import Memory
+from dllm_engine.memory.deployment import models_of
 from dllm_engine.memory.machine import machine_memory
-from dllm_engine.memory.weights import weight_bytes
-from dllm_engine.model_executor.guide.sizes import guide_config
+from dllm_engine.memory.weights import weights_of_models
 from dllm_engine.model_executor.loading.allocator import return_freed_memory
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ class MemoryMeter:
     def __init__(self, llm: "LLM") -> None:
         runner = runner_of(llm)
         config = runner.model_config
-        self._weights = weight_bytes(config.hf_config, 1, config.dtype.itemsize)
-        if runner.options.guide_model is not None:
-            self._weights += weight_bytes(guide_config(runner.options.guide_model), 1, config.dtype.itemsize)
+        models = models_of(config.hf_config, runner.options)
+        self._weights = sum(weights_of_models(models, 1, config.dtype.itemsize, None))
         self._pool = scheduler_of(llm).pages
         self._bytes_per_page = 0 if runner.pages is None else runner.pages.memory[0].nbytes
         self._most_pages = 0

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 from dllm_engine.bench.floor import PassShape
-from dllm_engine.bench.machine import now, synchronize
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
+from dllm_engine.bench.machine import timed
+from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -48,13 +48,8 @@ class ObservedPass:
     def kind(self) -> str | None:
         """``whole`` where every request computes its whole canvas, ``update`` where every one keeps less, ``reuse``
         where every one reuses; None: mixed."""
-        if all(plan.scope is Scope.ALL for plan in self.plans):
-            return "whole"
-        if all(plan.state is RefreshState.REUSE for plan in self.plans):
-            return "reuse"
-        if all(plan.state is RefreshState.UPDATE and plan.scope is not Scope.ALL for plan in self.plans):
-            return "update"
-        return None
+        kinds = {"whole" if plan.scope is Scope.ALL else plan.state.value for plan in self.plans}
+        return kinds.pop() if len(kinds) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -84,11 +79,7 @@ def observed_step(llm: "LLM") -> Dispatch:
         return forward(batch, layer_pass)
 
     with mock.patch.object(runner.denoiser, "forward", recording):
-        synchronize()
-        start = now()
-        outputs = llm.llm_engine.step()
-        synchronize()
-        seconds = now() - start
+        outputs, seconds = timed(llm.llm_engine.step)
     return Dispatch(outputs, seconds, [_observed(batch, layer_pass, masked) for batch, layer_pass in seen])
 
 
@@ -106,8 +97,7 @@ def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPa
     return ObservedPass(list(batch.plans), PassShape.of_plans(batch.plans, rows, canvases, head_rows, blocks))
 
 
-@dataclass(frozen=True)
-class InnerTimes:
+class InnerTimes(NamedTuple):
     """Seconds that a dispatch spent in its parts."""
 
     model: float
@@ -142,16 +132,13 @@ class InnerTime:
     def watching(self) -> Iterator[None]:
         with ExitStack() as patches:
             for part, owner, name in self._parts:
-                patches.enter_context(mock.patch.object(owner, name, self._timed(part, getattr(owner, name))))
+                patches.enter_context(mock.patch.object(owner, name, self._counted(part, getattr(owner, name))))
             yield
 
-    def _timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            synchronize()
-            start = now()
-            out = work(*args, **kwargs)
-            synchronize()
-            self._seconds[part] += now() - start
+    def _counted(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            out, seconds = timed(lambda: work(*args, **kwargs))
+            self._seconds[part] += seconds
             return out
 
-        return timed
+        return counted

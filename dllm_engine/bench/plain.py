@@ -139,6 +139,7 @@ class PlainDecoder:
         if experts.groups is None:
             shares = self._linear(y, f"{name}.gate").softmax(dim=-1, dtype=torch.float32) + bias
             weights, chosen = shares.topk(experts.top_k, dim=-1)
+            weights = weights / weights.sum(dim=-1, keepdim=True) if experts.renormalize else weights
         else:
             shares = F.linear(y.float(), self.weights[f"{name}.gate.weight", None].float()).sigmoid()
             chosen = _best_of_groups(shares + bias, experts.top_k, experts.groups)
@@ -290,24 +291,24 @@ class PlainCanvas:
 def check_baseline(spec: DecodingSpec) -> None:
     """Raise ``ValueError`` for requests that the baseline does not decode: those that draw random numbers,
     guided ones, and those of several blocks at once."""
-    policy = UNMASKING_POLICIES[spec.unmasking]
-    if policy.measures == "noise" or spec.temperature > 0:
+    if UNMASKING_POLICIES[spec.unmasking].measures == "noise" or spec.temperature > 0:
         raise ValueError(
             f"unmasking={spec.unmasking!r} at temperature {spec.temperature} draws random numbers, which the plain "
             f"baseline does not; choose a greedy policy, or leave the baseline out"
         )
-    if spec.delay_eos or spec.guidance is not None or spec.block_add_threshold is not None or spec.early_stop:
-        raise ValueError(
-            "the plain baseline knows no delay_eos, no guide, no block_add_threshold and no early_stop; leave them "
-            "unset"
-        )
-    if spec.slow_fast is not None:
-        raise ValueError("the plain baseline knows no slow_fast; leave it unset")
-    if spec.certainty_sigma is not None or (spec.parallel is not None and (spec.tokens_per_step or spec.block_steps)):
-        raise ValueError(
-            "the plain baseline knows no certainty_sigma, and no tokens_per_step or steps_per_block beside a rule of "
-            "parallel unmasking; leave them unset"
-        )
+    unknown = {
+        "delay_eos": spec.delay_eos,
+        "guide": spec.guidance is not None,
+        "block_add_threshold": spec.block_add_threshold is not None,
+        "early_stop": spec.early_stop,
+        "slow_fast": spec.slow_fast is not None,
+        "certainty_sigma": spec.certainty_sigma is not None,
+        "tokens_per_step or steps_per_block beside a rule of parallel unmasking": spec.parallel is not None
+        and (spec.tokens_per_step or spec.block_steps),
+    }
+    for name, is_asked in unknown.items():
+        if is_asked:
+            raise ValueError(f"the plain baseline knows no {name}; leave it unset, or leave the baseline out")
 
 
 @torch.inference_mode()

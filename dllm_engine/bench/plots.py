@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dllm_engine.bench.report import MIB, Report, machine_line, run_line
+from dllm_engine.evaluation.tradeoff_plot import INK, LINE, MUTED, new_figure
 
-INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
 SHADES = ("#9ad3da", "#4fb9c8", "#0f7c8c", "#0a4f5a")
 """Of batches, from small to large."""
 WHOLE, REUSE = "#8b95a1", "#ee9b1f"
@@ -29,6 +29,28 @@ class Bars(NamedTuple):
     """Where a line marks the best there can be."""
 
 
+PANELS = (
+    Bars("visible tokens/s", [("", "", lambda cell: cell["tokens_per_second"])]),
+    Bars(
+        "step time over its floor",
+        [
+            ("whole canvas", WHOLE, lambda cell: cell["whole"] and cell["whole"]["time_over_floor"]),
+            ("reuse", REUSE, lambda cell: cell["reuse"] and cell["reuse"]["time_over_floor"]),
+        ],
+        best=1.0,
+    ),
+    Bars(
+        "memory at the peak, MiB",
+        [
+            ("weights", WEIGHTS, lambda cell: cell["weight_bytes"] / MIB),
+            ("pages", PAGES, lambda cell: cell["page_bytes"] / MIB),
+            ("working", WORKING, lambda cell: cell["working_bytes"] / MIB),
+        ],
+        stacked=True,
+    ),
+)
+
+
 def draw(report: Report, folder: Path) -> list[Path]:
     """Write ``bench-<model>.png`` for each model of a report; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,52 +62,23 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return files
 
 
-def _panels() -> list[Bars]:
-    return [
-        Bars("visible tokens/s", [("", "", lambda cell: cell["tokens_per_second"])]),
-        Bars(
-            "step time over its floor",
-            [
-                ("whole canvas", WHOLE, lambda cell: cell["whole"] and cell["whole"]["time_over_floor"]),
-                ("reuse", REUSE, lambda cell: cell["reuse"] and cell["reuse"]["time_over_floor"]),
-            ],
-            best=1.0,
-        ),
-        Bars(
-            "memory at the peak, MiB",
-            [
-                ("weights", WEIGHTS, lambda cell: cell["weight_bytes"] / MIB),
-                ("pages", PAGES, lambda cell: cell["page_bytes"] / MIB),
-                ("working", WORKING, lambda cell: cell["working_bytes"] / MIB),
-            ],
-            stacked=True,
-        ),
-    ]
-
-
 def _figure(report: Report, run: dict[str, Any]) -> Figure:
     rows = list(dict.fromkeys((cell["prompt"], cell["unmasking"]) for cell in run["cells"]))
     methods = list(dict.fromkeys(cell["method"] for cell in run["cells"]))
     batches = sorted({cell["batch"] for cell in run["cells"]})
-    panels = _panels()
     most = max(sum((cell["prompt"], cell["unmasking"]) == row for cell in run["cells"]) for row in rows)
-    figure = Figure(
-        figsize=(3.8 * len(panels), len(rows) * (0.7 + 0.19 * most) + 1.3),
-        dpi=150,
-        facecolor="white",
-        layout="constrained",
-    )
+    figure = new_figure(3.8 * len(PANELS), len(rows) * (0.7 + 0.19 * most) + 1.3)
     figure.suptitle(f"{run_line(run)}\n{machine_line(report)}", size=8, color=MUTED, wrap=True)
-    grid = figure.subplots(len(rows), len(panels), squeeze=False, sharey="row")
+    grid = figure.subplots(len(rows), len(PANELS), squeeze=False, sharey="row")
     for (prompt, unmasking), row in zip(rows, grid, strict=True):
         cells = [cell for cell in run["cells"] if (cell["prompt"], cell["unmasking"]) == (prompt, unmasking)]
         cells.sort(key=lambda cell: (methods.index(cell["method"]), cell["batch"]))
-        for bars, axes in zip(panels, row, strict=True):
+        for bars, axes in zip(PANELS, row, strict=True):
             _bars(axes, bars, cells, batches)
         row[0].set_yticks(range(len(cells)), [f"{cell['method']}, batch {cell['batch']}" for cell in cells])
         row[0].set_ylim(len(cells) - 0.5, -0.5)
         row[0].set_ylabel(f"prompt {prompt}, {unmasking}", color=INK, size=9)
-    for bars, axes in zip(panels, grid[0], strict=True):
+    for bars, axes in zip(PANELS, grid[0], strict=True):
         handles, labels = axes.get_legend_handles_labels()
         axes.set_title(bars.title, size=10, color=INK, pad=20 if labels else 6)
         if labels:

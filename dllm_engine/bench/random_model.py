@@ -19,6 +19,7 @@ NAMED_SHAPES: dict[str, str] = {
     "dream-7b": "Dream-org/Dream-v0-Base-7B",
     "sdar-8b": "JetLM/SDAR-8B-Chat",
     "sdar-8b-b32": "JetLM/SDAR-8B-Chat-b32",
+    "sdar-30b": "JetLM/SDAR-30B-A3B-Chat",
     "llada2-mini": "inclusionAI/LLaDA2.0-mini",
 }
 _SCALED = (
@@ -63,10 +64,9 @@ def config_of(model: str) -> "Config":
 
     Raises ``ValueError`` as ``named_shape`` and ``load_config`` do.
     """
-    if not is_named_shape(model):
-        return load_config(model)
-    with config_folder(named_shape(model)) as folder:
-        return load_config(str(folder))
+    from dllm_engine.model_executor.models.configs import parse_config
+
+    return parse_config(named_shape(model), model) if is_named_shape(model) else load_config(model)
 
 
 @contextmanager

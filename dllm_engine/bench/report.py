@@ -46,10 +46,6 @@ PAGES          of it pages of the cache, MiB
 FULL÷, REUSE÷  time of a step over its floor, which is its matrix products alone (1 is best): steps over the whole
                canvas, and steps that reuse the cache; a guide's pass is in the time, not in the floor
 REPEAT         share of repeated 4-grams in the responses (– for random weights)"""
-COLUMNS = (
-    *("METHOD", "UNMASKING", "BATCH", "PROMPT", "TOKENS/S", "× PLAIN", "1ST BLOCK", "LATENCY", "PASSES", "TOK/PASS"),
-    *("ROWS/TOK", "MEMORY", "PAGES", "FULL÷", "REUSE÷", "REPEAT"),
-)
 Report = dict[str, Any]
 CellKey = tuple[str, str, str, int, int]
 """Model, method, unmasking, batch, prompt."""
@@ -80,37 +76,41 @@ def run_line(run: dict[str, Any]) -> str:
     )
 
 
-def _row(run: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
-    lowest, highest = cell["tokens_per_second_lowest"], cell["tokens_per_second_highest"]
-    tokens_per_second = f"{cell['tokens_per_second']:.1f} ({lowest:.0f}–{highest:.0f})"
-    latency, memory = cell["latency"], cell["weight_bytes"] + cell["page_bytes"] + cell["working_bytes"]
-    return (
-        cell["method"],
-        cell["unmasking"],
-        str(cell["batch"]),
-        str(cell["prompt"]),
-        tokens_per_second,
-        _or_nothing(over_plain(run, cell), ".2f"),
-        seconds_text(cell["first_block"]["median"]),
-        f"{seconds_text(latency['median'])}, {seconds_text(latency['p90'])}",
-        f"{cell['forward_passes']:.0f}",
-        f"{cell['tokens_per_forward']:.2f}",
-        f"{cell['rows_per_token']:.0f}",
-        f"{memory / MIB:.1f}",
-        f"{cell['page_bytes'] / MIB:.1f}",
-        _or_nothing(cell["whole"] and cell["whole"]["time_over_floor"], ".2f"),
-        _or_nothing(cell["reuse"] and cell["reuse"]["time_over_floor"], ".2f"),
-        _or_nothing(cell["repetition"], ".0%"),
-    )
-
-
-def _or_nothing(value: float | None, form: str) -> str:
-    return NOTHING if value is None else format(value, form)
-
-
 def seconds_text(seconds: float) -> str:
     """In milliseconds below a second."""
     return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _time_over_floor(kind: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda cell: cell[kind] and cell[kind]["time_over_floor"]
+
+
+FIGURES: dict[str, tuple[Callable[[dict[str, Any]], float | None], Callable[[float], str]]] = {
+    "TOKENS/S": (lambda cell: cell["tokens_per_second"], "{:.1f}".format),
+    "1ST BLOCK": (lambda cell: cell["first_block"]["median"], seconds_text),
+    "LATENCY": (lambda cell: cell["latency"]["median"], seconds_text),
+    "PASSES": (lambda cell: cell["forward_passes"], "{:.0f}".format),
+    "TOK/PASS": (lambda cell: cell["tokens_per_forward"], "{:.2f}".format),
+    "ROWS/TOK": (lambda cell: cell["rows_per_token"], "{:.0f}".format),
+    "MEMORY": (lambda c: (c["weight_bytes"] + c["page_bytes"] + c["working_bytes"]) / MIB, "{:.1f}".format),
+    "PAGES": (lambda cell: cell["page_bytes"] / MIB, "{:.1f}".format),
+    "FULL÷": (_time_over_floor("whole"), "{:.2f}".format),
+    "REUSE÷": (_time_over_floor("reuse"), "{:.2f}".format),
+    "REPEAT": (lambda cell: cell["repetition"], "{:.0%}".format),
+}
+"""Columns: a cell's value, and how it is written."""
+_FIRST, *_OTHERS = FIGURES
+COLUMNS = ("METHOD", "UNMASKING", "BATCH", "PROMPT", _FIRST, "× PLAIN", *_OTHERS)
+
+
+def _row(run: dict[str, Any], cell: dict[str, Any]) -> list[str]:
+    names = {"METHOD": cell["method"], "UNMASKING": cell["unmasking"], "BATCH": cell["batch"], "PROMPT": cell["prompt"]}
+    values = {name: (value(cell), form) for name, (value, form) in FIGURES.items()}
+    values["× PLAIN"] = over_plain(run, cell), "{:.2f}".format
+    texts = {name: NOTHING if value is None else form(value) for name, (value, form) in values.items()}
+    texts["TOKENS/S"] += f" ({cell['tokens_per_second_lowest']:.0f}–{cell['tokens_per_second_highest']:.0f})"
+    texts["LATENCY"] += f", {seconds_text(cell['latency']['p90'])}"
+    return [str((names | texts)[column]) for column in COLUMNS]
 
 
 def over_plain(run: dict[str, Any], cell: dict[str, Any]) -> float | None:
@@ -127,28 +127,17 @@ def over_plain(run: dict[str, Any], cell: dict[str, Any]) -> float | None:
 
 # Two result files
 
-COMPARED: dict[str, Callable[[dict[str, Any], dict[str, Any]], float | None]] = {
-    "TOKENS/S": lambda run, cell: cell["tokens_per_second"],
-    "1ST BLOCK": lambda run, cell: cell["first_block"]["median"],
-    "LATENCY": lambda run, cell: cell["latency"]["median"],
-    "PASSES": lambda run, cell: cell["forward_passes"],
-    "ROWS/TOK": lambda run, cell: cell["rows_per_token"],
-    "MEMORY": lambda run, cell: cell["weight_bytes"] + cell["page_bytes"] + cell["working_bytes"],
-    "PAGES": lambda run, cell: cell["page_bytes"],
-    "FULL÷": lambda run, cell: cell["whole"] and cell["whole"]["time_over_floor"],
-    "REUSE÷": lambda run, cell: cell["reuse"] and cell["reuse"]["time_over_floor"],
-}
 _RUN_SETTINGS = ("weights", "shape", "dtype", "engine_args", "response", "block_length", "seed")
 
 
 def comparison(first: Report, second: Report, names: tuple[str, str]) -> str:
     """Ratios second / first of the cells that both have, and in what else the two differ."""
     before, after = (dict(_cells(report)) for report in (first, second))
-    rows: list[tuple[str, ...]] = [("MODEL", "METHOD", "UNMASKING", "BATCH", "PROMPT", *COMPARED)]
+    rows: list[tuple[str, ...]] = [("MODEL", "METHOD", "UNMASKING", "BATCH", "PROMPT", *FIGURES)]
     for key in before:
         if key in after:
-            ratios = (_ratio(figure, before[key], after[key]) for figure in COMPARED.values())
-            rows.append((*map(str, key), *ratios))
+            pairs = ((value(before[key]), value(after[key])) for value, _ in FIGURES.values())
+            rows.append((*map(str, key), *(f"{b / a:.2f}" if a and b is not None else NOTHING for a, b in pairs)))
     lines = [f"{names[1]} over {names[0]}, figure by figure; 1 is no change."]
     lines += [f"Note: {note}" for note in _differences(first, second)]
     for name, mine, others in ((names[0], before, after), (names[1], after, before)):
@@ -160,21 +149,12 @@ def comparison(first: Report, second: Report, names: tuple[str, str]) -> str:
     return "\n".join([*lines, "", format_table(rows)])
 
 
-def _cells(report: Report) -> Iterator[tuple[CellKey, tuple[dict[str, Any], dict[str, Any]]]]:
+def _cells(report: Report) -> Iterator[tuple[CellKey, dict[str, Any]]]:
     for run in report["runs"]:
         for cell in run["cells"]:
             if cell["method"] == "plain" and cell["group"]:
                 continue  # one baseline stands for those of all groups
-            yield (run["model"], cell["method"], cell["unmasking"], cell["batch"], cell["prompt"]), (run, cell)
-
-
-def _ratio(
-    figure: Callable[[dict[str, Any], dict[str, Any]], float | None],
-    before: tuple[dict[str, Any], dict[str, Any]],
-    after: tuple[dict[str, Any], dict[str, Any]],
-) -> str:
-    a, b = figure(*before), figure(*after)
-    return NOTHING if a is None or b is None or not a else f"{b / a:.2f}"
+            yield (run["model"], cell["method"], cell["unmasking"], cell["batch"], cell["prompt"]), cell
 
 
 def _differences(first: Report, second: Report) -> Iterator[str]:

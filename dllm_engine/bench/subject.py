@@ -1,7 +1,6 @@
 """What is measured: a model, its prompts, its engines and its plain baseline."""
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,10 @@ from dllm_engine.bench.random_model import config_of, is_named_shape, named_shap
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
-from dllm_engine.memory.deployment import shares_tokenizer
+from dllm_engine.memory.deployment import models_of, shares_tokenizer
 from dllm_engine.memory.plan import bytes_of_page
-from dllm_engine.memory.weights import DTYPE_BYTES, weight_bytes
-from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
+from dllm_engine.memory.weights import DTYPE_BYTES, weights_of_models
+from dllm_engine.model_executor.guide.sizes import with_shape
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
@@ -46,19 +45,26 @@ class Unmasking:
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """In tokens."""
+class BenchSettings:
+    """What is measured of one model. Lengths are in tokens."""
 
+    model: str
+    methods: tuple[str, ...]
+    unmaskings: tuple[Unmasking, ...]
+    batches: tuple[int, ...]
     prompts: tuple[int, ...]
     response: int
-    block: int | None
+    repeats: int
+    seed: int
+    block_length: int | None = None
     """None: the model's default."""
-    shared: int = 0
+    shared_prefix: int = 0
     """Tokens that the prompts of a batch begin with alike."""
-
-    @property
-    def longest(self) -> int:
-        return max(self.prompts) + self.response
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    """None: what the lengths need."""
+    baseline: bool = True
+    engine_args: dict[str, Any] = field(default_factory=dict)
 
 
 class Subject:
@@ -67,32 +73,33 @@ class Subject:
     Raises ``ValueError`` for a model that is unknown or too short for the lengths.
     """
 
-    def __init__(
-        self, model: str, dtype: str, lengths: Lengths, max_batch: int, engine_args: dict[str, Any], max_model_len: int
-    ) -> None:
-        self.model, self.lengths, self.max_batch = model, lengths, max_batch
-        self.has_random_weights = is_named_shape(model)
-        self.engine_args = engine_args
-        self.config = config_of(model)
-        self.guide = {name: engine_args[name] for name in GUIDE_SETTINGS if name in engine_args}
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = s = settings
+        self.has_random_weights = is_named_shape(s.model)
+        self.config = config_of(s.model)
+        self.guide = {name: s.engine_args[name] for name in GUIDE_SETTINGS if name in s.engine_args}
         if self.guide and self.has_random_weights:
-            raise ValueError(f"model {model!r} has random weights, which agree with no guide; leave out --guide-model")
+            raise ValueError(
+                f"model {s.model!r} has random weights, which agree with no guide; leave out --guide-model"
+            )
         self.family = family_of(self.config)
         # The last block of a response may end behind it.
-        whole = (lengths.block or self.family.attention_block) if self.family.attention_block else 1
-        self.max_model_len = max_model_len = -(-max_model_len // whole) * whole
+        whole = (s.block_length or self.family.attention_block) if self.family.attention_block else 1
+        longest = max(max(s.prompts) + s.response, s.max_model_len or 0)
+        self.max_model_len = -(-longest // whole) * whole
         self.shape = decoder_shape(self.config)
-        if lengths.shared and not self.has_random_weights:
+        if s.shared_prefix and not self.has_random_weights:
             raise ValueError(
-                f"--shared-prefix {lengths.shared}: prompts of {model!r} are questions; give random weights as --model"
+                f"--shared-prefix {s.shared_prefix}: prompts of {s.model!r} are questions; give random weights as "
+                f"--model"
             )
         own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
-        self.dtype = own if dtype == "auto" else {"float": "float32", "half": "float16"}.get(dtype, dtype)
+        self.dtype = own if s.dtype == "auto" else {"float": "float32", "half": "float16"}.get(s.dtype, s.dtype)
         most = self.config.max_position_embeddings
-        if max_model_len > most:
+        if self.max_model_len > most:
             raise ValueError(
-                f"prompt and response of {max_model_len} tokens: {model} has {most} positions; lower --prompt or "
-                f"--response"
+                f"prompt and response of {self.max_model_len} tokens: {s.model} has {most} positions; lower --prompt "
+                f"or --response"
             )
 
     # Requests
@@ -100,8 +107,8 @@ class Subject:
     def params(self, unmasking: Unmasking) -> DiffusionParams:
         """Greedy; random weights ignore end tokens, which mean nothing there."""
         return DiffusionParams(
-            gen_length=self.lengths.response,
-            block_length=self.lengths.block,
+            gen_length=self.settings.response,
+            block_length=self.settings.block_length,
             ignore_eos=self.has_random_weights,
             **unmasking.options,
         )
@@ -112,26 +119,27 @@ class Subject:
     def options(self, method: str) -> EngineOptions:
         """As the engine fills them in."""
         options = EngineOptions(cache_method=method, request_defaults=checkpoint_defaults(self.config), **self.guide)
-        options = options.with_paper_settings(self.model, self.family)
+        options = options.with_paper_settings(self.settings.model, self.family)
         if (guide := options.guide_model) is None:
             return options
-        return with_shape(options, same_tokens=shares_tokenizer(guide, self.model))
+        return with_shape(options, same_tokens=shares_tokenizer(guide, self.settings.model))
 
     def spec(self, method: str, unmasking: Unmasking, prompt: int) -> DecodingSpec:
         return resolve_decoding(self.params(unmasking), prompt, self.family, self.options(method))
 
-    def prompts(self, length: int, count: int, seed: int, tokenizer: Any) -> list[list[int]]:
-        """Prompts of exactly ``length`` tokens: of random tokens for random weights, else a question about a few names
-        behind filler.
+    def prompts(self, length: int, tokenizer: Any) -> list[list[int]]:
+        """Prompts of exactly ``length`` tokens for the largest batch: of random tokens for random weights, else a
+        question about a few names behind filler.
 
         Raises:
             ValueError: the question alone is longer.
         """
+        count, seed = max(self.settings.batches), self.settings.seed
         if self.has_random_weights:
             draw = torch.Generator().manual_seed(seed)
             # The last two are the end and mask tokens.
             tokens = torch.randint(self.shape.vocab_size - 2, (count, length), generator=draw)
-            tokens[:, : self.lengths.shared] = tokens[0, : self.lengths.shared]
+            tokens[:, : self.settings.shared_prefix] = tokens[0, : self.settings.shared_prefix]
             found: list[list[int]] = tokens.tolist()
             return found
         examples = make_examples("names", count, seed, min_pairs=ASKED, max_pairs=ASKED, asked=ASKED)
@@ -142,56 +150,54 @@ class Subject:
 
     @property
     def weight_bytes(self) -> int:
-        guide = self.options("none").guide_model
-        models = [self.config] if guide is None else [self.config, guide_config(guide)]
-        return sum(weight_bytes(config, 1, DTYPE_BYTES[self.dtype]) for config in models)
+        models = models_of(self.config, self.options("none"))
+        return sum(weights_of_models(models, 1, DTYPE_BYTES[self.dtype], None))
 
-    def pool_bytes(self, method: str, unmaskings: Iterable[Unmasking]) -> int:
+    def pool_bytes(self, method: str) -> int:
         """Of a pool in which the largest batch runs at once."""
-        options = self.options(method)
+        s, options = self.settings, self.options(method)
         geometry = options.geometry(self.config, 1)
         demands = [
             options.method.page_demand(self.spec(method, unmasking, prompt), geometry)
-            for unmasking in unmaskings
-            for prompt in self.lengths.prompts
+            for unmasking in s.unmaskings
+            for prompt in s.prompts
         ]
-        pages = max(
-            self.max_batch * max(demands), options.method.longest_demand(options.cache, geometry, self.max_model_len)
-        )
+        longest = options.method.longest_demand(options.cache, geometry, self.max_model_len)
+        pages = max(max(s.batches) * max(demands), longest)
         # vLLM keeps a page for itself.
         return (pages + 1) * bytes_of_page(geometry, DTYPE_BYTES[self.dtype])
 
-    def start(self, method: str, unmaskings: Iterable[Unmasking]) -> "LLM":
+    def start(self, method: str) -> "LLM":
         """An engine in this process that runs the largest batch at once."""
         from dllm_engine.llm import LLM
 
+        model, batch = self.settings.model, max(self.settings.batches)
         settings: dict[str, Any] = {
             "cache_method": method,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_batch,
-            "max_num_batched_tokens": self.max_batch * self.max_model_len,
-            "kv_cache_memory_bytes": self.pool_bytes(method, unmaskings),
+            "max_num_seqs": batch,
+            "max_num_batched_tokens": batch * self.max_model_len,
+            "kv_cache_memory_bytes": self.pool_bytes(method),
             "use_tqdm_on_load": False,
         }
         if torch.cuda.is_available():
             # The pool's size is given; this only says how much must be free, beside the baseline.
             settings["gpu_memory_utilization"] = GPU_MEMORY_SHARE
-        settings |= self.engine_args
-        if self.has_random_weights:
-            return random_engine(named_shape(self.model), **settings)
-        return LLM(self.model, **settings)
+        settings |= self.settings.engine_args
+        return random_engine(named_shape(model), **settings) if self.has_random_weights else LLM(model, **settings)
 
     def plain(self, device: torch.device) -> PlainDecoder:
         """The baseline, with weights of its own: the engine's may be packed."""
         dtype = getattr(torch, self.dtype)
         if self.has_random_weights:
             return PlainDecoder.random(self.config, dtype, device)
-        folder = Path(model_path(self.model))
+        model = self.settings.model
+        folder = Path(model_path(model))
         if not folder.is_dir():
             from huggingface_hub import snapshot_download
 
-            folder = Path(snapshot_download(self.model, allow_patterns=["*.safetensors"], local_files_only=True))
+            folder = Path(snapshot_download(model, allow_patterns=["*.safetensors"], local_files_only=True))
         return PlainDecoder.from_checkpoint(folder, self.config, dtype, device)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dllm_engine.check.checks import CannotRunError, Check
+from dllm_engine.check.checks import Check, cannot_run
 from dllm_engine.demo import DEMO_BLOCKS, DEMO_MODEL
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
@@ -45,31 +45,23 @@ FIRST_WORD, VOCAB_SIZE = 4, 512
 
 def answer_checks(device: torch.device) -> Iterator[Check]:
     """Each cache method; recorded steps where a method's can be recorded; two ranks."""
+    on_gpu, several = device.type == "cuda", device.type == "cuda" and torch.cuda.device_count() > 1
     for method in METHODS:
-        yield Check("answers", method, partial(_compare, method, cuda_graphs=False))
+        yield Check("answers", method, partial(_compare, method))
     for method in METHODS:
         if CACHE_METHODS[method].recordable:
-            yield Check("answers, recorded steps", method, partial(_compare_recorded, device, method))
-    yield Check("answers, two ranks", SHARDED_METHOD, partial(_compare_sharded, device))
+            recorded = partial(_compare, method, cuda_graphs=True)
+            no_gpu = partial(cannot_run, "steps are recorded on CUDA devices only")
+            yield Check("answers, recorded steps", method, recorded if on_gpu else no_gpu)
+    on_two = partial(_compare, SHARDED_METHOD, tensor_parallel_size=2)
+    yield Check("answers, two ranks", SHARDED_METHOD, on_two if several else partial(cannot_run, "there is one device"))
 
 
-def _compare_recorded(device: torch.device, method: str) -> tuple[float, float]:
-    if device.type != "cuda":
-        raise CannotRunError("steps are recorded on CUDA devices only")
-    return _compare(method, cuda_graphs=True)
-
-
-def _compare_sharded(device: torch.device) -> tuple[float, float]:
-    if device.type != "cuda" or torch.cuda.device_count() < 2:
-        raise CannotRunError("there is one device")
-    return _compare(SHARDED_METHOD, tensor_parallel_size=2, cuda_graphs=False)
-
-
-def _compare(method: str, **settings: Any) -> tuple[float, float]:
+def _compare(method: str, cuda_graphs: bool = False, **settings: Any) -> tuple[float, float]:
     """The largest difference of a token's log-probability; all tokens must be those that are stored."""
     stored = json.loads(ANSWERS.read_text(encoding="utf-8"))[method]
-    with running(method, **settings) as llm:
-        if settings["cuda_graphs"] and not all(llm.collective_rpc("records_steps")):
+    with running(method, cuda_graphs=cuda_graphs, **settings) as llm:
+        if cuda_graphs and not all(llm.collective_rpc("records_steps")):
             raise ValueError("steps could not be recorded; the engine's log says why")
         # Only what fills in tokens alone is recorded.
         answers, tokens = answers_of(llm), [output.outputs[0].token_ids for output in _generate(llm, logprobs=None)]

@@ -23,6 +23,11 @@ class CannotRunError(Exception):
     """A check does not apply here; the text says why."""
 
 
+def cannot_run(reason: str) -> _Error:
+    """In place of a check that does not apply here."""
+    raise CannotRunError(reason)
+
+
 @dataclass(frozen=True)
 class Check:
     """One comparison."""

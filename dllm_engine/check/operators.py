@@ -296,14 +296,12 @@ def operator_checks(
 ) -> Iterator[Check]:
     """Every operator in each of the ``types``. ``limited``: with or without limits to attend to pages."""
     yield from head_checks(device, sizes, types, limited)
-    for name, case in _BY_WIDTH.items():
-        yield from _in_each_type(types, device, name, case, sizes, f"rows of {sizes.hidden_size}")
+    yield from _in_each_type(types, device, _BY_WIDTH, sizes, f"rows of {sizes.hidden_size}")
     for name, of_vllm in _OF_VLLM.items():
         for dtype in types:
             run = partial(_compare_vllm, device, name, of_vllm, sizes, dtype)
             yield Check(name, f"{_name(dtype)}, rows of {sizes.hidden_size}", run)
-    for name, case in _BY_VOCABULARY.items():
-        yield from _in_each_type(types, device, name, case, sizes, f"{sizes.vocab_size:,} tokens")
+    yield from _in_each_type(types, device, _BY_VOCABULARY, sizes, f"{sizes.vocab_size:,} tokens")
     run = partial(_compare, device, _noise, sizes, torch.float64, torch.float64)
     yield Check("noise", f"{sizes.vocab_size:,} tokens", run)
 
@@ -315,17 +313,17 @@ def head_checks(
     limited: Sequence[bool] = (True, False),
 ) -> Iterator[Check]:
     """Those that work on heads."""
-    for name, case in (_paged_cases(limited) | _BY_HEADS).items():
-        yield from _in_each_type(types, device, name, case, sizes, sizes.heads)
+    yield from _in_each_type(types, device, _paged_cases(limited) | _BY_HEADS, sizes, sizes.heads)
 
 
 def _in_each_type(
-    types: Sequence[torch.dtype], device: torch.device, name: str, case: _Case, sizes: Sizes, what: str
+    types: Sequence[torch.dtype], device: torch.device, cases: dict[str, _Case], sizes: Sizes, what: str
 ) -> Iterator[Check]:
-    wide = torch.float64 if name.startswith("paged_attention") else torch.float32
-    for dtype in types:
-        run = partial(_compare, device, case, sizes, dtype, wide)
-        yield Check(name, f"{_name(dtype)}, {what}", run)
+    for name, case in cases.items():
+        wide = torch.float64 if name.startswith("paged_attention") else torch.float32
+        for dtype in types:
+            run = partial(_compare, device, case, sizes, dtype, wide)
+            yield Check(name, f"{_name(dtype)}, {what}", run)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,24 +13,6 @@ from typing import Any
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
 _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
 
-
-ONE = "one"
-"""The unmasking rule of one token per step."""
-RULES = (
-    *("steps", "steps_per_block", "tokens_per_step", "threshold", "factor", "entropy_bound", "entropy_budget"),
-    *("margin", "entropy_threshold", "slow_fast"),
-)
-"""Options that another unmasking rule may set."""
-MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")
-"""Options that may follow an unmasking rule."""
-GUIDED = "guided"
-"""The unmasking rule that leaves the choice to a guide, whose model may be its value."""
-GUIDING = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
-"""Arguments about how a guide decides, under the names of request options; they may follow that rule."""
-DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", GUIDED, *GUIDING)
-"""Arguments about how a response is denoised, under the names of request options."""
-
-
 STRUCTURE = ("regex", "json_schema", "choice")
 """Arguments about what a response must match."""
 
@@ -105,6 +87,92 @@ def key_value(text: str) -> tuple[str, Any]:
     return key, json_value(value)
 
 
+Options = dict[str, tuple[Any, str, str]]
+"""Options as arguments, by name: what reads a value (a tuple: one of these; ``bool``: none is given), its name in the
+help, and its meaning."""
+ONE = "one"
+"""The unmasking rule of one token per step."""
+_COUNTS: Options = {
+    "steps": (whole_number, "N", "denoising steps of the response, at most and by default one per token"),
+    "steps_per_block": (whole_number, "N", "denoising steps of each block instead"),
+    "tokens_per_step": (whole_number, "N", "fill so many positions in each step, or at least"),
+}
+_PARALLEL: Options = {
+    "threshold": (float, "P", "fill every position at least this sure, not a fixed count a step"),
+    "factor": (float, "F", "fill the n surest positions with (n+1)·(1 − n-th probability) < F"),
+    "entropy_bound": (float, "NATS", "fill positions whose entropies add up to little"),
+    "entropy_budget": (float, "NATS", "the same, but the largest of them counts as well"),
+    "margin": (float, "P", "fill every position whose two likeliest tokens differ by this"),
+    "entropy_threshold": (float, "NATS", "fill every position whose entropy is at most this"),
+    "slow_fast": (json_value, "JSON", "SlowFast sampling with these options; {} for its defaults"),
+}
+RULES = (*_COUNTS, *_PARALLEL)
+"""Options that another unmasking rule may set."""
+_MORE_OF_RULE: Options = {
+    "certainty_sigma": (
+        float, "TOKENS", "prefer positions near known tokens; so many tokens away is near (default: no preference)",
+    ),
+    "block_add_threshold": (
+        float, "SHARE",
+        "let the next block join the running ones once this share of the last one is decided (default: blocks run one "
+        "at a time)",
+    ),
+    "suffix_blocks": (
+        whole_number, "N", "compute no more than so many masked blocks behind the running ones (default: all)",
+    ),
+}  # fmt: skip
+MORE_OF_RULE = tuple(_MORE_OF_RULE)
+"""Options that may follow an unmasking rule."""
+GUIDED = "guided"
+"""The unmasking rule that leaves the choice to a guide, whose model may be its value."""
+_GUIDING: Options = {
+    "speculation_length": (whole_number, "N", "masked positions that the guide checks in a step (default: 32)"),
+    "guide_top_k": (whole_number, "K", "a draft passes among the guide's K best (default: 1)"),
+    "guide_threshold": (
+        float, "P", "beside the drafts that pass up to the first that does not, also fill those more probable than P",
+    ),
+    "guide_fallback": (("guide", "draft"), "", "whose token is filled where no draft passes (default: guide)"),
+    "guide_correction": (bool, "", "fill what passes with the guide's own tokens"),
+}  # fmt: skip
+GUIDING = tuple(_GUIDING)
+"""Arguments about how a guide decides, under the names of request options; they may follow that rule."""
+_FIRST: Options = {
+    "block_length": (
+        whole_number, "N", "response tokens denoised together (default: the checkpoint's, else the family's)",
+    ),
+    "unmasking": (str, "POLICY", "which positions are filled first; see `dllm models`"),
+}  # fmt: skip
+_OTHERS: Options = {
+    "early_stop": (bool, "", "give up what is behind the first end token as soon as it is decided"),
+    GUIDED: (bool, "", "let the guide decide what is filled (default: where there is a --guide-model)"),
+}
+DENOISING = (*_FIRST, *RULES, *MORE_OF_RULE, *_OTHERS, *GUIDING)
+"""Arguments about how a response is denoised, under the names of request options."""
+
+
+def add_options(group: "argparse._ActionsContainer", options: Options) -> None:
+    """An argument per option; None where it is not given."""
+    for name, (read, metavar, meaning) in options.items():
+        how: dict[str, Any] = {"type": read, "metavar": metavar}
+        if read is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(read, tuple):
+            how = {"choices": read}
+        group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)
+
+
+def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
+    """Options of requests; a request can set them itself under the same names."""
+    add_options(group, _FIRST | _COUNTS | _MORE_OF_RULE)
+    add_options(group.add_mutually_exclusive_group(), _PARALLEL)
+    add_options(group, _OTHERS | _GUIDING)
+
+
+def add_guiding_arguments(group: "argparse._ArgumentGroup") -> None:
+    """How a guide decides: options of requests."""
+    add_options(group, _GUIDING)
+
+
 def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str]]:
     """Take the dotted form of a JSON ``option`` out of ``words``: ``--option.a.b VALUE``, or ``--option.a.b+ X,Y``
     for lists.
@@ -167,8 +235,26 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 def method_text(method: str, options: dict[str, Any]) -> str:
     """As ``parse_method`` reads it."""
-    written = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in options.items()]
-    return ":".join(filter(None, (method, "+".join(written))))
+    return ":".join(filter(None, (method, "+".join(_assignment(*option) for option in options.items()))))
+
+
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Options as words of ``dllm serve``."""
+    words = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "cache_options":
+            words += [word for pair in value.items() for word in ("--cache-option", _assignment(*pair))]
+        elif isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def _assignment(name: str, value: Any) -> str:
+    """As ``key_value`` reads it."""
+    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def parse_rule(text: str) -> dict[str, Any]:
@@ -202,15 +288,3 @@ def _parse_rule(text: str, known: str, rules: Sequence[str], more_of_rule: Seque
             )
         options[name] = json_value(value)
     return options
-
-
-def rule_options(text: str, guiding: dict[str, Any] | None) -> dict[str, Any]:
-    """As ``parse_rule`` where there may be a guide, which ``guided`` asks for and the other rules leave out.
-
-    ``guiding``: how it decides, as request options; None: there is no guide.
-    """
-    if guiding is None:
-        if text == GUIDED:
-            raise ValueError(f"unmasking rule {GUIDED!r}: there is no guide; give --guide-model")
-        return parse_rule(text)
-    return {GUIDED: True, **guiding} if text == GUIDED else {GUIDED: False, **parse_rule(text)}

@@ -12,15 +12,16 @@ from dllm_engine.cli.arguments import (
     GUIDING,
     ONE,
     RULES,
-    key_value,
+    add_guiding_arguments,
+    add_options,
+    parse_rule,
     positive_int,
     positive_ints,
-    rule_options,
     split_names,
 )
-from dllm_engine.cli.engine import DTYPES, add_guide_arguments, add_guiding_arguments, given
+from dllm_engine.cli.engine import DTYPES, add_engine_arg, engine_settings, given
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.evaluation.result_file import read_results
+from dllm_engine.evaluation.result_file import check_folder_of, read_results
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import methods_for
@@ -28,7 +29,7 @@ from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
 if TYPE_CHECKING:
-    from dllm_engine.bench.benchmark import BenchSettings
+    from dllm_engine.bench.subject import BenchSettings, Unmasking
 
 QUICK_OUTPUT, QUICK_PLOTS = Path("bench.json"), Path("bench-plots")
 DEFAULTS: dict[str, Any] = {
@@ -70,8 +71,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     what.add_argument(
         "--model",
         help="`demo`, `demo-blocks`, folder or Hugging Face name of a checkpoint, or random weights of a shape: "
-        "`llada-8b`, `llada-moe-7b`, `dream-7b`, `sdar-8b`, `sdar-8b-b32`, `llada2-mini`, or `llada-8b/4` with a "
-        "quarter of width, heads, layers and vocabulary (default: demo)",
+        "`llada-8b`, `llada-moe-7b`, `dream-7b`, `sdar-8b`, `sdar-8b-b32`, `sdar-30b`, `llada2-mini`, or `llada-8b/4` "
+        "with a quarter of width, heads, layers and vocabulary (default: demo)",
     )
     what.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all that suit the model)")
     what.add_argument(
@@ -101,7 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     guide = parser.add_argument_group("guide")
-    add_guide_arguments(guide)
+    add_options(guide, engine_settings(*GUIDE_SETTINGS))
     add_guiding_arguments(guide)
     how = parser.add_argument_group("how")
     how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
@@ -115,14 +116,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     how.add_argument("--seed", type=int, default=0, help="of prompts and tasks (default: 0)")
     how.add_argument("--dtype", choices=DTYPES, help="type of weights and activations (default: the checkpoint's)")
     how.add_argument("--max-model-len", type=positive_int, metavar="N", help="default: what is measured needs")
-    how.add_argument(
-        "--engine-arg",
-        metavar="KEY=VALUE",
-        type=key_value,
-        action="append",
-        default=[],
-        help="any other argument of vllm.LLM, repeatable",
-    )
+    add_engine_arg(how)
     written = parser.add_argument_group("results")
     written.add_argument(
         "--output", type=Path, metavar="FILE", help=f"write everything as JSON (--quick: {QUICK_OUTPUT})"
@@ -149,8 +143,7 @@ def run(args: argparse.Namespace) -> int:
             args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
     if args.plots is not None and not _can_plot():
         raise ValueError(f"--plots {args.plots}: {_PLOTS_NEED}")
-    if args.output is not None and not args.output.parent.is_dir():
-        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    check_folder_of(args.output)
     wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
     report = _measure(wanted, args.clock, shlex.join(["dllm", *args.argv]))
     print(tables(report))
@@ -200,9 +193,8 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
 
 def settings(args: argparse.Namespace) -> "BenchSettings":
     """What the arguments ask for; raises ``ValueError`` for what cannot be measured."""
-    from dllm_engine.bench.benchmark import BenchSettings
     from dllm_engine.bench.random_model import config_of
-    from dllm_engine.bench.subject import Lengths
+    from dllm_engine.bench.subject import BenchSettings
     from dllm_engine.families import family_of
 
     family = family_of(config_of(args.model))
@@ -220,7 +212,10 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
         methods=methods,
         unmaskings=tuple(_unmasking(text, asked) for text in split_names(args.unmasking)),
         batches=tuple(args.batch),
-        lengths=Lengths(tuple(args.prompt), args.response, block, args.shared_prefix),
+        prompts=tuple(args.prompt),
+        response=args.response,
+        block_length=block,
+        shared_prefix=args.shared_prefix,
         repeats=args.repeats,
         seed=args.seed,
         dtype=args.dtype,
@@ -230,10 +225,14 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
     )
 
 
-def _unmasking(text: str, guiding: dict[str, Any] | None) -> Any:
+def _unmasking(text: str, guiding: dict[str, Any] | None) -> "Unmasking":
+    """``guiding``: how a guide decides, which ``guided`` asks for and other ways leave out; None: there is no guide."""
     from dllm_engine.bench.subject import Unmasking
     from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
-    if text not in UNMASKING_POLICIES:
-        return Unmasking(text, rule_options(text, guiding))
-    return Unmasking(text, {"unmasking": text} if guiding is None else {"unmasking": text, "guided": False})
+    if text == GUIDED:
+        if guiding is None:
+            raise ValueError(f"unmasking rule {GUIDED!r}: there is no guide; give --guide-model")
+        return Unmasking(text, {GUIDED: True, **guiding})
+    options = {"unmasking": text} if text in UNMASKING_POLICIES else parse_rule(text)
+    return Unmasking(text, options if guiding is None else {GUIDED: False, **options})

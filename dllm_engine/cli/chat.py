@@ -112,7 +112,9 @@ class Conversation:
                     if output.finished:
                         return output.outputs[0]
                     if self._screen is not None:
-                        self._screen.draw(_shown_text(output.outputs[0]))
+                        sent, block = output.outputs[0].text, output.outputs[0].provisional
+                        # Behind it the running blocks, with their masks.
+                        self._screen.draw(sent if block is None else sent + block.unsent_text)
                 if interrupted():
                     engine.abort_request([request_id])
                     return None
@@ -122,14 +124,6 @@ class Conversation:
             print(text.strip(), flush=True)
         else:
             self._screen.finish(text)
-
-
-def _shown_text(completion: Any) -> str:
-    """The text that is sent and that of the running blocks, with their masks."""
-    block = completion.provisional
-    running: str = "" if block is None else block.unsent_text
-    text: str = completion.text
-    return text + running
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.demo import DEMO_MODEL
+from dllm_engine.evaluation.result_file import check_folder_of
 from dllm_engine.quiet import be_quiet
 from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
@@ -51,8 +52,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.output is not None and not args.output.parent.is_dir():
-        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    check_folder_of(args.output)
     check_folder(args.model)
     be_quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines in this process, one after the other

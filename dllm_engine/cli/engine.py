@@ -4,14 +4,16 @@ import argparse
 import os
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import (
     DENOISING,
     STRUCTURE,
+    Options,
+    add_denoising_arguments,
+    add_options,
     json_schema,
-    json_value,
     key_value,
     positive_int,
     whole_number,
@@ -33,11 +35,6 @@ if TYPE_CHECKING:
 CACHE_ARGUMENTS = ("cache_method", "page_size", *GUIDE_SETTINGS)
 """Arguments of ``add_cache_arguments`` that are engine options of the same name."""
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
-CUDA_GRAPHS_HELP = (
-    "record steps that reuse the cache as CUDA graphs; for prefix, dual, sparse, freecache and delayed (default: on a "
-    "GPU)"
-)
-BATCH_INVARIANT_HELP = "compute every request on its own: the same tokens to the bit at any batch, but slower"
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,24 +60,21 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the tokens outside the running block that pages keep, for cache methods that evict; short for "
         "--cache-option retention_ratio=R",
     )
-    add_guide_arguments(group)
-    group.add_argument("--page-size", type=positive_int, metavar="N", help="tokens per page of one layer (default: 32)")
+    add_options(group, engine_settings(*GUIDE_SETTINGS, "page_size"))
 
 
-def add_guide_arguments(group: "argparse._ArgumentGroup") -> None:
-    """``GUIDE_SETTINGS``."""
-    group.add_argument(
-        "--guide-model",
-        metavar="MODEL",
-        help="small autoregressive model that checks drafts (Guided Diffusion), as text if its tokenizer is another; "
-        "`demo`: the demo model's",
-    )
-    group.add_argument(
-        "--guide-tokens-per-token",
-        type=float,
-        metavar="R",
-        help="tokens of a guide with another tokenizer that pages are reserved for per token of the model (default: 2)",
-    )
+def engine_settings(*names: str) -> Options:
+    """Engine options as arguments, with what ``EngineOptions`` says of each."""
+    made: Options = {}
+    for name in names:
+        field = EngineOptions.model_fields[name]
+        kind, *_ = get_args(field.annotation) or (field.annotation,)
+        read, metavar = {int: (positive_int, "N"), float: (float, "R")}.get(kind, (kind, name.split("_")[-1].upper()))
+        meaning, _, without = " ".join((field.description or "").split()).replace("``", "`").partition("None: ")
+        default = without.rstrip(".") if field.default is None else str(field.default)
+        meaning = meaning[0].lower() + meaning[1:].rstrip(". ")
+        made[name] = read, metavar, f"{meaning} (default: {default})" if default else meaning
+    return made
 
 
 def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
@@ -96,6 +90,24 @@ def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
     )
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """A model as the command's first word."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    )
+
+
+def add_engine_arg(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--engine-arg",
+        metavar="KEY=VALUE",
+        type=key_value,
+        action="append",
+        default=[],
+        help="any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5",
+    )
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True, with_cache: bool = True) -> None:
     """``with_model=False`` is for commands whose model is a positional argument, ``with_cache=False`` for those that
     choose a cache themselves."""
@@ -105,129 +117,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
             "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
         )
     add_model_arguments(group)
-    group.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help=CUDA_GRAPHS_HELP)
-    group.add_argument("--batch-invariant", action="store_true", help=BATCH_INVARIANT_HELP)
-    group.add_argument(
-        "--engine-arg",
-        metavar="KEY=VALUE",
-        type=key_value,
-        action="append",
-        default=[],
-        help="any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5",
-    )
+    add_options(group, engine_settings("cuda_graphs", "batch_invariant"))
+    parser.set_defaults(batch_invariant=False)
+    add_engine_arg(group)
     if with_cache:
         add_cache_arguments(parser)
     else:
         no_cache = dict.fromkeys((*CACHE_ARGUMENTS, "retention_ratio")) | {"cache_method": "none", "cache_option": []}
         parser.set_defaults(**no_cache)
-
-
-def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
-    """Options of requests; a request can set them itself under the same names."""
-    group.add_argument(
-        "--block-length",
-        type=whole_number,
-        metavar="N",
-        help="response tokens denoised together (default: the checkpoint's, else the family's)",
-    )
-    group.add_argument(
-        "--steps",
-        type=whole_number,
-        metavar="N",
-        help="denoising steps of the response, at most and by default one per token",
-    )
-    group.add_argument(
-        "--steps-per-block", type=whole_number, metavar="N", help="denoising steps of each block instead"
-    )
-    group.add_argument(
-        "--tokens-per-step", type=whole_number, metavar="N", help="fill so many positions in each step, or at least"
-    )
-    group.add_argument("--unmasking", metavar="POLICY", help="which positions are filled first; see `dllm models`")
-    group.add_argument(
-        "--certainty-sigma",
-        type=float,
-        metavar="TOKENS",
-        help="prefer positions near known tokens; so many tokens away is near (default: no preference)",
-    )
-    parallel = group.add_mutually_exclusive_group()
-    parallel.add_argument(
-        "--threshold", type=float, metavar="P", help="fill every position at least this sure, not a fixed count a step"
-    )
-    parallel.add_argument(
-        "--factor", type=float, metavar="F", help="fill the n surest positions with (n+1)·(1 − n-th probability) < F"
-    )
-    parallel.add_argument(
-        "--entropy-bound", type=float, metavar="NATS", help="fill positions whose entropies add up to little"
-    )
-    parallel.add_argument(
-        "--entropy-budget", type=float, metavar="NATS", help="the same, but the largest of them counts as well"
-    )
-    parallel.add_argument(
-        "--margin", type=float, metavar="P", help="fill every position whose two likeliest tokens differ by this"
-    )
-    parallel.add_argument(
-        "--entropy-threshold", type=float, metavar="NATS", help="fill every position whose entropy is at most this"
-    )
-    parallel.add_argument(
-        "--slow-fast", type=json_value, metavar="JSON", help="SlowFast sampling with these options; {} for its defaults"
-    )
-    group.add_argument(
-        "--block-add-threshold",
-        type=float,
-        metavar="SHARE",
-        help="let the next block join the running ones once this share of the last one is decided (default: blocks "
-        "run one at a time)",
-    )
-    group.add_argument(
-        "--suffix-blocks",
-        type=whole_number,
-        metavar="N",
-        help="compute no more than so many masked blocks behind the running ones (default: all)",
-    )
-    group.add_argument(
-        "--early-stop",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="give up what is behind the first end token as soon as it is decided",
-    )
-    group.add_argument(
-        "--guided",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="let the guide decide what is filled (default: where there is a --guide-model)",
-    )
-    add_guiding_arguments(group)
-
-
-def add_guiding_arguments(group: "argparse._ArgumentGroup") -> None:
-    """How a guide decides: options of requests."""
-    group.add_argument(
-        "--speculation-length",
-        type=whole_number,
-        metavar="N",
-        help="masked positions that the guide checks in a step (default: 32)",
-    )
-    group.add_argument(
-        "--guide-top-k", type=whole_number, metavar="K", help="a draft passes among the guide's K best (default: 1)"
-    )
-    group.add_argument(
-        "--guide-threshold",
-        type=float,
-        metavar="P",
-        help="beside the drafts that pass up to the first that does not, also fill those more probable than P",
-    )
-    group.add_argument(
-        "--guide-fallback",
-        choices=("guide", "draft"),
-        default=None,
-        help="whose token is filled where no draft passes (default: guide)",
-    )
-    group.add_argument(
-        "--guide-correction",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="fill what passes with the guide's own tokens",
-    )
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:

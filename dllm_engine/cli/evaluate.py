@@ -8,11 +8,12 @@ import argparse
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import (
     GUIDED,
     GUIDING,
@@ -36,19 +37,14 @@ from dllm_engine.cli.engine import (
 )
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import Combination, Comparison, ScoreFile, Task
-from dllm_engine.evaluation.harness import (
-    HarnessSettings,
-    HarnessTask,
-    check_lm_eval,
-    comparable,
-    tasks_of_papers,
-)
+from dllm_engine.evaluation.harness import HarnessSettings, HarnessTask, check_lm_eval, tasks_of_papers
 from dllm_engine.evaluation.heat_map import draw_heat_map, write_cells
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE, demo_tasks, read_tasks, score_tasks
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
 from dllm_engine.evaluation.score import rows, write_csv
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff, plot_beside
+from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.text import format_table
 from dllm_engine.vllm_hooks.release import check_release
@@ -103,13 +99,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "others all)",
     )
     parser.add_argument(
-        "--match",
-        choices=MATCHES,
-        default="exact",
-        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
-        "answer, or its last number is the answer's (default: %(default)s)",
-    )
-    parser.add_argument(
         "--batch",
         "--batch-size",
         type=positive_int,
@@ -135,7 +124,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help=f"`{ONE}` for one token per step, NAME=VALUE with one of {', '.join(RULES)}, or {GUIDED}=MODEL with a "
         f"guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}",
     )
-    harness = add_harness_arguments(parser)
+    harness = add_task_arguments(parser)
     harness.add_argument(
         "--mc-num",
         type=positive_int,
@@ -162,8 +151,15 @@ def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     parser.set_defaults(run=run_lm_eval, passes_on_unknown=True)
 
 
-def add_harness_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
-    """How tasks of lm_eval are asked."""
+def add_task_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """When an answer is right, and how tasks of lm_eval are asked."""
+    parser.add_argument(
+        "--match",
+        choices=MATCHES,
+        default="exact",
+        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
+        "answer, or its last number is the answer's (default: %(default)s)",
+    )
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
     harness.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks, as YAML files")
     harness.add_argument("--paper", metavar="NAME", help=f"whose settings: {', '.join(PAPERS)} (default: the first)")
@@ -199,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     plot = None if args.output is None else plot_beside(args.output)
     wanted = combinations(args)
     file = ScoreFile(args.output, {name: value for name, value in vars(args).items() if name not in FREE})
-    comparison = Comparison(wanted, _own_tasks(args) if asks_demo_model else _harness(args), file, load)
+    comparison = Comparison(wanted, _tasks(args), file, load)
     try:
         comparison.run()
     except KeyboardInterrupt:
@@ -235,8 +231,10 @@ def combinations(args: argparse.Namespace) -> list[Combination]:
             engine = engine_arguments(of_row) | ({} if args.batch is None else {"max_num_seqs": args.batch})
             shared = {name: value for name, value in decoding_options(args).items() if name not in (GUIDED, *GUIDING)}
             made.append(Combination(method_text(method, options), text, engine, shared | decoding))
+    from dllm_engine.params import DiffusionParams
+
     for combination in made:
-        combination.params()
+        DiffusionParams(**combination.decoding)  # raises for what is out of range
     return made
 
 
@@ -245,7 +243,8 @@ def _methods(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
         return [(args.cache_method, cache_options(args))]
     if args.cache_method != "none" or args.cache_option or args.retention_ratio is not None:
         raise ValueError("--methods takes options itself (dual:refresh=near); leave out --cache-method and its options")
-    texts = methods_for("full") if args.methods == "all" else split_names(args.methods)
+    is_all = args.methods == "all"
+    texts = methods_for(family_of(load_config(args.model)).attention) if is_all else split_names(args.methods)
     return [chosen for text in texts for chosen in parse_method(text)]
 
 
@@ -267,28 +266,28 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, str | None, dict[str, An
 
 def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:
     """What ``--lm-eval`` or ``--paper-task`` asks for; raises ``ValueError`` for an unknown benchmark."""
-    if args.lm_eval is not None:
-        tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
-    else:
-        tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper)
-    own = given(args, ("num_fewshot", "metric", "max_prompt_tokens"))
-    return [replace(task, **own) for task in tasks]
-
-
-def _harness(args: argparse.Namespace) -> list[Task]:
     check_lm_eval()
-    settings = HarnessSettings(**{field.name: getattr(args, field.name) for field in fields(HarnessSettings)})
-    return comparable(harness_tasks(args), settings)
+    settings = HarnessSettings(**{f.name: getattr(args, f.name) for f in fields(HarnessSettings) if f.name in args})
+    if args.lm_eval is not None:
+        tasks = [HarnessTask(name, settings) for name in args.lm_eval.split(",")]
+    else:
+        tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper, settings)
+    return [replace(task, **given(args, ("num_fewshot", "metric", "max_prompt_tokens"))) for task in tasks]
 
 
-def _own_tasks(args: argparse.Namespace) -> list[Task]:
+def _tasks(args: argparse.Namespace) -> Sequence[Task]:
+    if args.lm_eval is not None or args.paper_task is not None:
+        tasks = harness_tasks(args)
+        for task in tasks:
+            task.load()  # before a model is loaded: the data is what is missing most often
+        return tasks
     made = []
     for name in args.tasks.split(","):
         if name.endswith(".jsonl"):
-            tasks = read_tasks(Path(name))[: args.count]
+            tasks_of = read_tasks(Path(name))[: args.count]
         else:
-            tasks = demo_tasks(name, args.count or DEMO_COUNT, args.seed)
-        made.append(Task(Path(name).stem, partial(score_tasks, tasks, args.match)))
+            tasks_of = demo_tasks(name, args.count or DEMO_COUNT, args.seed)
+        made.append(OwnTasks(name, tasks_of, args.match))
     return made
 
 

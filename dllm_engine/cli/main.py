@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. ``args.run`` is the chosen command's function."""
-    parser = CommandParser(prog="dllm", description="Diffusion language models (LLaDA, Dream) inside vLLM.")
+    parser = CommandParser(prog="dllm", description="Diffusion language models (LLaDA, Dream, SDAR) inside vLLM.")
     parser.add_argument("--version", action="version", version=f"dllm-engine {__version__}")
     parser.add_argument(
         "--traceback",

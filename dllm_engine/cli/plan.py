@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize, TypeAdapter
 
-from dllm_engine.cli.arguments import positive_int, positive_ints
-from dllm_engine.cli.engine import add_cache_arguments, add_model_arguments, engine_options, given
+from dllm_engine.cli.arguments import as_words, positive_int, positive_ints
+from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
 from dllm_engine.memory.weights import QUANTIZATIONS
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from dllm_engine.memory.needs import MemoryNeeds
     from dllm_engine.memory.plan import RequestDemand, Sizing
     from dllm_engine.speed.prediction import Prediction, Times
+
+
+PAGES_GROW = """\
+  Pages come as blocks come: with the {demand.admission_pages:,} of its prompt and first block a request is admitted,
+  up to {demand.admitted:,} at once. {demand.requests:,} of them fit at full length; beyond that the newest ones are \
+preempted."""
 
 
 def byte_size(text: str) -> int:
@@ -49,9 +55,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, and on a "
         "CPU of all ranks.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    )
+    add_model(parser)
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes (default: %(default)s)")
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of one GPU, such as 80GiB")
     parser.add_argument("--memory", type=byte_size, metavar="SIZE", help="for --device cpu (default: this machine's)")
@@ -84,7 +88,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=positive_int,
         default=8192,
         metavar="N",
-        help="rows of one forward pass (default: %(default)s; at least --max-model-len)",
+        help="rows of one forward pass (default: %(default)s; at least --max-model-len, or a block of a block "
+        "diffusion model)",
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -138,109 +143,87 @@ def run(args: argparse.Namespace) -> int:
         prediction = predict(Deployment(**asked, memory=0, options=options), args.gpu, args.batch, args.steps)
         print(json.dumps(asdict(prediction), indent=2) if args.json else speed_as_text(prediction))
         return 0
+    needs = None
     if on_cpu:
         pool = args.kv_cache_memory_bytes or CPU_PAGE_POOL_BYTES
         memory = args.memory or machine_memory().total
         deployment = Deployment(**asked, memory=memory, page_pool=pool, options=options)
         sizing, needs = plan_on_cpu(deployment)
-        head, parts = on_a_machine(sizing, needs)
-        further = {"needs": asdict(needs) | {"total": needs.total}}
     else:
         deployment = Deployment(**asked, memory=args.gpu_memory, options=options)
-        sizing, further = plan(deployment), {}
-        head, parts = on_gpus(sizing, args)
+        sizing = plan(deployment)
     others, command = plan_others(deployment), serve_command(sizing, args)
     if args.json:
+        further = {} if needs is None else {"needs": asdict(needs) | {"total": needs.total}}
         whole = asdict(sizing) | further | {"others": [asdict(other) for other in others], "serve": command}
         print(json.dumps(whole, indent=2))
     else:
-        print(as_text(sizing, others, args, head, parts, command))
+        print(as_text(sizing, needs, others, args, command))
     return 0
 
 
-def on_gpus(sizing: "Sizing", args: argparse.Namespace) -> tuple[str, list[tuple[str, str, str]]]:
-    """The GPUs, and where the memory of each goes."""
-    s = sizing
-    taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
-    return f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)} of {readable_size(s.memory)}", [
-        ("PER GPU", "SIZE", ""),
-        ("weights", readable_size(s.weight_bytes), _weights_are(s)),
-        *([("guide's weights", readable_size(s.guide_weight_bytes), "exact")] if args.guide_model is not None else []),
-        ("activations", readable_size(s.activation_bytes), _activations_are(s)),
-        ("overhead", readable_size(s.overhead), "assumed (--overhead)"),
-        ("left unused", readable_size(s.memory - taken), f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
-        ("page pool", readable_size(s.pool_bytes), _pages_are(s)),
-    ]
-
-
-def on_a_machine(sizing: "Sizing", needs: "MemoryNeeds") -> tuple[str, list[tuple[str, str, str]]]:
-    """The machine, and where its memory goes."""
-    s, n = sizing, needs
-    tied = [("packed head", readable_size(n.tied), "beside the tied embeddings")] if n.tied else []
-    return f"a CPU with {readable_size(s.memory)}", [
-        ("ALL RANKS", "SIZE", ""),
-        ("weights", readable_size(n.weights), _weights_are(s)),
-        *tied,
-        ("packed copies", readable_size(n.packed), "while loading only"),
-        ("activations", readable_size(n.activations), _activations_are(s)),
-        ("overhead", readable_size(n.overhead), "assumed (--overhead)"),
-        *([("page pool", readable_size(n.pages), _pages_are(s))] if n.pages else []),
-        ("peak", readable_size(n.total), "packed copies, or activations and pages"),
-        ("left", readable_size(s.memory - n.total), "for the system and other programs"),
-    ]
-
-
-def _weights_are(sizing: "Sizing") -> str:
-    return "upper bound" if any("quantized" in note for note in sizing.notes) else "exact"
-
-
-def _activations_are(sizing: "Sizing") -> str:
-    return f"estimate, for {sizing.max_num_batched_tokens:,} rows"
-
-
-def _pages_are(sizing: "Sizing") -> str:
-    return f"{sizing.num_pages:,} pages of {readable_size(sizing.page_bytes)} ({sizing.page_size} tokens of one layer)"
+def where_memory_goes(s: "Sizing", needs: "MemoryNeeds | None", args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Of each GPU; with ``needs``, of a machine without one."""
+    weights = "upper bound" if any("quantized" in note for note in s.notes) else "exact"
+    activations = f"estimate, for {s.max_num_batched_tokens:,} rows"
+    pages = f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} ({s.page_size} tokens of one layer)"
+    if (n := needs) is not None:
+        head = "ALL RANKS"
+        parts = [
+            ("weights", n.weights, weights),
+            ("packed head", n.tied or None, "beside the tied embeddings"),
+            ("packed copies", n.packed, "while loading only"),
+            ("activations", n.activations, activations),
+            ("overhead", n.overhead, "assumed (--overhead)"),
+            ("page pool", n.pages or None, pages),
+            ("peak", n.total, "packed copies, or activations and pages"),
+            ("left", s.memory - n.total, "for the system and other programs"),
+        ]
+    else:
+        head = "PER GPU"
+        taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
+        parts = [
+            ("weights", s.weight_bytes, weights),
+            ("guide's weights", s.guide_weight_bytes if args.guide_model is not None else None, "exact"),
+            ("activations", s.activation_bytes, activations),
+            ("overhead", s.overhead, "assumed (--overhead)"),
+            ("left unused", s.memory - taken, f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
+            ("page pool", s.pool_bytes, pages),
+        ]
+    shown = [(name, readable_size(size), note) for name, size, note in parts if size is not None]
+    return [(head, "SIZE", ""), *shown]
 
 
 def as_text(
     sizing: "Sizing",
+    needs: "MemoryNeeds | None",
     others: list["RequestDemand"],
     args: argparse.Namespace,
-    where: str,
-    memory: list[tuple[str, str, str]],
     command: list[str],
 ) -> str:
     """The plan as two tables: where the memory goes, and what a request takes under each cache method."""
     s = sizing
     weights = "" if args.quantization is None else f" with {args.quantization} weights"
     tokens = f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
-    head = f"{s.model} in {s.dtype}{weights} on {where}: {tokens}"
+    where = f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)} of" if needs is None else "a CPU with"
+    head = f"{s.model} in {s.dtype}{weights} on {where} {readable_size(s.memory)}: {tokens}"
     rows: list[tuple[str, ...]] = [
         ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
     ]
     rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *others)]
-    lines = [head, "", format_table(memory), "", format_table(rows), ""]
+    lines = [head, "", format_table(where_memory_goes(s, needs, args)), "", format_table(rows), ""]
     lines += [f"Note: {note}." for note in s.notes]
     grows = s.demand.admission_pages < s.demand.pages
     pages = "the most that a request holds" if grows else "those reserved for a request at admission"
     lines += [
         f"* as asked for; the others with their papers' options. Pages are {pages};",
         "  rows are the positions computed per step, as a mean over the response at a token per step.",
-        *(_while_pages_grow(s.demand) if grows else []),
+        *(PAGES_GROW.format(demand=s.demand).splitlines() if grows else []),
         *([f"  Of the pages, {s.guide_pages:,} are the guide's."] if args.guide_model is not None else []),
         "",
         f"To serve it so: {shlex.join(command)}",
     ]
     return "\n".join(lines)
-
-
-def _while_pages_grow(demand: "RequestDemand") -> list[str]:
-    return [
-        f"  Pages come as blocks come: with the {demand.admission_pages:,} of its prompt and first block a request is "
-        "admitted,",
-        f"  up to {demand.admitted:,} at once. {demand.requests:,} of them fit at full length; beyond that the newest "
-        "ones are preempted.",
-    ]
 
 
 def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[str, ...]:
@@ -295,31 +278,24 @@ def _cells(times: "Times", scale: int) -> list[str]:
 
 def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
     """The command line of a server with the plan's settings."""
-    command = ["dllm", "serve", sizing.model]
-    if sizing.demand.cache_method != "none":
-        command += ["--cache-method", sizing.demand.cache_method]
-    for key, value in args.cache_option:
-        command += ["--cache-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-    if args.retention_ratio is not None:
-        command += ["--retention-ratio", str(args.retention_ratio)]
-    settings: dict[str, Any] = {
-        "--max-model-len": sizing.max_model_len,
-        "--max-num-seqs": sizing.max_num_seqs,
-        "--max-num-batched-tokens": sizing.max_num_batched_tokens,
+    s = sizing
+    options: dict[str, Any] = {} if s.demand.cache_method == "none" else {"cache_method": s.demand.cache_method}
+    options |= {"cache_options": dict(args.cache_option), **given(args, ("retention_ratio",))}
+    options |= {
+        "max_model_len": s.max_model_len,
+        "max_num_seqs": s.max_num_seqs,
+        "max_num_batched_tokens": s.max_num_batched_tokens,
     }
     if args.device == "cpu":
-        settings["--kv-cache-memory-bytes"] = sizing.pool_bytes
+        options["kv_cache_memory_bytes"] = s.pool_bytes
     else:
-        settings["--gpu-memory-utilization"] = args.gpu_memory_utilization
-    if sizing.tensor_parallel_size > 1:
-        settings["--tensor-parallel-size"] = sizing.tensor_parallel_size
+        options["gpu_memory_utilization"] = args.gpu_memory_utilization
+    if s.tensor_parallel_size > 1:
+        options["tensor_parallel_size"] = s.tensor_parallel_size
     if args.dtype != "auto":
-        settings["--dtype"] = args.dtype
+        options["dtype"] = args.dtype
     if args.quantization == "fp8":  # made at load time; the others are checkpoints of their own
-        settings["--quantization"] = "fp8_per_channel"
-    if sizing.page_size != EngineOptions().page_size:
-        settings["--page-size"] = sizing.page_size
-    settings |= {f"--{name.replace('_', '-')}": value for name, value in given(args, GUIDE_SETTINGS).items()}
-    for flag, value in settings.items():
-        command += [flag, str(value)]
-    return command
+        options["quantization"] = "fp8_per_channel"
+    if s.page_size != EngineOptions().page_size:
+        options["page_size"] = s.page_size
+    return ["dllm", "serve", s.model, *as_words(options | given(args, GUIDE_SETTINGS))]

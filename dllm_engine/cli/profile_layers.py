@@ -6,8 +6,8 @@ Not ``profile.py``: that is a module of Python.
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest, read_input
@@ -16,11 +16,9 @@ from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, load, prepare
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.demo.tasks import make_examples
+from dllm_engine.evaluation.result_file import check_folder_of
 from dllm_engine.families import check_profiled, family_of
 from dllm_engine.text import format_table
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
 
 DEMO_PROMPTS = 60
 """As many as the paper calibrates with."""
@@ -55,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts is None and args.model != DEMO_MODEL:
         raise ValueError("give --prompts FILE with prompts like those the model will see")
     check_profiled(family_of(load_config(args.model)))
-    if not args.output.parent.is_dir():
-        raise ValueError(f"cannot write {args.output}: there is no folder {args.output.parent}")
+    check_folder_of(args.output)
     if args.prompts is not None:
         requests = [line.parse() for line in read_input(args.prompts)]
     else:
@@ -65,25 +62,12 @@ def run(args: argparse.Namespace) -> int:
     prepare(args)
     llm = load(engine_arguments(args))
     prompts = [request.prompt_tokens(llm.get_tokenizer()) for request in requests]
-    importance = average_importance(llm, prompts, args.gen_length)
-    profile = {
-        "model": args.model,
-        "num_prompts": len(prompts),
-        "gen_length": args.gen_length,
-        **importance,
-    }
+    measured = [llm.profile_layers(prompt, args.gen_length) for prompt in tqdm(prompts, desc="Prompts", unit="")]
+    importance = {name: np.mean([each[name] for each in measured], axis=0).tolist() for name in measured[0]}
+    profile = {"model": args.model, "num_prompts": len(prompts), "gen_length": args.gen_length, **importance}
     args.output.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
     per_layer = zip(*importance.values(), strict=True)
     rows = [(str(i), *(f"{score:.4f}" for score in scores)) for i, scores in enumerate(per_layer)]
     print(format_table([("LAYER", "IMPORTANCE", "OF ATTENTION"), *rows]))
     print(f"wrote {args.output}; use it with --cache-method maskkv --cache-option profile={args.output}")
     return 0
-
-
-def average_importance(llm: "LLM", prompts: list[list[int]], gen_length: int) -> dict[str, list[float]]:
-    """Means over the prompts, per layer."""
-    measured = [llm.profile_layers(prompt, gen_length) for prompt in tqdm(prompts, desc="Prompts", unit="")]
-    return {
-        name: [sum(of_layer) / len(measured) for of_layer in zip(*(profile[name] for profile in measured), strict=True)]
-        for name in measured[0]
-    }

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.cli.arguments import DENOISING, merged, positive_int, take_dotted
-from dllm_engine.cli.engine import (
-    BATCH_INVARIANT_HELP,
-    CACHE_ARGUMENTS,
-    CUDA_GRAPHS_HELP,
-    add_cache_arguments,
+from dllm_engine.cli.arguments import (
+    DENOISING,
     add_denoising_arguments,
+    add_options,
+    merged,
+    positive_int,
+    take_dotted,
+)
+from dllm_engine.cli.engine import (
+    CACHE_ARGUMENTS,
+    add_cache_arguments,
+    add_model,
     cache_options,
+    engine_settings,
     given,
 )
 from dllm_engine.demo import DEMO_MODELS, model_path
@@ -25,19 +31,11 @@ from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
 
-ENGINE_ARGUMENTS = (
-    *CACHE_ARGUMENTS,
-    "refresh_ratio",
-    "steps_per_dispatch",
-    "trace",
-    "lora_path",
-    "cuda_graphs",
-    "batch_invariant",
-    "max_automaton_states",
-    "max_automaton_seconds",
-    "playground",
+OTHER_SETTINGS = (
+    *("refresh_ratio", "steps_per_dispatch", "max_automaton_states", "max_automaton_seconds", "lora_path"),
+    *("cuda_graphs", "batch_invariant", "trace", "playground"),
 )
-"""Arguments that are engine options of the same name."""
+"""Arguments that are engine options of the same name, beside those about the cache."""
 ADDITIONAL_CONFIG = "--additional-config"
 
 
@@ -49,9 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Everything `vllm serve` accepts works here too; `vllm serve --help=all` lists it.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    )
+    add_model(parser)
     add_cache_arguments(parser)
     requests = parser.add_argument_group(
         "requests",
@@ -63,44 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_denoising_arguments(requests)
     other = parser.add_argument_group("other")
-    other.add_argument(
-        "--refresh-ratio",
-        type=float,
-        metavar="R",
-        help="rows that a long request refreshes per row of short ones beside it: a smaller ratio evens the gaps "
-        "between their blocks, a large one (1e9) bounds nothing (default: 1)",
-    )
-    other.add_argument(
-        "--steps-per-dispatch",
-        type=positive_int,
-        metavar="N",
-        help="denoising steps that workers run on their own while nobody waits and no block is complete; new requests "
-        "and disconnects wait for them (default: 8 on a GPU, 1 on a CPU)",
-    )
-    other.add_argument(
-        "--max-automaton-states",
-        type=positive_int,
-        metavar="N",
-        help="largest automaton of a request with structured output (default: 4096)",
-    )
-    other.add_argument(
-        "--max-automaton-seconds",
-        type=float,
-        metavar="S",
-        help="longest time that building such an automaton may take (default: 30)",
-    )
-    other.add_argument(
-        "--lora-path", metavar="FOLDER", help="LoRA adapter (PEFT) to merge into the weights; it serves all requests"
-    )
-    other.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help=CUDA_GRAPHS_HELP)
-    other.add_argument(
-        "--no-playground", action="store_const", const=False, dest="playground", help="leave out the page /playground"
-    )
-    for name, help in (
-        ("--batch-invariant", BATCH_INVARIANT_HELP),
-        ("--trace", "report per forward pass what was unmasked and computed"),
-    ):
-        other.add_argument(name, action="store_const", const=True, help=help)
+    add_options(other, engine_settings(*OTHER_SETTINGS))
     other.add_argument(
         ADDITIONAL_CONFIG,
         metavar="JSON",
@@ -207,7 +166,7 @@ def merged_config(args: argparse.Namespace, dotted: dict[str, Any]) -> dict[str,
         raise ValueError(f"--settings-batch {args.settings_batch} says which setting of --settings to take; give both")
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
         options = {name: value for name, value in options.items() if name != "cache_options"}  # another method's
-    stated = given(args, ENGINE_ARGUMENTS)
+    stated = given(args, (*CACHE_ARGUMENTS, *OTHER_SETTINGS))
     if chosen := cache_options(args):
         stated["cache_options"] = chosen
         if options.get("cache_options") == PAPER:

@@ -1,12 +1,10 @@
 """``dllm tune``: the fastest setting of a model within a loss of accuracy, on the user's own tasks."""
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,15 @@ from tqdm import tqdm
 from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints, split_names
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
-from dllm_engine.cli.engine import add_engine_arguments, engine_arguments, given, load, prepare
-from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_harness_arguments, harness_tasks
+from dllm_engine.cli.engine import add_engine_arguments, add_model, engine_arguments, given, load, prepare
+from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_task_arguments, harness_tasks
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.harness import HarnessSettings, check_lm_eval
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.tradeoff_plot import plot_beside
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
-from dllm_engine.tuning.questions import OwnQuestions, Questions
+from dllm_engine.tuning.questions import HarnessQuestions, OwnQuestions, Questions
 from dllm_engine.tuning.report import chosen, draw, report
 from dllm_engine.tuning.runner import EngineRunner
 from dllm_engine.tuning.search import Goal, Search
@@ -49,9 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "block length for the fastest setting that loses at most so much accuracy against plain decoding (no cache, a "
         "token per pass). Run again, the same command goes on where it stopped.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    )
+    add_model(parser)
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument(
         "--tasks",
@@ -62,13 +57,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
     asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")
-    parser.add_argument(
-        "--match",
-        choices=MATCHES,
-        default="exact",
-        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
-        "answer, or its last number is the answer's (default: %(default)s)",
-    )
+    add_task_arguments(parser)
     parser.add_argument(
         "--loss",
         type=float,
@@ -108,7 +97,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="RULE,…",
         help=f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)",
     )
-    add_harness_arguments(parser)
     add_engine_arguments(parser, with_model=False, with_cache=False)
     parser.set_defaults(run=run, seed=0)
 
@@ -169,20 +157,14 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
 
 def _questions(args: argparse.Namespace) -> Questions:
     if args.lm_eval is not None or args.paper_task is not None:
-        check_lm_eval()
-        from dllm_engine.tuning.harness_questions import HarnessQuestions
-
         task, *others = harness_tasks(args)
         if others:
             raise ValueError(f"settings are compared on one task of lm_eval, or a group; leave out {others[0].name}")
-        settings = {field.name: getattr(args, field.name) for field in fields(HarnessSettings) if field.name in args}
-        return HarnessQuestions(task, HarnessSettings(**settings))
+        return HarnessQuestions(task)
     if args.tasks is not None:
-        tasks = read_tasks(args.tasks)[: args.count]
-        return OwnQuestions(str(args.tasks), tasks, args.match)
+        return OwnQuestions(OwnTasks(str(args.tasks), read_tasks(args.tasks)[: args.count], args.match))
     count = DEMO_COUNT if args.count is None else -(-args.count // len(TASKS))
-    tasks = demo_tasks(DEMO_TASKS, count, args.seed)
-    return OwnQuestions(DEMO_TASKS, tasks[: args.count], args.match)
+    return OwnQuestions(OwnTasks(DEMO_TASKS, demo_tasks(DEMO_TASKS, count, args.seed)[: args.count], args.match))
 
 
 def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunner, Search]:
@@ -239,9 +221,8 @@ def _finish(args: argparse.Namespace, search: Search, questions: Questions, plot
     blocks = {"block_length": brought["block_length"]} if "block_length" in brought else {}
     found = {batch: chosen(search, batch, blocks) for batch in search.goal.batches}
     engine = _own_engine_arguments(args)
-    words = ["dllm", "serve", args.model, *(word for item in engine.items() for word in _as_words(*item))]
     length = args.gen_length or brought.get("gen_length")
-    print(report(search, found, words, {"model": args.model} | engine, length))
+    print(report(search, found, args.model, engine, length))
     search.file.result = {
         "command": shlex.join(["dllm", *args.argv]),
         "machine": provenance(),
@@ -259,11 +240,3 @@ def _own_engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     unset = {"dtype": "auto", "tensor_parallel_size": 1, "max_model_len": None, "cuda_graphs": None}
     own = {name: getattr(args, name) for name, value in unset.items() if getattr(args, name) != value}
     return own | ({"batch_invariant": True} if args.batch_invariant else {}) | dict(args.engine_arg)
-
-
-def _as_words(name: str, value: Any) -> list[str]:
-    """An engine argument as words of ``dllm serve``."""
-    option = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return [option if value else option.replace("--", "--no-", 1)]
-    return [option, value if isinstance(value, str) else json.dumps(value)]

@@ -3,11 +3,13 @@
 import gc
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from dllm_engine.evaluation.answering import Answer, Cost, Memory, Request, answer_all, answers
@@ -17,7 +19,6 @@ from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
-    from dllm_engine.params import DiffusionParams
 
 LoadEngine = Callable[[dict[str, Any]], "LLM"]
 """Starts an engine with arguments of ``LLM``."""
@@ -44,26 +45,27 @@ class Combination:
     def is_guided(self) -> bool:
         return self.engine.get("guide_model") is not None
 
-    def params(self) -> "DiffusionParams":
-        """Raises ``ValueError`` naming what is out of range."""
-        from dllm_engine.params import DiffusionParams
-
-        return DiffusionParams(**self.decoding)
-
 
 @dataclass(frozen=True)
-class Task:
+class Task(ABC):
     """What is asked, and how it is scored."""
 
     name: str
-    score: Callable[["LLM", dict[str, Any], Answer], Result]
-    """Scores an engine with arguments of ``DiffusionParams``, which is given what answers requests."""
-    decoding: dict[str, Any] = field(default_factory=dict)
+    decoding: dict[str, Any] = field(default_factory=dict, kw_only=True)
     """Arguments of ``DiffusionParams``, where a combination has none of its own."""
-    guided: dict[str, Any] | None = None
+    guided: dict[str, Any] | None = field(default=None, kw_only=True)
     """The same for combinations with a guide; None: as the others, without ``steps``."""
-    cache_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     """By cache method, where a combination has none of its own."""
+
+    @property
+    def label(self) -> str:
+        """As rows name it."""
+        return Path(self.name).stem if self.name.endswith((".yaml", ".jsonl")) else self.name
+
+    @abstractmethod
+    def score(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
+        """Score an engine with arguments of ``DiffusionParams``; ``answer`` answers requests."""
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
         engine = combination.engine
@@ -82,6 +84,8 @@ class OneEngine:
         self._load = load
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
+        self.is_warm = False
+        """Whether the running engine has answered; for who asks it to say."""
 
     def runs(self, arguments: dict[str, Any]) -> bool:
         """Whether the running engine has these arguments of ``LLM``."""
@@ -91,17 +95,15 @@ class OneEngine:
         """The engine with these arguments of ``LLM``; another one is stopped first."""
         if self._llm is None or not self.runs(arguments):
             self.stop()
-            self._llm = self._load(arguments)
-            self._arguments = arguments
+            self._llm, self._arguments, self.is_warm = self._load(arguments), arguments, False
         return self._llm
 
     def stop(self) -> None:
         """End the running engine, if there is one."""
-        llm, self._llm, self._arguments = self._llm, None, None
-        if llm is not None:
-            _stop(llm)
-            del llm
-            gc.collect()
+        if self._llm is not None:
+            _stop(self._llm)
+        self._llm = self._arguments = None
+        gc.collect()
 
 
 @dataclass
@@ -112,12 +114,6 @@ class Progress:
     """By the number of the request; JSON has no other keys."""
     cost: Cost = field(default_factory=Cost)
     memory: Memory | None = None
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Progress":
-        """Raises ``KeyError`` or ``TypeError`` for what is no ``asdict`` of it."""
-        memory = None if value["memory"] is None else Memory(**value["memory"])
-        return cls(value["texts"], Cost(**value["cost"]), memory)
 
 
 class ScoreFile(ResultFile):
@@ -131,10 +127,9 @@ class ScoreFile(ResultFile):
         self._is_written = path is not None
         if path is not None:
             super().__init__(path, "eval", SCHEMA, subject)
-            for score in map(Score.from_json, self.stored.get("scores", [])):
+            for score in TypeAdapter(list[Score]).validate_python(self.stored.get("scores", [])):
                 self.scores[key_of(score.method, score.unmasking, score.task)] = score
-            unfinished = self.stored.get("unfinished", {})
-            self.unfinished = {key: Progress.from_json(value) for key, value in unfinished.items()}
+            self.unfinished = TypeAdapter(dict[str, Progress]).validate_python(self.stored.get("unfinished", {}))
 
     def save(self) -> None:
         """Write all of it."""
@@ -166,7 +161,6 @@ class Comparison:
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
         self._engine, self._rows = OneEngine(load), [(c, task) for c in combinations for task in tasks]
-        self._is_warm = False
         self._broken: dict[str, ValueError] = {}
         """Why engines do not start."""
 
@@ -208,7 +202,7 @@ class Comparison:
             self.file.scores[key] = Score(
                 method=combination.method,
                 unmasking=combination.unmasking,
-                task=task.name,
+                task=task.label,
                 result=result,
                 cost=progress.cost,
                 memory=progress.memory,
@@ -226,16 +220,14 @@ class Comparison:
         bar.update(before + 1 - bar.n)
 
     def _started(self, engine: dict[str, Any]) -> "LLM":
-        if not self._engine.runs(engine):
-            self._is_warm = False
-            if (known := self._broken.get(_name(engine))) is not None:
-                raise known
-            try:
-                self._engine.of(engine)
-            except ValueError as error:
-                self._broken[_name(engine)] = error
-                raise
-        return self._engine.of(engine)
+        name = _name(engine)
+        if name in self._broken:
+            raise self._broken[name]
+        try:
+            return self._engine.of(engine)
+        except ValueError as error:
+            self._broken[name] = error
+            raise
 
     def _answering(self, progress: Progress, bar: Any) -> Answer:
         """What answers the requests of a row, but those that were answered before it was interrupted."""
@@ -258,11 +250,11 @@ class Comparison:
         if not requests:
             return
         measures = is_in_process(llm)
-        if not self._is_warm:
+        if not self._engine.is_warm:
             if measures:
                 touch_pages(llm)
             answer_all(llm, requests[:NUM_WARMUP], NUM_WARMUP)
-            self._is_warm = True
+            self._engine.is_warm = True
         meter = MemoryMeter(llm) if measures else None
         at_once = llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         saved = time.monotonic()
@@ -285,7 +277,7 @@ def _name(engine: dict[str, Any]) -> str:
 
 
 def _key(combination: Combination, task: Task) -> str:
-    return key_of(combination.method, combination.unmasking, task.name)
+    return key_of(combination.method, combination.unmasking, task.label)
 
 
 def _stop(llm: "LLM") -> None:

@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness."""
 
 import os
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +16,6 @@ from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
-
-
-@dataclass(frozen=True)
-class HarnessTask:
-    """A task, or group of tasks, of lm_eval and how to run it."""
-
-    name: str
-    """lm_eval's name, or a YAML file."""
-    num_fewshot: int | None = None
-    metric: str | None = None
-    decoding: dict[str, Any] = field(default_factory=dict)
-    """Arguments of ``DiffusionParams``, where a combination has none of its own."""
-    guided: dict[str, Any] | None = None
-    """The same for combinations with a guide."""
-    max_prompt_tokens: int | None = None
-    with_chat_template: bool = True
-    cache_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By cache method."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +36,85 @@ class HarnessSettings:
     """Whether the programs that a model writes may run."""
 
 
+@dataclass(frozen=True)
+class HarnessTask(Task):
+    """A task, or group of tasks, of lm_eval, by its name or YAML file, and how to run it."""
+
+    settings: HarnessSettings = HarnessSettings()
+    num_fewshot: int | None = None
+    metric: str | None = None
+    max_prompt_tokens: int | None = None
+    with_chat_template: bool = True
+
+    def load(self) -> dict[str, Any]:
+        """lm_eval's tasks of it, by name; raises ``ValueError`` where it is unknown or its data is missing."""
+        try:
+            tasks: dict[str, Any] = self._manager.load([self.name])["tasks"]
+            return tasks
+        except KeyError as error:
+            raise ValueError(
+                f"lm_eval knows no task {self.name!r}; name one of `lm_eval ls tasks`, a YAML file, or the folder of "
+                f"your own tasks with --include-path"
+            ) from error
+        except (OSError, ImportError, AssertionError) as error:
+            raise ValueError(
+                f"task {self.name!r} cannot be loaded: {one_line(error)}. Its data must be at hand: load the task once "
+                f"where the data set can be reached, and set HF_HOME to that cache (and HF_HUB_OFFLINE=1), or point "
+                f"the task's YAML file to local files; docs/evaluation.md shows how"
+            ) from error
+
+    def score(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
+        results = self.evaluate(llm, decoding, answer, limit=self.settings.count)
+        metric, score, stderr = headline(results, self.name, self.metric)
+        details = {
+            name: {key: value for key, value in entry.items() if "," in key}
+            for name, entry in (results["results"] | (results.get("groups") or {})).items()
+        }
+        examples = sum(samples["effective"] for samples in results["n-samples"].values())
+        return Result(metric, score, stderr, examples, {"num_fewshot": results["n-shot"], **details})
+
+    def evaluate(self, llm: "LLM", decoding: dict[str, Any], answer: Answer, **which: Any) -> dict[str, Any]:
+        """lm_eval's results. ``which`` holds more arguments of lm_eval, such as ``limit`` or ``samples``."""
+        import lm_eval
+
+        from dllm_engine.evaluation.lm_eval_model import DiffusionLM
+
+        settings = self.settings
+        model = DiffusionLM(
+            llm,
+            decoding,
+            mc_num=settings.mc_num,
+            mc_seed=settings.seed,
+            max_prompt_tokens=self.max_prompt_tokens,
+            answer=answer,
+        )
+        chat = self.with_chat_template and settings.chat_template and llm.has_chat_template
+        if settings.confirm_run_unsafe_code:
+            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            model,
+            num_fewshot=self.num_fewshot,
+            task_manager=self._manager,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+            **{"tasks": [self.name], "log_samples": False} | which,
+        )
+        return results
+
+    @property
+    def _manager(self) -> Any:
+        return task_manager(self.settings.include_path, self.name.endswith(".yaml"))
+
+
+@cache
+def task_manager(include_path: Path | None, of_file: bool) -> Any:
+    """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a file is not in it."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not of_file)
+
+
 def check_lm_eval() -> None:
     """Raise ``ValueError`` where lm_eval is missing."""
     try:
@@ -64,7 +125,9 @@ def check_lm_eval() -> None:
         raise ValueError("lm_eval is not installed; run pip install 'dllm-engine[eval]'") from error
 
 
-def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> list[HarnessTask]:
+def tasks_of_papers(
+    model: str, benchmarks: list[str], paper: str | None, settings: HarnessSettings
+) -> list[HarnessTask]:
     """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
     from dllm_engine.checkpoints import load_config
 
@@ -72,104 +135,18 @@ def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> lis
     rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
     return [
         HarnessTask(
-            name=row.task_for(is_base),
-            num_fewshot=row.num_fewshot,
-            metric=row.metric,
+            row.task_for(is_base),
+            settings,
+            row.num_fewshot,
+            row.metric,
+            row.max_prompt_tokens,
+            row.chat_template and not is_base,
             decoding=row.decoding,
             guided=row.guided,
-            max_prompt_tokens=row.max_prompt_tokens,
-            with_chat_template=row.chat_template and not is_base,
             cache_options=row.cache_options(model),
         )
         for row in rows
     ]
-
-
-def comparable(tasks: list[HarnessTask], settings: HarnessSettings) -> list[Task]:
-    """The tasks, to be scored; raises ``ValueError`` where one, or its data, is missing."""
-    # Check this before a model is loaded: the data is what is missing most often.
-    manager = task_manager(tasks, settings.include_path)
-    for task in tasks:
-        check_data(manager, task.name)
-    return [
-        Task(
-            name=Path(task.name).stem if task.name.endswith(".yaml") else task.name,
-            score=partial(_score, task, manager, settings),
-            decoding=task.decoding,
-            guided=task.guided,
-            cache_options=task.cache_options,
-        )
-        for task in tasks
-    ]
-
-
-def task_manager(tasks: list[HarnessTask], include_path: Path | None) -> Any:
-    """lm_eval's index of tasks, as far as these need it."""
-    from lm_eval.tasks import TaskManager
-
-    # Its index of some ten thousand tasks takes seconds, and tasks that are files are not in it.
-    only_files = all(task.name.endswith(".yaml") for task in tasks)
-    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not only_files)
-
-
-def check_data(manager: Any, name: str) -> dict[str, Any]:
-    """lm_eval's tasks of a task or group, by name; raises ``ValueError`` where it is unknown or its data is missing."""
-    try:
-        tasks: dict[str, Any] = manager.load([name])["tasks"]
-        return tasks
-    except KeyError as error:
-        raise ValueError(
-            f"lm_eval knows no task {name!r}; name one of `lm_eval ls tasks`, a YAML file, or the folder of your own "
-            f"tasks with --include-path"
-        ) from error
-    except (OSError, ImportError, AssertionError) as error:
-        raise ValueError(
-            f"task {name!r} cannot be loaded: {one_line(error)}. Its data must be at hand: load the task once where "
-            f"the data set can be reached, and set HF_HOME to that cache (and HF_HUB_OFFLINE=1), or point the task's "
-            f"YAML file to local files; docs/evaluation.md shows how"
-        ) from error
-
-
-def _score(
-    task: HarnessTask, manager: Any, settings: HarnessSettings, llm: "LLM", decoding: dict[str, Any], answer: Answer
-) -> Result:
-    from dllm_engine.evaluation.lm_eval_model import DiffusionLM
-
-    model = DiffusionLM(
-        llm,
-        decoding,
-        mc_num=settings.mc_num,
-        mc_seed=settings.seed,
-        max_prompt_tokens=task.max_prompt_tokens,
-        answer=answer,
-    )
-    results = evaluate(model, task, manager, settings, limit=settings.count)
-    metric, score, stderr = headline(results, task.name, task.metric)
-    details = {
-        name: {key: value for key, value in entry.items() if "," in key}
-        for name, entry in (results["results"] | (results.get("groups") or {})).items()
-    }
-    examples = sum(samples["effective"] for samples in results["n-samples"].values())
-    return Result(metric, score, stderr, examples, {"num_fewshot": results["n-shot"], **details})
-
-
-def evaluate(model: Any, task: HarnessTask, manager: Any, settings: HarnessSettings, **which: Any) -> dict[str, Any]:
-    """lm_eval's results of a model. ``which`` holds more arguments of lm_eval, such as ``limit`` or ``samples``."""
-    import lm_eval
-
-    chat = task.with_chat_template and settings.chat_template and model.llm.has_chat_template
-    if settings.confirm_run_unsafe_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
-    results: dict[str, Any] = lm_eval.simple_evaluate(
-        model,
-        num_fewshot=task.num_fewshot,
-        task_manager=manager,
-        apply_chat_template=chat,
-        fewshot_as_multiturn=chat,
-        confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-        **{"tasks": [task.name], "log_samples": False} | which,
-    )
-    return results
 
 
 def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from dllm_engine.evaluation.score import Score
-from dllm_engine.evaluation.tradeoff_plot import INK, MUTED
+from dllm_engine.evaluation.tradeoff_plot import INK, MUTED, new_figure
 
 PANELS_PER_ROW = 3
 
@@ -43,13 +43,11 @@ def write_cells(scores: Sequence[Score], path: Path) -> None:
 
 def draw_heat_map(scores: Sequence[Score], path: Path) -> None:
     """A panel per score, with a column per length and a row per depth."""
-    from matplotlib.figure import Figure
-
     cells = [Cell.parse(name) for name in scores[0].result.details]
     lengths, depths = (sorted(set(values)) for values in zip(*cells, strict=True))
     columns = min(len(scores), PANELS_PER_ROW)
     rows = -(-len(scores) // columns)
-    figure = Figure(figsize=(3.6 * columns + 0.8, 3.0 * rows), dpi=150, facecolor="white", layout="constrained")
+    figure = new_figure(3.6 * columns + 0.8, 3.0 * rows)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, score in zip(grid, scores, strict=False):
         found = {Cell.parse(name): 100 * accuracy for name, accuracy in score.result.details.items()}

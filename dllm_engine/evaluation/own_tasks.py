@@ -1,16 +1,15 @@
 """Tasks of prompts and answers, from a user's JSONL file or the demo model's: and when a response counts as right."""
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, StringConstraints
 
-from dllm_engine.batch.files import BatchRequest
+from dllm_engine.batch.files import BatchRequest, Message
 from dllm_engine.demo.tasks import (
     LIST_TASKS,
     NEEDLE_DEPTHS,
@@ -22,6 +21,7 @@ from dllm_engine.demo.tasks import (
     needle_examples,
 )
 from dllm_engine.evaluation.answering import Answer, Request
+from dllm_engine.evaluation.comparison import Task
 from dllm_engine.evaluation.heat_map import Cell
 from dllm_engine.evaluation.score import Result, mean_and_error
 from dllm_engine.text import one_line
@@ -98,17 +98,34 @@ def _with_hole(params: "DiffusionParams", task: OwnTask, tokenizer: Any) -> "Dif
     return params
 
 
-def score_tasks(tasks: Sequence[OwnTask], match: str, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
-    """The share of tasks answered right; ``match`` is a key of ``MATCHES``. The standard error takes the tasks for a
-    random sample of each part."""
-    texts = answer(llm, requests_of(tasks, llm, decoding))
-    parts: dict[str, list[float]] = {}
-    for task, text in zip(tasks, texts, strict=True):
-        parts.setdefault(task.part, []).append(float(MATCHES[match](text, task.answer.strip())))
-    found = {part: mean_and_error(scores) for part, scores in parts.items()}
-    stderr = sum((len(parts[part]) * error) ** 2 for part, (_, error) in found.items()) ** 0.5 / len(tasks)
-    details = {part: mean for part, (mean, _) in found.items() if len(found) > 1}
-    return Result(match, sum(map(sum, parts.values())) / len(tasks), stderr, len(tasks), details)
+@dataclass(frozen=True)
+class OwnTasks(Task):
+    """Tasks that are scored together; ``match`` is a key of ``MATCHES``."""
+
+    tasks: Sequence[OwnTask]
+    match: str
+
+    def scores(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> list[float]:
+        """1 for each task that is answered right, 0 for the others."""
+        texts, is_right = answer(llm, requests_of(self.tasks, llm, decoding)), MATCHES[self.match]
+        return [float(is_right(text, task.answer.strip())) for text, task in zip(texts, self.tasks, strict=True)]
+
+    def score(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
+        """The share of tasks answered right. The standard error takes the tasks for a random sample of each part."""
+        parts: dict[str, list[float]] = {}
+        for task, score in zip(self.tasks, self.scores(llm, decoding, answer), strict=True):
+            parts.setdefault(task.part, []).append(score)
+        found, count = {part: mean_and_error(scores) for part, scores in parts.items()}, len(self.tasks)
+        stderr = sum((len(parts[part]) * error) ** 2 for part, (_, error) in found.items()) ** 0.5 / count
+        details = {part: mean for part, (mean, _) in found.items() if len(found) > 1}
+        return Result(self.match, sum(map(sum, parts.values())) / count, stderr, count, details)
+
+
+class TaskLine(BaseModel):
+    """A line of a file of tasks. Other keys are ignored."""
+
+    prompt: str | Annotated[list[Message], Field(min_length=1)]
+    answer: Annotated[str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)]
 
 
 def read_tasks(path: Path) -> list[OwnTask]:
@@ -117,35 +134,20 @@ def read_tasks(path: Path) -> list[OwnTask]:
     Raises ``ValueError`` with the number of a line that is none, and for a file without any.
     """
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not text.strip():
             continue
         try:
-            tasks.append(_parse(line))
+            line = TaskLine.model_validate_json(text)
         except ValueError as error:
             raise ValueError(
                 f'{path}: task {number} must be {{"prompt": "…", "answer": "…"}}: {one_line(error)}'
             ) from None
+        key = "messages" if isinstance(line.prompt, list) else "prompt"
+        tasks.append(OwnTask(BatchRequest.model_validate({key: line.prompt}), line.answer))
     if not tasks:
         raise ValueError(f"{path} holds no tasks; give it a line per task")
     return tasks
-
-
-def _parse(line: str) -> OwnTask:
-    fields = json.loads(line)
-    if not isinstance(fields, dict):
-        raise ValueError("it is no object")
-    for key in ("prompt", "answer"):
-        if key not in fields:
-            raise ValueError(f"{key!r} is missing")
-    prompt, answer = fields["prompt"], fields["answer"]
-    if not isinstance(answer, str) or not answer.strip():
-        raise ValueError(f"'answer' is {answer!r}; it must be text")
-    key = "messages" if isinstance(prompt, list) else "prompt"
-    try:
-        return OwnTask(BatchRequest.model_validate({key: prompt}), answer.strip())
-    except ValidationError as error:
-        raise ValueError(f"'prompt' is neither text nor messages: {one_line(error)}") from None
 
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")

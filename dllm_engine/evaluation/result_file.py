@@ -8,6 +8,12 @@ from typing import Any
 from dllm_engine.text import json_rows
 
 
+def check_folder_of(path: Path | None) -> None:
+    """Raise ``ValueError`` for a file that could not be written, as its folder does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+
+
 def read_results(path: Path, command: str, schema: int) -> dict[str, Any]:
     """What ``dllm COMMAND`` wrote; raises ``ValueError`` for any other file."""
     try:
@@ -41,8 +47,7 @@ class ResultFile:
         """What it held at first."""
         if path.suffix != ".json":
             raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
-        if not path.parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+        check_folder_of(path)
         if path.exists():
             self.stored = read_results(path, command, schema)
             theirs = self.stored.get("subject", {})

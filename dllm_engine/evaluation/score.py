@@ -2,6 +2,7 @@
 
 import csv
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,12 +42,6 @@ class Score:
     """Arguments of ``LLM``."""
     decoding: dict[str, Any]
     """Arguments of ``DiffusionParams``."""
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Score":
-        """Raises ``KeyError`` or ``TypeError`` for what is no ``asdict`` of a score."""
-        memory = None if value["memory"] is None else Memory(**value["memory"])
-        return cls(**value | {"result": Result(**value["result"]), "cost": Cost(**value["cost"]), "memory": memory})
 
     @property
     def figures(self) -> dict[str, float | None]:
@@ -105,6 +100,4 @@ def write_csv(scores: Sequence[Score], path: Path) -> None:
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:
     """Mean of the scores and its standard error."""
-    mean = sum(scores) / len(scores)
-    spread = sum((score - mean) ** 2 for score in scores) / len(scores)
-    return mean, math.sqrt(spread / len(scores))
+    return statistics.fmean(scores), statistics.pstdev(scores) / math.sqrt(len(scores))

@@ -3,7 +3,10 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INK, MUTED, LINE = "#1b2026", "#626b76", "#dfe2e6"
 COLOURS = (
@@ -40,17 +43,21 @@ def plot_beside(output: Path) -> Path | None:
     return output.with_suffix(".png")
 
 
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty one of this size, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
+
+
 def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
     """A row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule; a ring
     around what was chosen."""
-    from matplotlib.figure import Figure
-
     tasks, methods, rules = (
         list(dict.fromkeys(getattr(p, name) for p in points)) for name in TradeoffPoint._fields[:3]
     )
     names = list(points[0].costs)
-    size = 4.2 * len(names) + 2.6, 3.8 * len(tasks) + 0.4
-    figure = Figure(figsize=size, dpi=150, facecolor="white", layout="constrained")
+    figure = new_figure(4.2 * len(names) + 2.6, 3.8 * len(tasks) + 0.4)
     grid = figure.subplots(len(tasks), len(names), squeeze=False)
     for task, row in zip(tasks, grid, strict=True):
         for axes, name in zip(row, names, strict=True):

@@ -138,6 +138,8 @@ def _heat_map(inspection: "Inspection", window: "InspectedWindow") -> str:
         f'<path d="{_strokes(_runs(positions), layer)}" stroke="var(--retained)"/></g>'
         for layer, positions in enumerate(window.retained)
     )
+    step = max(5, _spacing(canvas, 12))
+    marks = [*range(0, canvas - step // 2, step), canvas]  # one close to the last would run into it
     label = f"{name}: positions that each of {layers} layers retained"
     return f"""<figure><figcaption>{caption}</figcaption>
 <div class="scroll"><div class="heat" style="min-width:{canvas * 0.75:.0f}px">
@@ -150,7 +152,7 @@ def _heat_map(inspection: "Inspection", window: "InspectedWindow") -> str:
 <div class="names share"><b style="top:7px">share</b></div><div class="share">{
         _strip(inspection, window, 1, 14, _share_row(inspection, window), "share of the layers")
     }</div>
-<div></div><div class="ticks">{_ticks(canvas)}</div>
+<div></div><div class="ticks">{_ticks(marks, canvas)}</div>
 </div></div></figure>"""
 
 
@@ -166,21 +168,17 @@ def _strip(inspection: "Inspection", window: "InspectedWindow", rows: int, heigh
     canvas, middle, seen = inspection.canvas_length, rows / 2, inspection.seen(window)
     spans = inspection.block_spans
     borders = "".join(f"M{span.start} 0v{rows}" for span in spans[1:])
+    between_rows = "".join(f"M0 {row}h{canvas}" for row in range(1, rows))
     return f"""<svg viewBox="0 0 {canvas} {rows}" height="{height}" preserveAspectRatio="none" role="img" aria-label="{
         label
     }" shape-rendering="crispEdges"><g stroke-width="{rows}"><path d="M0 {middle}h{seen}" stroke="var(--evicted)"/>
 <path d="{_strokes(_runs(window.recomputed), middle - 0.5)}" stroke="var(--again)"/>
 <path d="{_strokes([window.span], middle - 0.5)}" stroke="var(--block)"/></g>
-{cells}{_row_lines(canvas, rows)}
-<path d="{borders}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>
+{cells}
+<path d="{between_rows}{borders}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>
 <path d="M{inspection.prompt_length} 0v{
         rows
     }" stroke="var(--edge)" stroke-width="2" vector-effect="non-scaling-stroke"/></svg>"""
-
-
-def _row_lines(canvas: int, rows: int) -> str:
-    lines = "".join(f"M0 {row}h{canvas}" for row in range(1, rows))
-    return f'<path d="{lines}" stroke="var(--card)" vector-effect="non-scaling-stroke"/>' if lines else ""
 
 
 def _share_row(inspection: "Inspection", window: "InspectedWindow") -> str:
@@ -207,11 +205,13 @@ def _strokes(spans: Iterable[Span], row: float) -> str:
     return "".join(f"M{span.start} {row + 0.5:g}h{span.size}" for span in spans)
 
 
-def _ticks(length: int) -> str:
-    step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if length / step <= 12)
-    # A label close to the last one would run into it.
-    marks = [*range(0, length - step // 2, step), length]
-    return "".join(f'<b style="left:{_percent(mark, length)}">{mark}</b>' for mark in marks)
+def _ticks(marks: Iterable[int], length: int, shift: float = 0.0) -> str:
+    return "".join(f'<b style="left:{_percent(mark - shift, length)}">{mark}</b>' for mark in marks)
+
+
+def _spacing(length: int, most: int) -> int:
+    """A round number of which at most so many fit into a length."""
+    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if length / step <= most)
 
 
 def _percent(part: float, whole: float) -> str:
@@ -308,23 +308,19 @@ def _cost(inspection: "Inspection") -> str:
         f'<path d="M{step.number - 0.5} {canvas}v-{inspection.rows(step)}" stroke="var(--{step.state.value})"/></g>'
         for step in passes
     )
+    every = _spacing(len(passes), 16)
+    steps = [number for number in range(1, len(passes) + 1) if number == 1 or number % every == 0]
     starts = "".join(f"M{window.passes[0].number - 1} 0v{canvas}" for window in inspection.windows[1:])
     body = f"""<div class="bars"><svg viewBox="0 0 {len(passes)} {canvas}" preserveAspectRatio="none" role="img"
  aria-label="tokens computed per step">
 <g stroke-width=".8">{bars}</g>
 <path d="{starts}" stroke="var(--muted)" stroke-dasharray="3 3" vector-effect="non-scaling-stroke"/></svg>
-<div class="ticks">{_step_ticks(len(passes))}</div></div>"""
+<div class="ticks">{_ticks(steps, len(passes), shift=0.5)}</div></div>"""
     lead = (
         f"The tokens each forward pass fed to the model; a full bar is the canvas of {canvas}. A dashed line: a block "
         f"joined."
     )
     return _section("Tokens computed per step", lead, [(f"var(--{s.value})", names[s]) for s in used], body)
-
-
-def _step_ticks(length: int) -> str:
-    every = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if length / step <= 16)
-    marks = [mark for mark in range(1, length + 1) if mark == 1 or mark % every == 0]
-    return "".join(f'<b style="left:{_percent(mark - 0.5, length)}">{mark}</b>' for mark in marks)
 
 
 def _steps(first: int, last: int) -> str:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.evaluation.result_file import check_folder_of
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.inspection.page import count_of, draw_page
 from dllm_engine.scheduler.page_layout import pages_for
@@ -181,8 +182,7 @@ def check_page_path(path: Path) -> None:
     """Raise ``ValueError`` where a page could not be written."""
     if path.suffix != ".html":
         raise ValueError(f"{path}: an inspection is an .html page; give the file that ending")
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    check_folder_of(path)
 
 
 def replay(figures: DiffusionFigures, shared: Sequence[list[int]] = ()) -> list[InspectedWindow]:

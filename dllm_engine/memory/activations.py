@@ -1,15 +1,38 @@
 """An estimate of the activations that vLLM measures when an engine starts."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dllm_engine.memory.weights import FLOAT32_BYTES, layers_by_kind
+from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 512
 """Logits that are made at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
 FILTER_BYTES = FLOAT32_BYTES
 """What top-p and top-k hold for each logit: its float32, or what takes its place."""
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one tensor-parallel rank of an engine works on."""
+
+    models: list[Any]
+    """Configs of the model, and of its guide if it has one."""
+    weights: list[int]
+    """Bytes of each of them."""
+    options: EngineOptions
+    num_ranks: int
+    dtype_bytes: int
+    rows: int
+    """Of the largest batch."""
+    max_model_len: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of the largest batch. The guide runs after the model."""
+        of_models = max(activation_bytes(model, self.num_ranks, self.dtype_bytes, self.rows) for model in self.models)
+        return of_models + self.options.method.pass_bytes(self.rows, self.max_model_len)
 
 
 def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
@@ -40,8 +63,3 @@ def _mlp_numbers(config: Any, tensor_parallel_size: int) -> int:
             width, shared = experts.intermediate_size // tp, experts.shared_intermediate_size // tp
             most = max(most, experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden)
     return most
-
-
-def activations_of_models(models: Sequence[Any], tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
-    """Of the model and its guide, which run one after the other."""
-    return max(activation_bytes(model, tensor_parallel_size, dtype_bytes, rows) for model in models)

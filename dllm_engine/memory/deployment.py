@@ -1,6 +1,5 @@
 """What is planned for: a model, a machine, and requests of one length."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -8,12 +7,10 @@ from typing import Any
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
-from dllm_engine.memory.weights import QUANTIZATIONS, Quantization
+from dllm_engine.memory.activations import RankLoad
+from dllm_engine.memory.weights import DTYPE_BYTES, QUANTIZATIONS, Quantization, weights_of_models
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.scheduler.methods.base import CacheMethod
-from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec, Guidance
-from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.text import one_line
 
 GIB = 1 << 30
@@ -57,12 +54,17 @@ class Deployment:
         return None if self.quantization is None else QUANTIZATIONS[self.quantization]
 
 
-def checked_config(deployment: Deployment) -> tuple[Any, int]:
-    """The model's config, and the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
+def settled(deployment: Deployment) -> tuple[Deployment, Any, int]:
+    """The deployment with the cache method, its options and the rows that an engine would take, the model's config, and
+    the longest request; raises ``SizingError`` where the lengths or the ranks do not fit."""
     config = load_config(deployment.model)
+    family = family_of(config)
     max_model_len = _max_model_len(deployment, config)
     _check_tensor_parallel(deployment, config)
-    return config, max_model_len
+    options = deployment.options.with_paper_settings(deployment.model, family)
+    least = family.longest_canvas(max_model_len if options.method.shortened is None else 1)
+    rows = max(deployment.max_num_batched_tokens, least)
+    return replace(deployment, options=options, max_num_batched_tokens=rows), config, max_model_len
 
 
 def _max_model_len(d: Deployment, config: Any) -> int:
@@ -104,6 +106,24 @@ def dtype_of(wanted: str, config: Any) -> str:
     return own if own in ("bfloat16", "float16") else "bfloat16"
 
 
+def models_of(config: Any, options: EngineOptions) -> list[Any]:
+    """Configs of the model, and of its guide if it has one."""
+    if options.guide_model is None:
+        return [config]
+    from dllm_engine.model_executor.guide.sizes import guide_config  # imports vLLM's layers
+
+    return [config, guide_config(options.guide_model)]
+
+
+def load_of(d: Deployment, config: Any, max_model_len: int) -> tuple[RankLoad, str]:
+    """What each rank works on, and in which type, from what ``settled`` returns."""
+    dtype, ranks = dtype_of(d.dtype, config), d.tensor_parallel_size
+    models, dtype_bytes = models_of(config, d.options), DTYPE_BYTES[dtype]
+    weights = weights_of_models(models, ranks, dtype_bytes, d.quantized)
+    rows = d.max_num_batched_tokens
+    return RankLoad(models, weights, d.options, ranks, dtype_bytes, rows, max_model_len), dtype
+
+
 def request_spec(deployment: Deployment, config: Any, options: EngineOptions) -> DecodingSpec:
     """The request that the plan is for."""
     family = family_of(config)
@@ -132,16 +152,6 @@ def request_spec(deployment: Deployment, config: Any, options: EngineOptions) ->
     return spec
 
 
-def steps_of(spec: DecodingSpec, method: CacheMethod) -> Iterator[tuple[StepPlan, Progress]]:
-    """The plan of each step and how far the request is then, where every step unmasks the schedule's count. The
-    progress is one object, which goes on."""
-    progress = Progress.begin(spec)
-    while progress.num_unmasked < spec.num_masks:
-        plan = method.plan(spec, progress)
-        yield plan, progress
-        progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
-
-
 def shares_tokenizer(guide: str, model: str) -> bool:
     """Whether a guide has a model's tokens, as ``has_same_tokens`` says; raises ``ValueError`` where a tokenizer cannot
     be read."""
@@ -168,8 +178,8 @@ def _compared_tokenizers(guide: str, model: str) -> tuple[bool, str]:
         return False, one_line(error)
 
 
-def with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:
-    """The options with the guide's sizes, its config, and what is assumed of it."""
+def with_guide(d: Deployment) -> tuple[EngineOptions, list[str]]:
+    """The options with the guide's sizes, and what is assumed of it."""
     # Imports vLLM's layers.
     from dllm_engine.model_executor.guide.sizes import guide_config, with_shape
 
@@ -186,4 +196,4 @@ def with_guide(d: Deployment) -> tuple[EngineOptions, Any, list[str]]:
     except ValueError as error:
         same_tokens = False
         notes.append(f"{error}; {d.options.guide_tokens_per_token:g} guide tokens per token are reserved for the guide")
-    return with_shape(d.options, same_tokens=same_tokens), config, notes
+    return with_shape(d.options, same_tokens=same_tokens), notes

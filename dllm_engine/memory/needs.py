@@ -4,22 +4,13 @@ A CPU computes with packed weights, which vLLM makes of each matrix while the pl
 beside the packed head.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dllm_engine.memory.activations import activations_of_models
-from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of
+from dllm_engine.memory.activations import RankLoad
+from dllm_engine.memory.deployment import Deployment, SizingError, load_of, settled
 from dllm_engine.memory.plan import Sizing, bytes_of_page, plan
-from dllm_engine.memory.weights import (
-    DTYPE_BYTES,
-    attention_matrices,
-    layers_by_kind,
-    mlp_matrices,
-    table_numbers,
-    weights_of_models,
-)
-from dllm_engine.options import EngineOptions
+from dllm_engine.memory.weights import attention_matrices, layers_by_kind, mlp_matrices, table_numbers
 from dllm_engine.text import readable_size
 
 
@@ -61,69 +52,29 @@ class MemoryNeeds:
         return "take a machine with more memory, a smaller model, or quantized weights"
 
 
-def needs_on_cpu(
-    models: Sequence[Any],
-    weights: Sequence[int],
-    options: EngineOptions,
-    *,
-    ranks: int,
-    dtype_bytes: int,
-    rows: int,
-    max_model_len: int,
-    page_pool: int,
-    overhead: int,
-) -> MemoryNeeds:
-    """Of all ranks on one machine.
-
-    Args:
-        models: configs of the model, and of its guide if it has one.
-        weights: bytes of each model on one rank.
-        ranks: tensor-parallel ranks; ``page_pool`` and ``overhead`` are bytes of each.
-        rows: of the largest batch.
-    """
-    per_pass = _largest_pass(models, options, ranks, dtype_bytes, rows, max_model_len)
-    tables = [table_numbers(model, ranks) * dtype_bytes for model in models]
+def needs_on_cpu(load: RankLoad, *, copies: int, page_pool: int, overhead: int) -> MemoryNeeds:
+    """Of as many ranks as there are ``copies`` on one machine; ``page_pool`` and ``overhead`` are bytes of each."""
+    models, dtype_bytes = load.models, load.dtype_bytes
+    tied = sum(table_numbers(model, load.num_ranks) for model in models if model.tie_word_embeddings)
     return MemoryNeeds(
-        weights=ranks * sum(weights),
-        packed=ranks * max(dtype_bytes * _largest_matrix(model, ranks) for model in models),
-        tied=ranks * sum(table for model, table in zip(models, tables, strict=True) if model.tie_word_embeddings),
-        pages=ranks * page_pool * options.uses_pages,
-        activations=ranks * per_pass,
-        overhead=ranks * overhead,
+        weights=copies * sum(load.weights),
+        packed=copies * max(dtype_bytes * _largest_matrix(model, load.num_ranks) for model in models),
+        tied=copies * dtype_bytes * tied,
+        pages=copies * page_pool * load.options.uses_pages,
+        activations=copies * load.activation_bytes,
+        overhead=copies * overhead,
     )
 
 
-def needs_on_gpu(
-    models: Sequence[Any],
-    weights: Sequence[int],
-    options: EngineOptions,
-    *,
-    ranks: int,
-    dtype_bytes: int,
-    rows: int,
-    max_model_len: int,
-    page_pool: int | None,
-) -> MemoryNeeds:
+def needs_on_gpu(load: RankLoad, page_pool: int | None) -> MemoryNeeds:
     """Of each GPU, at least: what vLLM's libraries take is not counted, and pages of one request unless
     ``page_pool`` is given."""
-    geometry = options.geometry(models[0], ranks)
-    longest = options.method.longest_demand(options.cache, geometry, max_model_len) if options.uses_pages else 0
-    return MemoryNeeds(
-        weights=sum(weights),
-        packed=0,
-        tied=0,
-        pages=longest * bytes_of_page(geometry, dtype_bytes) if page_pool is None else page_pool,
-        activations=_largest_pass(models, options, ranks, dtype_bytes, rows, max_model_len),
-        overhead=0,
-    )
-
-
-def _largest_pass(
-    models: Sequence[Any], options: EngineOptions, ranks: int, dtype_bytes: int, rows: int, max_model_len: int
-) -> int:
-    """Bytes of a rank's activations; a guide runs after the model."""
-    of_models = activations_of_models(models, ranks, dtype_bytes, rows)
-    return of_models + options.method.pass_bytes(rows, max_model_len)
+    options, pages = load.options, page_pool
+    if pages is None:
+        geometry = options.geometry(load.models[0], load.num_ranks)
+        longest = options.method.longest_demand(options.cache, geometry, load.max_model_len)
+        pages = options.uses_pages * longest * bytes_of_page(geometry, load.dtype_bytes)
+    return MemoryNeeds(sum(load.weights), packed=0, tied=0, pages=pages, activations=load.activation_bytes, overhead=0)
 
 
 def _largest_matrix(config: Any, ranks: int) -> int:
@@ -145,34 +96,13 @@ def plan_on_cpu(deployment: Deployment) -> tuple[Sizing, MemoryNeeds]:
         SizingError: the model does not fit, or no request does.
         ValueError: the model or an option is unknown.
     """
-    d = deployment
+    d, config, max_model_len = settled(deployment)
     assert d.page_pool is not None
-    config, max_model_len = checked_config(d)
-    dtype = dtype_of(d.dtype, config)
-    models, dtype_bytes = models_of(config, d.options), DTYPE_BYTES[dtype]
-    needs = needs_on_cpu(
-        models,
-        weights_of_models(models, d.tensor_parallel_size, dtype_bytes, d.quantized),
-        d.options,
-        ranks=d.tensor_parallel_size,
-        dtype_bytes=dtype_bytes,
-        rows=max(d.max_num_batched_tokens, max_model_len),
-        max_model_len=max_model_len,
-        page_pool=d.page_pool,
-        overhead=d.overhead,
-    )
+    load, dtype = load_of(d, config, max_model_len)
+    needs = needs_on_cpu(load, copies=d.tensor_parallel_size, page_pool=d.page_pool, overhead=d.overhead)
     if needs.total > d.memory:
         raise SizingError(
             f"{d.model} in {dtype} needs {readable_size(needs.total)}, and the machine has {readable_size(d.memory)}: "
             f"{needs.as_text()}; {needs.advice(d.memory, '--kv-cache-memory-bytes', '--max-num-batched-tokens')}"
         )
-    return plan(d), needs
-
-
-def models_of(config: Any, options: EngineOptions) -> list[Any]:
-    """Configs of the model, and of its guide if it has one."""
-    if options.guide_model is None:
-        return [config]
-    from dllm_engine.model_executor.guide.sizes import guide_config  # imports vLLM's layers
-
-    return [config, guide_config(options.guide_model)]
+    return plan(deployment), needs

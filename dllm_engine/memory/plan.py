@@ -6,19 +6,10 @@ The bytes of weights and pages are exact, the activations an estimate, and the o
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
-from dllm_engine.memory.activations import activations_of_models
-from dllm_engine.memory.deployment import (
-    Deployment,
-    SizingError,
-    checked_config,
-    dtype_of,
-    request_spec,
-    steps_of,
-    with_guide,
-)
-from dllm_engine.memory.weights import DTYPE_BYTES, Quantization, weights_of_models
+from dllm_engine.memory.activations import RankLoad
+from dllm_engine.memory.deployment import Deployment, SizingError, load_of, request_spec, settled, with_guide
+from dllm_engine.memory.weights import Quantization, weights_of_models
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod, guide_pages
@@ -93,8 +84,9 @@ def plan(deployment: Deployment) -> Sizing:
 
 def plan_others(deployment: Deployment) -> list[RequestDemand]:
     """The same requests under the other cache methods of the model, with their papers' options."""
-    own, demands = deployment.options, []
-    for method in methods_for(family_of(load_config(deployment.model)).attention):
+    d, config, _ = settled(deployment)
+    own, demands = d.options, []
+    for method in methods_for(family_of(config).attention):
         if method != own.cache_method:
             options = EngineOptions.parse(own.model_dump() | {"cache_method": method, "cache_options": {}})
             try:
@@ -105,45 +97,38 @@ def plan_others(deployment: Deployment) -> list[RequestDemand]:
 
 
 def _sizing(deployment: Deployment) -> Sizing:
-    d = deployment
-    config, max_model_len = checked_config(d)
-    family = family_of(config)
-    d = replace(d, options=d.options.with_paper_settings(d.model, family))
-    dtype = dtype_of(d.dtype, config)
-    rows = max(d.max_num_batched_tokens, max_model_len)
-    models, notes = [config], []
+    d, config, max_model_len = settled(deployment)
+    load, dtype = load_of(d, config, max_model_len)
+    notes = []
     if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
         notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
     if d.quantization not in (None, "fp8"):
         notes.append(f"serve a copy of {d.model} with such weights; docs/quantization.md says where from")
     if d.options.guide_model is not None:
-        guided, guide, assumed = with_guide(d)
-        d, models, notes = replace(d, options=guided), [config, guide], [*notes, *assumed]
-    weights = weights_of_models(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], d.quantized)
-    of_method = d.options.method.pass_bytes(rows, max_model_len)
-    activations = of_method + activations_of_models(models, d.tensor_parallel_size, DTYPE_BYTES[dtype], rows)
+        options, assumed = with_guide(d)
+        d, notes = replace(d, options=options), [*notes, *assumed]
+    load = replace(load, options=d.options)
     pool = d.page_pool
     if pool is None:
-        pool = int(d.memory * d.gpu_memory_utilization) - sum(weights) - activations - d.overhead
+        pool = int(d.memory * d.gpu_memory_utilization) - sum(load.weights) - load.activation_bytes - d.overhead
     if pool <= 0:
-        raise SizingError(_does_not_fit(d, models, sum(weights), activations, of_method, DTYPE_BYTES[dtype], rows))
+        raise SizingError(_does_not_fit(d, load))
     geometry = d.options.geometry(config, d.tensor_parallel_size)
-    page_bytes = bytes_of_page(geometry, DTYPE_BYTES[dtype])
-
+    page_bytes = bytes_of_page(geometry, load.dtype_bytes)
     num_pages = pages_of_pool(pool, page_bytes)
-    demand = _demand(d, config, geometry, page_bytes, num_pages, max_model_len)
+    demand = _demand(d, config, geometry, page_bytes, num_pages, load.max_model_len)
     return Sizing(
         model=d.model,
         dtype=dtype,
         memory=d.memory,
         tensor_parallel_size=d.tensor_parallel_size,
-        max_model_len=max_model_len,
+        max_model_len=load.max_model_len,
         max_num_seqs=d.max_num_seqs,
-        max_num_batched_tokens=rows,
+        max_num_batched_tokens=load.rows,
         canvas=d.prompt + d.response,
-        weight_bytes=weights[0],
-        guide_weight_bytes=sum(weights[1:]),
-        activation_bytes=activations,
+        weight_bytes=load.weights[0],
+        guide_weight_bytes=sum(load.weights[1:]),
+        activation_bytes=load.activation_bytes,
         overhead=d.overhead,
         pool_bytes=pool,
         page_size=d.options.page_size,
@@ -187,7 +172,7 @@ def walk(spec: DecodingSpec, method: CacheMethod, geometry: PoolGeometry) -> tup
     their pages hold.
     """
     retained = rows = num_steps = 0
-    for step_plan, progress in steps_of(spec, method):
+    for step_plan, progress in method.steps(spec):
         num_steps, rows = num_steps + 1, rows + step_plan.max_rows * method.runs(spec, step_plan)
         if step_plan.retained > retained:
             pages = method.pages(spec, progress.running, geometry)[PageKind.KV]
@@ -219,19 +204,17 @@ def _requests(d: Deployment, geometry: PoolGeometry, pages: int, num_pages: int,
     return num_pages // pages, "pages"
 
 
-def _does_not_fit(
-    d: Deployment, models: list[Any], weights: int, activations: int, of_method: int, dtype_bytes: int, rows: int
-) -> str:
+def _does_not_fit(d: Deployment, load: RankLoad) -> str:
     share = d.memory * d.gpu_memory_utilization
     advice = "raise --gpu-memory, or lower --max-num-batched-tokens"
-    for tp in (2, 4, 8):
-        if tp > d.tensor_parallel_size and all(model.num_attention_heads % tp == 0 for model in models):
-            needed = sum(weights_of_models(models, tp, dtype_bytes, d.quantized))
-            needed += activations_of_models(models, tp, dtype_bytes, rows)
-            if needed + of_method + d.overhead < share:
-                advice = f"use --tensor-parallel-size {tp}, or raise --gpu-memory"
+    for ranks in (2, 4, 8):
+        if ranks > load.num_ranks and all(model.num_attention_heads % ranks == 0 for model in load.models):
+            weights = weights_of_models(load.models, ranks, load.dtype_bytes, d.quantized)
+            split = replace(load, weights=weights, num_ranks=ranks)
+            if sum(split.weights) + split.activation_bytes + d.overhead < share:
+                advice = f"use --tensor-parallel-size {ranks}, or raise --gpu-memory"
                 break
-    numbers = (d.memory, int(share), weights, activations, d.overhead)
+    numbers = (d.memory, int(share), sum(load.weights), load.activation_bytes, d.overhead)
     total, usable, taken, kept, other = map(readable_size, numbers)
     return (
         f"--gpu-memory {total} leaves nothing for pages: of the {usable} that vLLM uses, weights take {taken}, "

@@ -1,15 +1,15 @@
 """Refuses an engine that does not fit, before its weights are read."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from dllm_engine.memory.deployment import GIB
+from dllm_engine.memory.activations import RankLoad
+from dllm_engine.memory.deployment import GIB, models_of
 from dllm_engine.memory.machine import MachineMemory
-from dllm_engine.memory.needs import MemoryNeeds, models_of, needs_on_cpu, needs_on_gpu
+from dllm_engine.memory.needs import needs_on_cpu, needs_on_gpu
 from dllm_engine.memory.weights import Quantization, weights_of_models
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.options import EngineOptions
@@ -33,20 +33,9 @@ def check_main_memory(vllm_config: "VllmConfig", machine: MachineMemory) -> None
     parallel, config = vllm_config.parallel_config, vllm_config.model_config
     if parallel.distributed_executor_backend not in ("uni", "mp", None):
         return
-    options, scheduler = EngineOptions.from_vllm_config(vllm_config), vllm_config.scheduler_config
-    models = models_of(config.hf_config, options)
-    needs = needs_on_cpu(
-        models,
-        weights_on_a_rank(config, models, parallel.tensor_parallel_size),
-        options,
-        ranks=parallel.tensor_parallel_size,
-        dtype_bytes=config.dtype.itemsize,
-        rows=scheduler.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        page_pool=vllm_config.cache_config.kv_cache_memory_bytes or 0,
-        overhead=GIB,
-    )
-    needs = MemoryNeeds(*(parallel.data_parallel_size * size for size in astuple(needs)))
+    copies = parallel.data_parallel_size * parallel.tensor_parallel_size
+    page_pool = vllm_config.cache_config.kv_cache_memory_bytes or 0
+    needs = needs_on_cpu(_load_of(vllm_config), copies=copies, page_pool=page_pool, overhead=GIB)
     if needs.total > machine.available:
         raise ValueError(
             f"{config.model} needs {readable_size(needs.total)} of memory, and {readable_size(machine.available)} of "
@@ -58,18 +47,7 @@ def check_main_memory(vllm_config: "VllmConfig", machine: MachineMemory) -> None
 def check_gpu_memory(vllm_config: "VllmConfig", usable: int) -> None:
     """Raise ``ValueError`` if a rank needs more than the ``usable`` bytes of its GPU."""
     config, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    options = EngineOptions.from_vllm_config(vllm_config)
-    models = models_of(config.hf_config, options)
-    needs = needs_on_gpu(
-        models,
-        weights_on_a_rank(config, models, parallel.tensor_parallel_size),
-        options,
-        ranks=parallel.tensor_parallel_size,
-        dtype_bytes=config.dtype.itemsize,
-        rows=vllm_config.scheduler_config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        page_pool=cache.kv_cache_memory_bytes,
-    )
+    needs = needs_on_gpu(_load_of(vllm_config), cache.kv_cache_memory_bytes)
     if needs.total > usable:
         raise ValueError(
             f"{config.model} needs {readable_size(needs.total)} of each GPU, and "
@@ -77,6 +55,21 @@ def check_gpu_memory(vllm_config: "VllmConfig", usable: int) -> None:
             f"{needs.as_text()}; raise tensor_parallel_size (now {parallel.tensor_parallel_size}), or "
             + needs.advice(usable, "max_model_len", "max_num_batched_tokens")
         )
+
+
+def _load_of(vllm_config: "VllmConfig") -> RankLoad:
+    config, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    options = EngineOptions.from_vllm_config(vllm_config)
+    models = models_of(config.hf_config, options)
+    return RankLoad(
+        models,
+        weights_on_a_rank(config, models, ranks),
+        options,
+        num_ranks=ranks,
+        dtype_bytes=config.dtype.itemsize,
+        rows=vllm_config.scheduler_config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+    )
 
 
 def weights_on_a_rank(model_config: "ModelConfig", models: Sequence[Any], ranks: int) -> list[int]:

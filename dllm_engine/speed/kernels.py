@@ -13,7 +13,7 @@ import torch
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.kernels.triton.tiles import splits_by_rule, tiles_by_rule
-from dllm_engine.memory.weights import VOCABULARY_PADDING, attention_matrices, layers_by_kind, mlp_matrices
+from dllm_engine.memory.weights import VOCABULARY_PADDING, attention_matrices, mlp_matrices
 from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.scheduler.page_layout import head_dim_of
 from dllm_engine.speed.gpus import GPU, TILE_HEAD_DIM, programs_at_once
@@ -39,8 +39,8 @@ DENSE_TILE = 128
 ROUTING_LAUNCHES = 7
 """Kernels of a layer with experts that only decide and sort: softmax, top k, the type of the ids, three that group rows
 by expert, the sum over a row's experts. Counted in vLLM's code."""
-NORM_OF_HEADS_LAUNCHES = 6
-"""Of queries and of keys: a copy, the norm, and back."""
+NORM_OF_HEADS_LAUNCHES = 3
+"""The norm of all heads, the weights of queries, and those of keys."""
 _WARPGROUP_ROWS = 64
 _FLOAT32, _TOKEN = 4, 8  # bytes
 
@@ -90,18 +90,8 @@ class Decoder:
     """Of a weight or an activation."""
 
     @property
-    def num_layers(self) -> int:
-        number: int = self.config.num_hidden_layers
-        return number
-
-    @property
     def head_dim(self) -> int:
         return head_dim_of(self.config)
-
-    @property
-    def layers_by_kind(self) -> list[tuple[int, Any]]:
-        """How many layers have which ``experts`` of ``layer``."""
-        return layers_by_kind(self.config)
 
     def layer(self, shape: PassShape, gpu: GPU, of_method: int, written: int, experts: Any = None) -> list[Kernel]:
         """Of one layer, in a pass of requests that are alike.

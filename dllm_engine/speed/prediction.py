@@ -1,17 +1,16 @@
 """How long the steps of requests take on a GPU, and the tokens per second that follow."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from dllm_engine.bench.floor import PassShape
 from dllm_engine.families import family_of
-from dllm_engine.memory.deployment import Deployment, SizingError, checked_config, dtype_of, request_spec, steps_of
-from dllm_engine.memory.weights import DTYPE_BYTES
+from dllm_engine.memory.deployment import Deployment, SizingError, dtype_of, request_spec, settled
+from dllm_engine.memory.weights import DTYPE_BYTES, layers_by_kind
 from dllm_engine.model_executor.recording.forward import padded_size
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
-from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
 from dllm_engine.speed.gpus import GPU, GPUS, TILE_HEAD_DIM
@@ -40,6 +39,10 @@ class Times:
     """With every kernel launched by the host."""
     recorded: float
     """With the steps replayed from CUDA graphs that are by default; other steps as launched."""
+
+    @classmethod
+    def sum(cls, times: Iterable["Times"]) -> "Times":
+        return cls(*map(sum, zip(*map(astuple, times), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -97,49 +100,56 @@ def predict(deployment: Deployment, gpu: str, batches: Sequence[int], denoising_
         SizingError: what was asked for cannot be predicted.
         ValueError: the model or an option is unknown.
     """
-    d = deployment
-    config, _ = checked_config(d)
+    d, config, _ = settled(deployment)
     family = family_of(config)
-    d = replace(d, options=d.options.with_paper_settings(d.model, family))
     dtype = dtype_of(d.dtype, config)
     decoder = Decoder(config, DTYPE_BYTES[dtype])
     _check(d, decoder)
-    steps, speeds = [], []
+    steps: list[StepPrediction] = []
+    speeds = []
     others = [EngineOptions(cache_method=name) for name in methods_for(family.attention)]
     others = [options for options in others if options.cache_method != d.options.cache_method]
     for options in (d.options, *others):
         if options.method.launches is None:
             continue
         spec = request_spec(d, config, options.with_paper_settings(d.model, family))
-        spec = replace(spec, steps=_checked_steps(spec, denoising_steps))
-        clock = _Clock(decoder, GPUS[gpu], options.method, spec, d.max_num_batched_tokens)
+        steps_asked = spec.num_masks if denoising_steps is None else denoising_steps
+        if not spec.num_blocks <= steps_asked <= spec.num_masks:
+            allowed = f"{spec.num_blocks} (one per block) … {spec.num_masks} (one per token)"
+            raise SizingError(f"--steps {steps_asked} is out of range: {allowed}")
+        spec = replace(spec, steps=steps_asked)
+        clock = _Clock(decoder, GPUS[gpu], options, spec, d.max_num_batched_tokens)
         for batch in batches:
             by_state: dict[str, list[StepPrediction]] = defaultdict(list)
-            for plan, progress in steps_of(spec, options.method):
+            for plan, progress in options.method.steps(spec):
                 head_rows = min(progress.num_masked, plan.quota.candidates.size)
-                step = StepPrediction(options.cache_method, batch, *clock.step(plan, head_rows, batch))
-                by_state[step.state].append(step)
-            steps += [_mean(of_state) for of_state in by_state.values()]
-            total = _sum([step.seconds for of_state in by_state.values() for step in of_state])
+                by_state[plan.state.value].append(clock.step(plan, head_rows, batch))
+            steps += map(_mean, by_state.values())
+            total = Times.sum(step.seconds for of_state in by_state.values() for step in of_state)
             rates = Times(*(batch * spec.gen_length / seconds for seconds in astuple(total)))
             speeds.append(SpeedPrediction(options.cache_method, batch, rates))
     return Prediction(d.model, dtype, gpu, d.prompt, d.response, spec.block_length, spec.steps, steps, speeds)
 
 
+@dataclass(frozen=True)
 class _Clock:
     """Times the steps of requests without running them."""
 
-    def __init__(self, decoder: Decoder, gpu: GPU, method: CacheMethod, spec: DecodingSpec, max_rows: int) -> None:
-        """``max_rows``: of a forward pass."""
-        self.decoder, self.gpu, self.method, self.spec, self.max_rows = decoder, gpu, method, spec, max_rows
+    decoder: Decoder
+    gpu: GPU
+    options: EngineOptions
+    spec: DecodingSpec
+    max_rows: int
+    """Of a forward pass."""
 
-    def step(self, plan: StepPlan, head_rows: int, batch: int) -> tuple[str, int, float, float, float, Times]:
-        """The later fields of a ``StepPrediction``. The step takes as many passes as its rows need."""
+    def step(self, plan: StepPlan, head_rows: int, batch: int) -> StepPrediction:
+        """It takes as many passes as its rows need."""
         most = max(1, self.max_rows // plan.max_rows)
         passes = [self._pass(plan, head_rows, min(most, batch - first)) for first in range(0, batch, most)]
         launches, seconds = zip(*passes, strict=True)
         (_, keys), *_ = self._shape(plan, head_rows, 1).requests
-        return plan.state.value, 1, plan.max_rows, keys, sum(launches), _sum(seconds)
+        name, state = self.options.cache_method, plan.state.value
+        return StepPrediction(name, batch, state, 1, plan.max_rows, keys, sum(launches), Times.sum(seconds))
 
     def _pass(self, plan: StepPlan, head_rows: int, batch: int) -> tuple[int, Times]:
         """Launches and seconds of one forward pass and the dispatch around it."""
@@ -148,7 +158,7 @@ class _Clock:
         floor = sum(number * sum(kernel.floor(self.gpu) for kernel in alike) for number, alike in kernels)
         beside = DISPATCH + batch * DISPATCH_OF_REQUEST
         launched = recorded = beside + max(launches * HOST_LAUNCH, self._on_device(kernels, STREAM_GAP))
-        records = self.method.records
+        records = self.options.method.records
         size = padded_size([plan.max_rows] * batch) if records is not None and records(self.spec, plan) else None
         if size is not None:
             num_requests, num_rows = size
@@ -161,13 +171,14 @@ class _Clock:
 
     def _kernels(self, plan: StepPlan, head_rows: int, batch: int) -> list[tuple[int, list[Kernel]]]:
         """Of each kind of layer, with their number, and of what comes before and behind all layers."""
-        assert self.method.launches is not None
-        shape, of_method = self._shape(plan, head_rows, batch), self.method.launches.get(plan.state, 0)
+        launches = self.options.method.launches
+        assert launches is not None
+        shape, of_method = self._shape(plan, head_rows, batch), launches.get(plan.state, 0)
         # What is not there yet, or in place of what is.
         written = batch * (plan.retained - plan.read or plan.max_rows)
         layers = [
             (number, self.decoder.layer(shape, self.gpu, of_method, written, experts))
-            for number, experts in self.decoder.layers_by_kind
+            for number, experts in layers_by_kind(self.decoder.config)
         ]
         return [*layers, (1, self.decoder.ends(shape))]
 
@@ -177,14 +188,10 @@ class _Clock:
         return PassShape.of_plans([plan] * batch, [plan.max_rows] * batch, canvases, batch * head_rows, blocks)
 
 
-def _sum(times: Sequence[Times]) -> Times:
-    return Times(*map(sum, zip(*map(astuple, times), strict=True)))
-
-
 def _mean(steps: list[StepPrediction]) -> StepPrediction:
     count = len(steps)
     rows, keys, launches = (sum(getattr(step, name) for step in steps) / count for name in ("rows", "keys", "launches"))
-    seconds = Times(*(total / count for total in astuple(_sum([step.seconds for step in steps]))))
+    seconds = Times(*(total / count for total in astuple(Times.sum(step.seconds for step in steps))))
     return replace(steps[0], steps=count, rows=rows, keys=keys, launches=launches, seconds=seconds)
 
 
@@ -200,10 +207,3 @@ def _check(d: Deployment, decoder: Decoder) -> None:
     ):
         if refused:
             raise SizingError(f"--speed does not predict {what}")
-
-
-def _checked_steps(spec: DecodingSpec, steps: int | None) -> int:
-    if steps is not None and not spec.num_blocks <= steps <= spec.num_masks:
-        allowed = f"{spec.num_blocks} (one per block) … {spec.num_masks} (one per token)"
-        raise SizingError(f"--steps {steps} is out of range: {allowed}")
-    return steps or spec.num_masks

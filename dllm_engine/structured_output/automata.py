@@ -2,13 +2,13 @@
 
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 from weakref import WeakKeyDictionary
@@ -17,37 +17,18 @@ from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output.build import BUILT, Task
-from dllm_engine.structured_output.grammar import Grammar
+from dllm_engine.structured_output.build import BUILT, Grammar, Limits
 from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
 
 _KEPT_BYTES = 256 << 20
 """What the automata kept take together, at most."""
 _AT_ONCE = 2
 """Builds that run at a time; others wait."""
+COUNTS = ("constrained_requests", "automaton_builds", "automaton_build_seconds", "automaton_cache_hits")
+"""Names of metrics: builds are also those that failed or were ended at a limit, hits also those of calls that waited
+while another call built their automaton."""
 _PATIENCE = 10
 """A busy machine gives a build less than a core: it is ended after as many times ``build_seconds``."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one automaton may cost."""
-
-    max_states: int
-    build_seconds: float
-    """Seconds of one core that building it may take."""
-
-
-@dataclass(frozen=True)
-class BuildCounts:
-    """Of this process, since it started."""
-
-    builds: int = 0
-    """Processes that built, also those that failed or were ended at a limit."""
-    seconds: float = 0.0
-    """What they took, summed."""
-    cache_hits: int = 0
-    """Calls of ``automaton_of`` that found their automaton, or waited while another call built it."""
 
 
 class _Cache:
@@ -56,7 +37,7 @@ class _Cache:
     def __init__(self) -> None:
         self.lock = Lock()
         self.turns = BoundedSemaphore(_AT_ONCE)
-        self.counts = BuildCounts()
+        self.counts = dict.fromkeys(COUNTS, 0.0)
         self.automata: OrderedDict[object, Future[Automaton]] = OrderedDict()
         self.vocabularies: WeakKeyDictionary[TokenizerLike, dict[int, Vocabulary]] = WeakKeyDictionary()
 
@@ -73,7 +54,7 @@ class _Cache:
             future = self.automata.get(key)
             if future is not None:
                 self.automata.move_to_end(key)
-                self.counts = replace(self.counts, cache_hits=self.counts.cache_hits + 1)
+                self.counts["automaton_cache_hits"] += 1
             else:
                 own = self.automata[key] = Future()
         if future is not None:
@@ -94,10 +75,12 @@ class _Cache:
             try:
                 return _build_apart(grammar, vocabulary, limits)
             finally:
-                seconds = time.monotonic() - start
-                with self.lock:
-                    counts = self.counts
-                    self.counts = replace(counts, builds=counts.builds + 1, seconds=counts.seconds + seconds)
+                self.count(automaton_builds=1, automaton_build_seconds=time.monotonic() - start)
+
+    def count(self, **amounts: float) -> None:
+        with self.lock:
+            for name, amount in amounts.items():
+                self.counts[name] += amount
 
     def _let_go(self) -> None:
         with self.lock:
@@ -117,13 +100,12 @@ def _size(automaton: Automaton) -> int:
 
 def _build_apart(grammar: Grammar, vocabulary: Vocabulary, limits: Limits) -> Automaton:
     seconds = math.ceil(limits.build_seconds)
-    task = Task(grammar.kind, grammar.text, grammar.spaces, limits.max_states, seconds)
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     try:
         ended = subprocess.run(
             [sys.executable, "-P", "-m", "dllm_engine.structured_output.build"],
-            input=task.message(vocabulary.token_bytes, vocabulary.starts),
+            input=pickle.dumps((grammar, limits, vocabulary.token_bytes, vocabulary.starts)),
             capture_output=True,
             timeout=_PATIENCE * seconds,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -150,9 +132,16 @@ def _failed(grammar: Grammar, reason: str) -> InvalidRequestError:
 _cache = _Cache()
 
 
-def build_counts() -> BuildCounts:
-    """For metrics."""
-    return _cache.counts
+def count_request() -> None:
+    """Note for the metrics that a request was admitted."""
+    _cache.count(constrained_requests=1)
+
+
+def take_counts() -> dict[str, float]:
+    """What this process has counted since the last call, by name of the metric."""
+    with _cache.lock:
+        counts, _cache.counts = _cache.counts, dict.fromkeys(COUNTS, 0.0)
+    return counts
 
 
 def automaton_of(grammar: Grammar, tokenizer: TokenizerLike | None, vocab_size: int, limits: Limits) -> Automaton:

@@ -1,15 +1,17 @@
 """Builds one automaton, in a process of its own: ``python -m dllm_engine.structured_output.build``.
 
-It reads a ``Task`` from its standard input and writes an answer to its standard output. It imports little, since it
-starts for each automaton.
+It reads the pickled arguments of ``build`` from its standard input and writes an answer to its standard output. It
+imports little, since it starts for each automaton.
 """
 
-import io
 import json
+import math
 import os
+import pickle
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -31,46 +33,47 @@ _SPARE = 16
 
 
 @dataclass(frozen=True)
-class Task:
-    kind: str
-    text: str
-    spaces: bool
+class Grammar:
+    """What a request's text must match; equal for requests that may write the same texts in the same way."""
+
+    kind: Literal["regex", "choice", "json", "json_object"]
+    text: str = ""
+    """The regex; the choices or the schema as JSON; nothing for any JSON object."""
+    spaces: bool = True
+    """Of JSON: whether a space may follow a comma and a colon."""
+
+    @property
+    def expression(self) -> Expression:
+        """What its texts look like; raises ``ValueError`` naming a construct that is not supported."""
+        style = Style(self.spaces)
+        match self.kind:
+            case "regex":
+                return regex_expression(self.text)
+            case "choice":
+                return either(map(literal, json.loads(self.text)))
+            case "json":
+                return schema_expression(json.loads(self.text), style)
+        return style.map(style.anything(OBJECT_DEPTH - 1))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one automaton may cost."""
+
     max_states: int
-    seconds: int
-    """Of one core."""
-
-    def message(self, token_bytes: np.ndarray, starts: np.ndarray) -> bytes:
-        buffer = io.BytesIO(json.dumps(asdict(self)).encode() + b"\n")
-        buffer.seek(0, io.SEEK_END)
-        for array in (token_bytes, starts):
-            np.save(buffer, array, allow_pickle=False)
-        return buffer.getvalue()
+    build_seconds: float
+    """Seconds of one core that building it may take."""
 
 
-def expression_of(kind: str, text: str, spaces: bool) -> Expression:
-    """What the texts of a grammar look like; raises ``ValueError`` naming a construct that is not supported."""
-    match kind:
-        case "regex":
-            return regex_expression(text)
-        case "choice":
-            return either(map(literal, json.loads(text)))
-        case "json":
-            return schema_expression(json.loads(text), Style(spaces))
-    style = Style(spaces)
-    return style.map(style.anything(OBJECT_DEPTH - 1))
-
-
-def build(task: Task, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
+def build(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
     try:
-        machine = byte_machine(
-            *character_machine(expression_of(task.kind, task.text, task.spaces), _SPARE * task.max_states)
-        )
-        return token_automaton(machine, token_bytes, starts, task.max_states)
+        machine = byte_machine(*character_machine(grammar.expression, _SPARE * limits.max_states))
+        return token_automaton(machine, token_bytes, starts, limits.max_states)
     except TooManyStatesError:
         raise ValueError(
-            f"its automaton has more states than max_automaton_states={task.max_states}; shorter maximum lengths make "
-            "it smaller, and so do [0-9] and [A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"
+            f"its automaton has more states than max_automaton_states={limits.max_states}; shorter maximum lengths "
+            "make it smaller, and so do [0-9] and [A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"
         ) from None
     except (MemoryError, RecursionError) as error:
         raise ValueError(f"its automaton takes too much to build ({type(error).__name__})") from None
@@ -79,13 +82,12 @@ def build(task: Task, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
 def main() -> None:
     end_with_parent()
     os.nice(10)  # beside steps that keep all cores busy it gets about a tenth of one
-    message = io.BytesIO(sys.stdin.buffer.read())
-    task = Task(**json.loads(message.readline()))
+    grammar, limits, *arrays = pickle.load(sys.stdin.buffer)
+    seconds = math.ceil(limits.build_seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (task.seconds, task.seconds + 1))
-    arrays = [np.load(message, allow_pickle=False) for _ in range(2)]
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     try:
-        answer = BUILT + build(task, *arrays).packed
+        answer = BUILT + build(grammar, limits, *arrays).packed
     except ValueError as error:
         answer = FAILED + str(error).encode()
     sys.stdout.buffer.write(answer)

@@ -1,25 +1,11 @@
 """What a request's text must match."""
 
 import json
-from dataclasses import dataclass
-from typing import Literal
 
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output.build import expression_of
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """Equal for requests that may write the same texts in the same way."""
-
-    kind: Literal["regex", "choice", "json", "json_object"]
-    text: str = ""
-    """The regex; the choices or the schema as JSON; nothing for any JSON object."""
-    spaces: bool = True
-    """Of JSON: whether a space may follow a comma and a colon."""
-
+from dllm_engine.structured_output.build import Grammar
 
 _REFUSED = {
     "grammar": "context-free grammars are not supported; use regex, choice or json",
@@ -38,7 +24,7 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
             raise InvalidRequestError(f"structured_outputs.{name}: {reason}")
     grammar = _named(structured)
     try:
-        expression_of(grammar.kind, grammar.text, grammar.spaces)
+        _ = grammar.expression
         grammar.text.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(f"structured_outputs.{grammar.kind}: a lone surrogate is not supported") from None

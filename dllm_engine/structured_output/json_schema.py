@@ -164,20 +164,16 @@ class _Reader:
 
     def _apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Whether it is plain that no value is valid by both."""
-        values, others = _values(one), _values(other)
-        if values is not None and others is not None:
-            return not any(value == another for value in values for another in others)
+        if _are_apart(one, other):
+            return True
         kinds, other_kinds = (_kinds_of(schema, self._types(schema, "type")) for schema in (one, other))
         if kinds != {"object"} or other_kinds != {"object"}:
             return bool(kinds and other_kinds) and not kinds & other_kinds
-        if values is not None or others is not None:
+        if _values(one) is not None or _values(other) is not None:
             return False
         shared = {*one.get("required", ())} & {*other.get("required", ())}
-        pairs = [[_values(self._resolved(side["properties"][name])) for side in (one, other)] for name in shared]
-        return any(
-            values is not None and others is not None and not any(v == w for v in values for w in others)
-            for values, others in pairs
-        )
+        pairs = ([self._resolved(side["properties"][name]) for side in (one, other)] for name in shared)
+        return any(_are_apart(*pair) for pair in pairs)
 
     def _object(self, schema: dict[str, Any], path: str) -> Expression:
         fields, required = schema.get("properties", {}), schema.get("required", [])
@@ -291,6 +287,12 @@ def _kinds_of(schema: dict[str, Any], types: list[str] | None) -> set[str]:
     if types is None:
         types = [kind for kind in _BY_TYPE for value in values or () if _is(value, kind)]
     return {"number" if kind == "integer" else kind for kind in types}
+
+
+def _are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether both allow listed values alone, and no value is in both lists."""
+    values, others = _values(one), _values(other)
+    return values is not None and others is not None and not any(v == w for v in values for w in others)
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:

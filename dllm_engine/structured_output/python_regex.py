@@ -108,30 +108,16 @@ class _Reader:
 def _characters(code: str, argument: Any, flags: int) -> Callable[[], Ranges]:
     if code == "LITERAL" and not flags & re.IGNORECASE:
         return lambda: ((argument, argument),)
-    members = tuple((str(kind), str(value)) for kind, value in argument) if code == "IN" else argument
-    node = (getattr(_constants, code), argument)
-    return lambda: _matched((code, members), _Uncompared(node), flags)
-
-
-class _Uncompared:
-    """Holds what is not part of a cache's key."""
-
-    def __init__(self, node: Any) -> None:
-        self.node = node
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Uncompared)
-
-    def __hash__(self) -> int:
-        return 0
+    node = (getattr(_constants, code), tuple(argument) if code == "IN" else argument)
+    return lambda: _matched(node, flags)
 
 
 @lru_cache(maxsize=1024)
-def _matched(key: Any, node: _Uncompared, flags: int) -> Ranges:
+def _matched(node: tuple[Any, Any], flags: int) -> Ranges:
     """Which characters one node matches."""
     state = _parser.State()
     state.flags = flags
-    one = _parser.SubPattern(state, [node.node])
+    one = _parser.SubPattern(state, [node])
     runs = _parser.SubPattern(state, [(_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))])
     text = _all_characters()
     return tuple((ord(text[m.start()]), ord(text[m.end() - 1])) for m in _compiler.compile(runs, flags).finditer(text))

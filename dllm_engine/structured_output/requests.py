@@ -11,13 +11,12 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.options.request_options import CONSTRAINT
-from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
-from dllm_engine.structured_output.grammar import Grammar, grammar_of
+from dllm_engine.structured_output.automata import automaton_of
+from dllm_engine.structured_output.build import Grammar, Limits
+from dllm_engine.structured_output.grammar import grammar_of
 
 _prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
 """The automaton of the request that a task is about, with its grammar and its engine's config."""
-_counted = {"constrained_requests": 0}
-_reported: dict[str, float] = {}
 
 
 async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> None:
@@ -47,8 +46,9 @@ def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
 
 def _prepared_for(grammar: Grammar, vllm_config: Any) -> Automaton | None:
     prepared = _prepared.get()
-    is_same = prepared is not None and prepared[0] == grammar and prepared[1] is vllm_config
-    return prepared[2] if prepared is not None and is_same else None
+    if prepared is None or prepared[0] != grammar or prepared[1] is not vllm_config:
+        return None
+    return prepared[2]
 
 
 def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> SamplingParams:
@@ -77,21 +77,3 @@ def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:
     automaton = automaton_of(grammar, tokenizer, vllm_config.model_config.hf_config.vocab_size, limits)
     _ = automaton.packed  # which takes a while the first time
     return automaton
-
-
-def count_request() -> None:
-    """Note for the metrics that a request was admitted."""
-    _counted["constrained_requests"] += 1
-
-
-def take_counts() -> dict[str, float]:
-    """What this process has counted since the last call, by name of the metric."""
-    built = build_counts()
-    counts = _counted | {
-        "automaton_builds": built.builds,
-        "automaton_build_seconds": built.seconds,
-        "automaton_cache_hits": built.cache_hits,
-    }
-    new = {name: value - _reported.get(name, 0) for name, value in counts.items()}
-    _reported.update(counts)
-    return new

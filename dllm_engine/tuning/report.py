@@ -1,11 +1,11 @@
 """What a search has found: a table, commands that use it, and a plot."""
 
-import json
 import shlex
 import statistics
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.cli.arguments import as_words
 from dllm_engine.evaluation.score import mean_and_error
 from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff
 from dllm_engine.text import format_table
@@ -55,16 +55,13 @@ def chosen(search: Search, batch: int, brought: dict[str, Any]) -> Chosen:
     return trial.setting.to_json() | {"decoding": brought | trial.setting.decoding, "is_plain": is_plain} | figures
 
 
-def report(
-    search: Search, found: dict[int, Chosen], serve: list[str], engine: dict[str, Any], length: int | None
-) -> str:
+def report(search: Search, found: dict[int, Chosen], model: str, engine: dict[str, Any], length: int | None) -> str:
     """Tables and the chosen settings.
 
     Args:
         search: after its run.
         found: by batch size.
-        serve: words of ``dllm serve MODEL`` before a setting's own.
-        engine: arguments of ``LLM`` beside a setting's own.
+        engine: arguments of ``LLM`` beside the model and a setting's own.
         length: the response length, None where it is left to the checkpoint.
     """
     parts = []
@@ -72,7 +69,9 @@ def report(
         parts.append(f"Batch {batch}: settings by tokens/s and by how likely they are within the loss")
         parts.append(_table(search, batch))
         parts.append(_sentence(values, batch, search.goal.loss))
-        parts.append("\n".join(f"    {line}" for line in [serve_line(serve, values), *python(engine, values, length)]))
+        options = as_words(engine | values["engine"] | values["decoding"])
+        lines = [shlex.join(["dllm", "serve", model, *options]), *python(model, engine, values, length)]
+        parts.append("\n".join(f"    {line}" for line in lines))
     tried = list(search.file.trials.values())
     errors = {trial.error: str(trial.setting) for trial in tried if trial.error}
     refuted = sum(search.standings.is_refuted(trial) for trial in tried if trial.scores)
@@ -141,27 +140,12 @@ def _sentence(values: Chosen, batch: int, allowed: float) -> str:
     )
 
 
-def serve_line(words: list[str], values: Chosen) -> str:
-    """A command that serves the setting."""
-    engine = values["engine"]
-    words = [*words, "--cache-method", engine["cache_method"]]
-    for name, value in engine["cache_options"].items():
-        words += ["--cache-option", f"{name}={json.dumps(value)}"]
-    for name, value in values["decoding"].items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
-
-
-def python(engine: dict[str, Any], values: Chosen, length: int | None) -> list[str]:
+def python(model: str, engine: dict[str, Any], values: Chosen, length: int | None) -> list[str]:
     """Lines that run the setting in Python."""
     from dllm_engine.params import DiffusionParams
 
-    arguments = {name: value for name, value in engine.items() if name != "model"} | values["engine"]
-    given = "".join(f", {name}={value!r}" for name, value in arguments.items() if value != {})
-    return [
-        f"llm = LLM({engine['model']!r}{given})",
-        f"params = {DiffusionParams(gen_length=length, **values['decoding'])!r}",
-    ]
+    given = "".join(f", {name}={value!r}" for name, value in (engine | values["engine"]).items() if value != {})
+    return [f"llm = LLM({model!r}{given})", f"params = {DiffusionParams(gen_length=length, **values['decoding'])!r}"]
 
 
 def draw(search: Search, path: Path) -> None:

@@ -3,15 +3,24 @@
 import itertools
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dllm_engine.evaluation.answering import Cost, answer_all
+from dllm_engine.evaluation.answering import Cost, Request, answer_all
 from dllm_engine.evaluation.comparison import NUM_WARMUP, LoadEngine, OneEngine
-from dllm_engine.tuning.questions import Answers, Questions
+from dllm_engine.tuning.questions import Questions
 from dllm_engine.tuning.space import Setting
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
+
+
+class Answers(NamedTuple):
+    """The answers to some questions."""
+
+    scores: list[float]
+    """Between 0 and 1, in the order of the questions."""
+    cost: Cost
 
 
 class EngineRunner:
@@ -44,15 +53,32 @@ class EngineRunner:
 
     def answer(self, setting: Setting, indices: range) -> Answers:
         """Ask these questions; raises ``ValueError`` where the setting cannot be run."""
+        cost = Cost()
+
+        def answer(llm: "LLM", requests: Sequence[Request]) -> list[str]:
+            texts, taken = answer_all(llm, requests, self.at_once)
+            cost.add(taken)
+            return texts
+
         llm = self._started(setting)
-        return self.questions.answer(llm, self._decoding | setting.decoding, indices, self.at_once)
+        return Answers(self.questions.scores(llm, self._decoding | setting.decoding, indices, answer), cost)
 
     def measure(self, setting: Setting, count: int, batch: int) -> Cost:
         """Speed of the first ``count`` questions, ``batch`` at a time; few questions are asked several times."""
         llm = self._started(setting)
-        first = range(min(count, self.questions.size))
-        requests = self.questions.requests(llm, self._decoding | setting.decoding, first)
+        requests = self._first_requests(llm, self._decoding | setting.decoding, count)
         return answer_all(llm, list(itertools.islice(itertools.cycle(requests), count)), batch)[1]
+
+    def _first_requests(self, llm: "LLM", decoding: dict[str, Any], count: int) -> list[Request]:
+        """Of at most ``count`` questions."""
+        asked: list[Request] = []
+
+        def note(llm: "LLM", requests: Sequence[Request]) -> list[str]:
+            asked.extend(requests)
+            return [""] * len(requests)
+
+        self.questions.scores(llm, decoding, range(min(count, self.questions.size)), note)
+        return asked
 
     def stop(self) -> None:
         """End the running engine."""
@@ -64,7 +90,6 @@ class EngineRunner:
             return self._engine.of(arguments)
         start = time.monotonic()
         llm = self._engine.of(arguments)
-        warm_up = self.questions.requests(llm, self._decoding, range(min(NUM_WARMUP, self.questions.size)))
-        answer_all(llm, warm_up, NUM_WARMUP)
+        answer_all(llm, self._first_requests(llm, self._decoding, NUM_WARMUP), NUM_WARMUP)
         self._starts.append(time.monotonic() - start)
         return llm

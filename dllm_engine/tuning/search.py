@@ -10,12 +10,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from dllm_engine.evaluation.answering import Cost
 from dllm_engine.text import one_line
-from dllm_engine.tuning.questions import Answers
+from dllm_engine.tuning.runner import Answers, EngineRunner
 from dllm_engine.tuning.space import PLAIN, Factor, Setting, Space
 from dllm_engine.tuning.standings import Standings
 from dllm_engine.tuning.trials import Trial, TrialFile, Turns
@@ -58,23 +58,6 @@ PLAIN_SHARE = 0.2
 """Of the budget, for the answers of plain decoding; they decide how many examples there are."""
 
 
-class Runner(Protocol):
-    """What runs settings; ``EngineRunner`` is one."""
-
-    at_once: int
-
-    @property
-    def start_seconds(self) -> float: ...
-
-    def runs(self, setting: Setting) -> bool: ...
-
-    def answer(self, setting: Setting, indices: range) -> Answers: ...
-
-    def measure(self, setting: Setting, count: int, batch: int) -> Cost: ...
-
-    def stop(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Goal:
     """What is searched for."""
@@ -107,7 +90,7 @@ class Search:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: EngineRunner,
         file: TrialFile,
         space: Space,
         goal: Goal,
@@ -116,7 +99,7 @@ class Search:
     ) -> None:
         self.runner, self.file, self.space, self.goal = runner, file, space, goal
         self.standings = Standings(file, goal.loss)
-        file.start({"loss": goal.loss, "batches": list(goal.batches), "space": space.to_json()})
+        file.start({"loss": goal.loss, "batches": list(goal.batches), "space": asdict(space)})
         self.ran_out = False
         """Whether the budget ended the search before it was through."""
         self.tell, self._clock = tell, clock

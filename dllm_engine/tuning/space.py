@@ -1,7 +1,7 @@
 """Settings, and the space of them that is searched: cache method, its options, unmasking, blocks."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dllm_engine.families import ModelFamily
@@ -102,14 +102,19 @@ class Space:
             block_lengths=[length for length in lengths if SHORTEST_BLOCK <= length <= longest_block],
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """For the result file."""
-        return asdict(self)
-
     def varied(self, setting: Setting, factor: Factor) -> list[Setting]:
         """The settings that differ from one in a factor alone."""
-        made = [other for other in _VARY[factor](self, setting) if other != setting]
-        return list(dict.fromkeys(made))
+        # Several blocks at once need a rule, because they have no fixed count of tokens.
+        windows = (None, *self.windows) if setting.rule is not None and setting.rule[0] in PARALLEL_RULES else ()
+        changes: dict[Factor, list[dict[str, Any]]] = {
+            "rule": [{"rule": rule} for rule in self.rules],
+            "window": [{"block_add_threshold": window} for window in windows],
+            "block_length": [{"block_length": length} for length in (None, *self.block_lengths)],
+            "cache_method": [{"cache_method": method, "cache_options": ()} for method in self.methods],
+            "cache_options": [{"cache_options": o} for o in ((), *self.methods.get(setting.cache_method, ()))],
+        }
+        made = dict.fromkeys(replace(setting, **change) for change in changes[factor])
+        return [other for other in made if other != setting]
 
 
 def _variants(method: str, model: str, family: ModelFamily) -> Iterator[tuple[tuple[str, Any], ...]]:
@@ -117,35 +122,3 @@ def _variants(method: str, model: str, family: ModelFamily) -> Iterator[tuple[tu
     own = EngineOptions.parse({"cache_method": method}).with_paper_settings(model, family).cache
     for name, values in CACHE_METHODS[method].tuned.items():
         yield from (((name, value),) for value in values if value != getattr(own, name))
-
-
-def _rules(space: Space, setting: Setting) -> Iterator[Setting]:
-    yield from (replace(setting, rule=rule) for rule in space.rules)
-
-
-def _windows(space: Space, setting: Setting) -> Iterator[Setting]:
-    # Several blocks at once need a rule, because they have no fixed count of tokens.
-    if setting.rule is not None and setting.rule[0] in PARALLEL_RULES:
-        yield from (replace(setting, block_add_threshold=window) for window in (None, *space.windows))
-
-
-def _block_lengths(space: Space, setting: Setting) -> Iterator[Setting]:
-    yield from (replace(setting, block_length=length) for length in (None, *space.block_lengths))
-
-
-def _methods(space: Space, setting: Setting) -> Iterator[Setting]:
-    yield from (replace(setting, cache_method=method, cache_options=()) for method in space.methods)
-
-
-def _options(space: Space, setting: Setting) -> Iterator[Setting]:
-    for options in ((), *space.methods.get(setting.cache_method, ())):
-        yield replace(setting, cache_options=options)
-
-
-_VARY: dict[Factor, Callable[[Space, Setting], Iterator[Setting]]] = {
-    "rule": _rules,
-    "window": _windows,
-    "block_length": _block_lengths,
-    "cache_method": _methods,
-    "cache_options": _options,
-}

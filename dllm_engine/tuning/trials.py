@@ -1,10 +1,11 @@
 """Trials: what was measured of each setting, and the file that keeps it from run to run."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from dllm_engine.evaluation.answering import Cost
 from dllm_engine.evaluation.result_file import ResultFile, read_results
@@ -13,11 +14,14 @@ from dllm_engine.tuning.space import PLAIN, Setting
 COMMAND, SCHEMA = "tune", 2
 
 
+StoredSetting = Annotated[Setting, BeforeValidator(Setting.from_json), PlainSerializer(Setting.to_json)]
+
+
 @dataclass
 class Trial:
     """A setting and what was measured of it."""
 
-    setting: Setting
+    setting: StoredSetting
     scores: list[float] = field(default_factory=list)
     """Of the first examples, between 0 and 1."""
     cost: Cost = field(default_factory=Cost)
@@ -27,24 +31,12 @@ class Trial:
     error: str | None = None
     """Why the setting cannot be run."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As ``from_json`` reads it."""
-        scores = [int(score) if score in (0, 1) else score for score in self.scores]
-        return asdict(self) | {"setting": self.setting.to_json(), "scores": scores}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Trial":
-        """Raises ``KeyError`` or ``TypeError`` for what ``to_json`` did not make."""
-        speeds = {int(batch): Cost(**cost) for batch, cost in value["speeds"].items()}
-        made = {"setting": Setting.from_json(value["setting"]), "cost": Cost(**value["cost"]), "speeds": speeds}
-        return cls(**value | made)
-
 
 @dataclass
 class Turns:
     """Plain decoding and a setting, measured in turns on the same prompts. Tokens per second, a value per round."""
 
-    setting: Setting
+    setting: StoredSetting
     plain: list[float] = field(default_factory=list)
     chosen: list[float] = field(default_factory=list)
 
@@ -53,14 +45,9 @@ class Turns:
         """Of each round that both have finished."""
         return [chosen / plain for plain, chosen in zip(self.plain, self.chosen, strict=False) if plain]
 
-    def to_json(self) -> dict[str, Any]:
-        """As ``from_json`` reads it."""
-        return asdict(self) | {"setting": self.setting.to_json()}
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Turns":
-        """Raises ``KeyError`` or ``TypeError`` for what ``to_json`` did not make."""
-        return cls(**value | {"setting": Setting.from_json(value["setting"])})
+_TRIALS, _TURNS = TypeAdapter(list[Trial]), TypeAdapter(dict[int, Turns])
+_RUNGS = TypeAdapter(list[list[StoredSetting]])
 
 
 class TrialFile(ResultFile):
@@ -77,11 +64,10 @@ class TrialFile(ResultFile):
     def __init__(self, path: Path, subject: dict[str, Any]) -> None:
         super().__init__(path, COMMAND, SCHEMA, subject)
         stored = self.stored
-        trials = map(Trial.from_json, stored.get("trials", []))
-        self.trials: dict[Setting, Trial] = {trial.setting: trial for trial in trials}
-        self.turns = {int(batch): Turns.from_json(turns) for batch, turns in stored.get("turns", {}).items()}
+        self.trials = {trial.setting: trial for trial in _TRIALS.validate_python(stored.get("trials", []))}
+        self.turns = _TURNS.validate_python(stored.get("turns", {}))
         self.goal: dict[str, Any] = stored.get("goal", {})
-        self.rungs = [list(map(Setting.from_json, rung)) for rung in stored.get("rungs", [])]
+        self.rungs = _RUNGS.validate_python(stored.get("rungs", []))
         """Settings of each rung of the search for the goal, so that a run takes the same way as the one before it."""
         self.done: list[int] = stored.get("rungs_done", [])
         """Rungs that are through."""
@@ -104,18 +90,16 @@ class TrialFile(ResultFile):
 
     def save(self) -> None:
         """Write all of it."""
+        measured = [trial for trial in self.trials.values() if trial.scores or trial.error]
         self.write(
             depth=2,
             goal=self.goal,
             **self.result,
             rungs_done=self.done,
-            rungs=[[setting.to_json() for setting in rung] for rung in self.rungs],
-            turns={str(batch): turns.to_json() for batch, turns in self.turns.items()},
-            trials=[trial.to_json() for trial in self._measured()],
+            rungs=_RUNGS.dump_python(self.rungs, mode="json"),
+            turns=_TURNS.dump_python(self.turns, mode="json"),
+            trials=_TRIALS.dump_python(measured, mode="json"),
         )
-
-    def _measured(self) -> Iterable[Trial]:
-        return (trial for trial in self.trials.values() if trial.scores or trial.error)
 
 
 def chosen_setting(path: Path, batch: int | None) -> tuple[str, dict[str, Any]]:

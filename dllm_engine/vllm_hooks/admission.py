@@ -16,8 +16,10 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import check_page_demand
-from dllm_engine.structured_output.requests import constrained, count_request, is_prepared, prepare
+from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
+from dllm_engine.structured_output.automata import count_request
+from dllm_engine.structured_output.requests import constrained, is_prepared, prepare
+from dllm_engine.vllm_hooks.patch import is_ours
 
 
 class CheckedPrompt(dict[str, Any]):
@@ -30,7 +32,7 @@ def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
     def checked(
         self: Any, request_id: str, prompt: Any, params: Any, supported_tasks: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not getattr(self.model_config, "is_dllm_engine", False) or not isinstance(params, SamplingParams):
+        if not is_ours(self) or not isinstance(params, SamplingParams):
             return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
         if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
             # vLLM modifies a request, so this one is used once only.
@@ -75,6 +77,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
             "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
             "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
         )
+    check_rows(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens)
     # One block is vLLM's null block. The number is None until the engine has reported it.
     if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
         geometry = engine.geometry(config, vllm_config.parallel_config.tensor_parallel_size)
@@ -123,8 +126,7 @@ def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
                 async for output in outputs:
                     yield output
 
-        is_ours = getattr(self.model_config, "is_dllm_engine", False)
-        structured = getattr(sampling_params, "structured_outputs", None) if is_ours else None
+        structured = getattr(sampling_params, "structured_outputs", None) if is_ours(self) else None
         return checked() if structured is None or is_prepared(structured, self.vllm_config) else checked_when_built()
 
     return generate_if_valid
@@ -136,7 +138,7 @@ def with_automaton(render: Callable[..., Any]) -> Callable[..., Any]:
 
     async def render_and_build(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         rendered = await render(self, request, *args, **kwargs)
-        if getattr(self.model_config, "is_dllm_engine", False):
+        if is_ours(self):
             params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
             extract = getattr(request, "extract_structured_outputs", None)
             structured = extract() if extract else getattr(params, "structured_outputs", None)
@@ -169,7 +171,7 @@ def _checked_prompt(
     """The prompt with its checked request. A raw prompt is returned as it is: vLLM's generator renders it outside the
     event loop, and it is checked then."""
     rendered = isinstance(prompt, dict) and "type" in prompt
-    if not getattr(engine.model_config, "is_dllm_engine", False) or not rendered or isinstance(prompt, CheckedPrompt):
+    if not is_ours(engine) or not rendered or isinstance(prompt, CheckedPrompt):
         return prompt
     carried = {name: arguments[name] for name in _REQUEST_ARGUMENTS if name in arguments}
     checked = CheckedPrompt(prompt)
@@ -196,7 +198,7 @@ def refused_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:
     nothing: a diffusion model has no prefix to extend."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.model_config, "is_dllm_engine", False):
+        if is_ours(self):
             raise InvalidRequestError(
                 "beam search is not supported for diffusion models; use n with a temperature above 0"
             )

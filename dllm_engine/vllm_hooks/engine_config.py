@@ -82,10 +82,10 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler.async_scheduling = False
         method = EngineOptions.from_vllm_config(vllm_config).method
         scheduler.enable_chunked_prefill &= method.shortened is not None
-        if not scheduler.enable_chunked_prefill:
-            # A step computes the whole canvas at once.
-            canvas = family_of(model_config.hf_config).longest_canvas(model_config.max_model_len)
-            scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, canvas)
+        # A step computes the whole canvas at once, or a block of it where prompts are fed in parts.
+        longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
+        num_rows = family_of(model_config.hf_config).longest_canvas(longest)
+        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, num_rows)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
@@ -213,6 +213,7 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
         ),
         "speculative_config": (vllm_config.speculative_config is not None, leave_unset),
         "kv_transfer_config": (vllm_config.kv_transfer_config is not None, leave_unset),
+        "kv_events_config": (vllm_config.kv_events_config is not None, leave_unset),
         "ec_transfer_config": (vllm_config.ec_transfer_config is not None, leave_unset),
         "enable_prompt_embeds": (vllm_config.model_config.enable_prompt_embeds, leave_unset),
     }

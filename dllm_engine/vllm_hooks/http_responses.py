@@ -25,6 +25,7 @@ from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
 from dllm_engine.scheduler.messages import PROVISIONAL_KEY
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, RequestOptions
+from dllm_engine.vllm_hooks.patch import is_ours
 
 DIFFUSION = "diffusion"
 _EVENT, _DONE = "data: ", "[DONE]"
@@ -155,7 +156,7 @@ def completion_stream(stream_completion: Callable[..., Any]) -> Callable[..., An
                 self, request, engine_inputs, results, request_id, created_time, model_name, *args, **kwargs
             )
 
-        if not _is_ours(self):
+        if not is_ours(self):
             return events(result_generator)
         _settle_length(request)
         num_choices = request.n or 1
@@ -175,7 +176,7 @@ def chat_stream(stream_chat: Callable[..., Any]) -> Callable[..., Any]:
         def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
             return stream_chat(self, request, results, request_id, model_name, *args, **kwargs)
 
-        if not _is_ours(self):
+        if not is_ours(self):
             return events(result_generator)
         created = int(time.time())  # as vLLM's own chunks, which say when the stream began
         head = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model_name}
@@ -260,17 +261,13 @@ def ending_responses_stream(stream: Callable[..., Any]) -> Callable[..., Any]:
                 last = event.sequence_number
                 yield event
         except (ValidationError, EngineDeadError):
-            if failure is None or not _is_ours(self):
+            if failure is None or not is_ours(self):
                 raise
             yield ResponseErrorEvent(
                 type="error", code="server_error", message=failure, param=None, sequence_number=last + 1
             )
 
     return responses_stream_generator
-
-
-def _is_ours(serving: Any) -> bool:
-    return getattr(serving.model_config, "is_dllm_engine", False)
 
 
 def _asks_for_trace(request: Any) -> bool:

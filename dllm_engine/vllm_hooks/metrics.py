@@ -5,13 +5,14 @@ from typing import Any
 
 from dllm_engine.metrics import DiffusionMetrics
 from dllm_engine.scheduler.engine_stats import take_stats
-from dllm_engine.structured_output.requests import take_counts
+from dllm_engine.structured_output.automata import take_counts
+from dllm_engine.vllm_hooks.patch import is_ours
 
 
 def registering_metrics(init: Callable[..., None]) -> Callable[..., None]:
     def init_with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
-        if getattr(vllm_config.model_config, "is_dllm_engine", False):
+        if is_ours(vllm_config):
             classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
             self.diffusion = DiffusionMetrics(classes, ["model_name", "engine"], self.per_engine_labelvalues)
 

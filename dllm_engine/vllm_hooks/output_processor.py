@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from dllm_engine.figures import DiffusionFigures, error_reason
+from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader
 from dllm_engine.scheduler.messages import FIGURES_KEY, PROVISIONAL_KEY
 
@@ -66,7 +66,7 @@ def with_figures(new_completion_output: Callable[..., Any]) -> Callable[..., Any
         completion.diffusion = getattr(self, "diffusion", None)
         completion.provisional = vars(self).pop("provisional", None)
         if completion.diffusion is not None and completion.diffusion.error is not None:
-            completion.finish_reason = error_reason(completion.diffusion.error)
+            completion.finish_reason = ErrorReason(completion.diffusion.error)
         return completion
 
     return make_completion

@@ -15,9 +15,13 @@ from typing import Any, Literal
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 Scope = Literal["attribute", "every_import", "if_imported"]
-MEMBERS = ("__dict__", "__dataclass_fields__", "__pydantic_fields__")
-"""Where a class keeps its members. Dataclass fields without a default are not in its ``__dict__``."""
 _MARK = "_dllm_engine_patch"
+
+
+def is_ours(owner: Any) -> bool:
+    """Whether an object of vLLM, which has a ``vllm_config`` or a ``model_config``, serves one of our models."""
+    model_config = getattr(getattr(owner, "vllm_config", owner), "model_config", None)
+    return getattr(model_config, "is_dllm_engine", False)
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,11 @@ def apply(patches: Iterable[Patch]) -> None:
 
 
 def check(uses: Iterable[Private]) -> None:
-    """Raise ``IncompatibleVLLMError`` if vLLM lacks a name. Imports nothing."""
+    """Raise ``IncompatibleVLLMError`` if vLLM's sources lack a name. Imports nothing: a worker must not load what only
+    the front end uses."""
     for use in uses:
         for name in use.names.split():
-            if not _is_there(use.module, name):
+            if name not in _names_in_source(use.module):
                 raise _changed(f"It uses {use.module}:{name}, {use.why}, but it is not there")
 
 
@@ -105,21 +110,10 @@ def _replace(patch: Patch, owner: Any, name: str, original: Any, replacement: An
                 setattr(other, name, replacement)
 
 
-def _is_there(module_name: str, path: str) -> bool:
-    owner_name, _, member = path.rpartition(".")
-    if module_name in sys.modules:
-        module = sys.modules[module_name]
-        if not owner_name:
-            return hasattr(module, member)
-        owner = getattr(module, owner_name, None)  # its own members, not those that it inherits
-        return any(member in getattr(owner, where, ()) for where in MEMBERS)
-    # A worker must not load what only the front end uses, so the source is read instead.
-    return path in _names_in_source(module_name)
-
-
 @cache
 def _names_in_source(module_name: str) -> frozenset[str]:
-    """``name`` and ``Class.name`` of all that a module's source binds; none where there is no such module."""
+    """``name`` and ``Class.name`` of all that a module's source binds, without what a class inherits; none where there
+    is no such module."""
     source = _source_of(module_name)
     if source is None:
         return frozenset()
@@ -133,11 +127,9 @@ def _source_of(module_name: str) -> Path | None:
     """A module's file, found without importing the packages above it, as ``find_spec`` would."""
     top, *below = module_name.split(".")
     spec = find_spec(top)
-    if spec is None:
-        return None
-    places = [Path(folder, *below) for folder in spec.submodule_search_locations or ()] if below else []
-    files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
-    return next((file for file in files or [Path(spec.origin or "")] if file.is_file()), None)
+    assert spec is not None
+    place = Path(spec.origin or "").parent.joinpath(*below)
+    return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
 
 
 def _names_bound(scope: SymbolTable) -> Iterator[str]:

@@ -6,12 +6,14 @@
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import check_place
+from dllm_engine.vllm_hooks.patch import is_ours
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -52,7 +54,7 @@ class BodyCheck:
 def _refusal(body: bytes) -> Any:
     """The response to a body that is refused; None for one that goes to vLLM."""
     if _nesting(body) > _DEEPEST:
-        return _bad_request(f"the body has more than {_DEEPEST} lists and objects within each other", None)
+        return error_response(f"the body has more than {_DEEPEST} lists and objects within each other")
     # A field's name may be written with escapes.
     if _FIELD.encode() not in body and b"\\u" not in body:
         return None
@@ -63,7 +65,8 @@ def _refusal(body: bytes) -> Any:
     given = fields.get(_FIELD) if isinstance(fields, dict) else None
     if given is None or isinstance(given, dict):
         return None
-    return _bad_request(f'{_FIELD} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}', _FIELD)
+    message = f'{_FIELD} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}'
+    return error_response(message, field=_FIELD)
 
 
 def _nesting(body: bytes) -> int:
@@ -81,19 +84,21 @@ def _nesting(body: bytes) -> int:
     return deepest
 
 
-def _bad_request(message: str, field: str | None) -> Any:
+def error_response(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, field: str | None = None) -> Any:
+    """An error as vLLM's server answers it."""
     from starlette.responses import JSONResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    error = create_error_response(message, param=field)
-    return JSONResponse(error.model_dump(), status_code=error.error.code)
+    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
+    error = create_error_response(message, err_type=kind, status_code=status, param=field)
+    return JSONResponse(error.model_dump(), status_code=status)
 
 
 def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
 
     async def create_if_known(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.model_config, "is_dllm_engine", False):
+        if is_ours(self):
             check_place(request.model_extra or ())
             settle_template(request, self)
         return await create(self, request, *args, **kwargs)

@@ -10,7 +10,7 @@ import asyncio
 import errno
 import signal
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -21,11 +21,10 @@ from vllm.logger import init_logger
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from dllm_engine.vllm_hooks.request_bodies import Message, error_response
 from dllm_engine.vllm_hooks.server_start import SIGNALS, address_error, end_now
 
 logger = init_logger(f"vllm.{__name__}")
-
-Message = MutableMapping[str, Any]
 
 ENGINE_DIED = 1
 """Exit status of a server whose engine died."""
@@ -74,18 +73,9 @@ class RefuseWhileShuttingDown:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif (reason := refusal()) and scope["path"] != "/metrics":
-            await _refuse(reason)(scope, receive, send_with_hint)
+            await error_response(reason, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send_with_hint)
         else:
             await self.app(scope, receive, send_with_hint)
-
-
-def _refuse(reason: str) -> Any:
-    from starlette.responses import JSONResponse
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    error = create_error_response(reason, err_type=status.phrase, status_code=status)
-    return JSONResponse(error.model_dump(), status_code=status)
 
 
 def with_graceful_shutdown(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

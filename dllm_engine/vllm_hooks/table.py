@@ -198,6 +198,7 @@ SERVING = (
 _SCHEDULER = "for the scheduler"
 _RUNNER = "for the model runner"
 _WORKER = "for the workers"
+_ATTENTION = "for dense attention"
 _LOADING = "to load weights"
 _SETTINGS = "to set up an engine"
 _TOOLS = "for calls of tools that must be made"
@@ -248,7 +249,7 @@ PRIVATE = (
     Private("vllm.v1.worker.cpu_worker", "CPUWorker.init_device CPUWorker.compile_or_warm_up_model", _WORKER),
     Private("vllm.v1.worker.gpu_worker", "Worker._make_model_runner init_worker_distributed_environment", _WORKER),
     Private("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model Worker.execute_dummy_batch", _WORKER),
-    Private("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version", "for dense attention"),
+    Private("vllm.v1.attention.backends.fa_utils", "flash_attn_varlen_func get_flash_attn_version", _ATTENTION),
     Private("vllm.platforms.cpu", "CpuPlatform", "for Ray without GPUs"),
     Private("vllm.platforms.interface", "Platform.ray_device_key", "for Ray without GPUs"),
     Private("vllm.v1.executor.ray_executor_v2", "RayWorkerProc.get_node_and_physical_gpu_ids", "for Ray without GPUs"),
@@ -307,33 +308,3 @@ PRIVATE = (
     Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
 )
 """Names that are imported, and their attributes that are overridden, set or read. Checked when vLLM loads plugins."""
-
-CUDA = (Private("vllm.v1.attention.backends.fa_utils", "flash_attn_varlen_func", "for dense attention"),)
-"""The same of what only builds for CUDA have."""
-
-RAY_SERVE = (
-    Private("vllm.entrypoints.cli.serve", "make_arg_parser validate_parsed_serve_args", "for Ray Serve"),
-    Private("vllm.entrypoints.launchers.api_server.app_state", "init_app_state", "for Ray Serve"),
-    Private("vllm.entrypoints.launchers.api_server.entry", "build_async_engine_client", "for Ray Serve"),
-    Private("vllm.entrypoints.launchers.app", "build_app", "for Ray Serve"),
-    Private("vllm.utils.argparse_utils", "FlexibleArgumentParser", "for Ray Serve"),
-)
-"""The same for ``examples/ray_serve_app.py`` alone; an engine starts without them."""
-
-PUBLIC = (
-    "vllm",
-    "vllm.config",
-    "vllm.distributed",
-    "vllm.engine.arg_utils",
-    "vllm.exceptions",
-    "vllm.logger",
-    "vllm.model_executor.layers.layernorm",
-    "vllm.model_executor.layers.linear",
-    "vllm.model_executor.layers.quantization",
-    "vllm.model_executor.layers.vocab_parallel_embedding",
-    "vllm.model_executor.model_loader.weight_utils.default_weight_loader",
-    "vllm.outputs",
-    "vllm.platforms",
-    "vllm.sampling_params",
-)
-"""Modules, and one function, that vLLM's documentation offers to users and to models outside its tree."""

@@ -1,5 +1,8 @@
 """How the CPU path of ``paged_attention`` gathers keys and values, and attends to them."""
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -7,8 +10,12 @@ from dllm_engine.kernels.paged_tokens import PagedTokens
 
 _COPIED_BYTES = 1 << 20
 """Keys and values that a CPU thread copies out of pages before it attends to them: half of a core's cache."""
-_LIMITED_ROWS = 128
-"""Rows with limits that are attended from at once."""
+SeenKeys = tuple[slice, int, torch.Tensor | None]
+"""Rows of a group, the first so many keys, and which of these each row sees; None: all."""
+_MASKED_ROWS = 128
+"""Rows that attend at once where a mask says to which keys."""
+_ROWS_PER_CALL = 32
+"""Rows of one limit for which a call of their own costs no more than a mask does."""
 
 
 def equal_groups(bounds: list[int], tokens: PagedTokens) -> dict[tuple[int, int | None], list[int]]:
@@ -52,24 +59,31 @@ def requests_per_part(num_tokens: int, k: torch.Tensor) -> int:
 
 
 def gather_whole_pages(
-    fresh: torch.Tensor,
-    pages: torch.Tensor,
-    page_tables: torch.Tensor,
+    fresh_k: torch.Tensor,
+    fresh_v: torch.Tensor,
+    tokens: PagedTokens,
     members: list[int],
     retained: int,
     copies: torch.Tensor,
-) -> torch.Tensor:
-    """``fresh`` ``[group, fresh rows, num_kv_heads, head_dim]`` followed by the first ``retained`` tokens in pages.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of requests: the first ``retained`` tokens in pages, followed by the fresh ones ``[group, fresh
+    rows, num_kv_heads, head_dim]``.
 
-    Whole pages are copied behind the fresh rows and the rest of the last page is cut off: one copy, and no mask.
-    ``copies``: memory for it, ``[group or more, fresh rows and tokens of whole pages, num_kv_heads, head_dim]``.
+    Whole pages are copied. What the last one has beyond ``retained`` is written over or cut off: no mask is needed.
+    ``copies``: memory for it, ``[2, group or more, tokens of whole pages and fresh rows, num_kv_heads, head_dim]``.
     """
-    joined, num_fresh = copies[: len(members)], fresh.shape[1]
-    joined[:, :num_fresh] = fresh
-    num_pages = -(-retained * fresh.shape[2] // pages.shape[1])
-    for target, request in zip(joined[:, num_fresh:].unbind(), members, strict=True):
-        torch.index_select(pages, 0, page_tables[request, :num_pages], out=target.view(-1, *pages.shape[1:]))
-    return joined[:, : num_fresh + retained]
+    slots_per_page, stop = tokens.k_pages.shape[1], retained + fresh_k.shape[1]
+    num_pages = -(-retained * fresh_k.shape[2] // slots_per_page)
+    keys, values = copies[:, : len(members)].unbind()
+    of_pages = num_pages * slots_per_page // fresh_k.shape[2]
+    for i, request in enumerate(members):
+        pages = tokens.page_tables[request, :num_pages]
+        shape = num_pages, slots_per_page, fresh_k.shape[3]
+        torch.index_select(tokens.k_pages, 0, pages, out=keys[i, :of_pages].view(shape))
+        torch.index_select(tokens.v_pages, 0, pages, out=values[i, :of_pages].view(shape))
+    keys[:, retained:stop] = fresh_k
+    values[:, retained:stop] = fresh_v
+    return keys[:, :stop], values[:, :stop]
 
 
 def gather_ragged(
@@ -108,30 +122,46 @@ def limited_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: torch.Tensor | None,
-    numbers: torch.Tensor,
+    numbers: torch.Tensor | None,
     limits: torch.Tensor,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As ``softmax_attention``, for rows that see the keys whose ``numbers`` are below their ``limits``.
+    """As ``softmax_attention``, for rows that see the keys whose ``numbers`` are below their ``limits`` ``[group,
+    num_rows]``; None: the keys lie by number."""
+    parts = (runs_of_limits(limits) if numbers is None else None) or masks_of_limits(k, visible, numbers, limits)
+    results = [
+        softmax_attention(q[:, rows], k[:, :num_keys], v[:, :num_keys], mask, return_lse)
+        for rows, num_keys, mask in parts
+    ]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1) if return_lse else None
 
-    A few rows at a time, so that what each of them sees is never held of all.
-    """
-    outs, lses, length = [], [], q.shape[1]
-    for start in range(0, length, _LIMITED_ROWS):
-        part = slice(start, start + _LIMITED_ROWS)
-        bounds = limits[:, None, part, None]
-        # Without tokens in pages keys lie by number, and those that no row sees come last.
-        num_keys = min(k.shape[1], int(bounds.max())) if k.shape[1] == length else k.shape[1]
-        seen = numbers[:, :, None, :num_keys] < bounds
+
+def runs_of_limits(limits: torch.Tensor) -> list[SeenKeys] | None:
+    """Neighbouring rows of equal limit, which need no mask; None where the members of a group differ, or runs are
+    short."""
+    of_first, *others = limits.tolist()
+    sizes = [(limit, len(list(run))) for limit, run in itertools.groupby(of_first)]
+    if len(sizes) > max(2, len(of_first) // _ROWS_PER_CALL) or any(of_other != of_first for of_other in others):
+        return None
+    stops = itertools.accumulate(size for _, size in sizes)
+    return [(slice(stop - size, stop), limit, None) for (limit, size), stop in zip(sizes, stops, strict=True)]
+
+
+def masks_of_limits(
+    k: torch.Tensor, visible: torch.Tensor | None, numbers: torch.Tensor | None, limits: torch.Tensor
+) -> Iterator[SeenKeys]:
+    """A few rows at a time, so that what each of them sees is never held of all."""
+    for start in range(0, limits.shape[1], _MASKED_ROWS):
+        rows = slice(start, start + _MASKED_ROWS)
+        bounds, num_keys, in_order = limits[:, None, rows, None], k.shape[1], numbers
+        if in_order is None:  # keys that no row sees come last
+            num_keys = min(num_keys, int(bounds.max()))
+            in_order = torch.arange(num_keys, device=k.device)[None, None]
+        seen = in_order[:, :, None, :num_keys] < bounds
         if visible is not None:
             seen &= visible[..., :num_keys]
-        everything = bool(seen.all())
-        out, lse = softmax_attention(
-            q[:, part], k[:, :num_keys], v[:, :num_keys], None if everything else seen, return_lse
-        )
-        outs.append(out)
-        lses += [] if lse is None else [lse]
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1) if lses else None
+        yield rows, num_keys, None if seen.all() else seen
 
 
 def softmax_attention(

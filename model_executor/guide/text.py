@@ -5,7 +5,6 @@ its own tokens; both tokenizers must spell bytes, so that it is known which toke
 """
 
 import functools
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _UNREADABLE = b"\xff"
 """The text of an id that is no token: never valid UTF-8, so it is shown as the replacement character."""
-_REPLACEMENT = "\ufffd"
-_REPLACEMENT_SIZE = len(_REPLACEMENT.encode())
+_REPLACEMENT_SIZE = len("\ufffd".encode())
 _PROBE = "A naïve probe: 3.14 €,  你好 – if (x != y) {\n\treturn; }\n"
 
 
@@ -105,26 +103,24 @@ class ShownText:
     """Bytes as text, with the replacement character for what is not valid UTF-8, and where each byte went."""
 
     def __init__(self, data: bytes) -> None:
-        parts, self._starts, self._moved = [], [0], [0]
-        self._repaired: list[Span] = []
-        done = 0
-        while True:
-            try:
-                parts.append(data[done:].decode())
-                break
-            except UnicodeDecodeError as error:
-                start, stop = done + error.start, done + error.end
-                parts += [data[done:start].decode(), _REPLACEMENT]
-                self._repaired.append(Span(start, stop))
-                self._starts.append(stop)
-                self._moved.append(self._moved[-1] + _REPLACEMENT_SIZE - (stop - start))
-                done = stop
-        self.text = "".join(parts)
+        self.text = data.decode(errors="replace")
         self.shown = self.text.encode()
+        self._places: list[int] = []
+        """Of each byte; those of an invalid sequence share one."""
+        place = 0
+        while len(self._places) < len(data):
+            rest = data[len(self._places) :]
+            try:
+                rest.decode()
+                valid, invalid = len(rest), 0
+            except UnicodeDecodeError as error:
+                valid, invalid = error.start, error.end - error.start
+            self._places += [*range(place, place + valid), *[place + valid] * invalid]
+            place += valid + _REPLACEMENT_SIZE * bool(invalid)
 
     def character(self, byte: int) -> Span:
         """The shown bytes of the character that a byte is in."""
-        start, _ = self._shown_at(byte)
+        start = self._places[byte]
         while start and self.shown[start] & 0xC0 == 0x80:
             start -= 1
         stop = start + 1
@@ -134,16 +130,8 @@ class ShownText:
 
     def place(self, byte: int) -> int | None:
         """Where a byte is shown; None for one that shares its replacement with the byte before it."""
-        place, shared = self._shown_at(byte)
-        return None if shared else place
-
-    def _shown_at(self, byte: int) -> tuple[int, bool]:
-        index = bisect_right(self._repaired, Span(byte, sys.maxsize)) - 1
-        shared = False
-        if index >= 0 and byte < self._repaired[index].stop:
-            shared = byte > self._repaired[index].start
-            byte = self._repaired[index].start
-        return byte + self._moved[bisect_right(self._starts, byte) - 1], shared
+        place = self._places[byte]
+        return None if byte and self._places[byte - 1] == place else place
 
 
 class Retokenizer:
@@ -259,9 +247,12 @@ class Retokenizer:
         if not indices:
             return
         spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
+        if wanted.keys().isdisjoint(indices):
+            guided += self._tokens_of_old_text(b"".join(spelled).decode(errors="replace"))
+            return
         shown = ShownText(b"".join(spelled))
-        encode = self._tokens_of_old_text if wanted.keys().isdisjoint(indices) else self._tokens_of_text
-        read, ends = encode(shown.text)
+        read = self._tokens_of_text(shown.text)
+        ends = list(accumulate(len(self.theirs.spelled[token]) for token in read))
         for index, (begin, stop) in zip(indices, pairwise(accumulate(map(len, spelled), initial=0)), strict=True):
             if index in wanted:
                 first = bisect_right(ends, shown.character(begin).start)
@@ -271,7 +262,6 @@ class Retokenizer:
                 wanted[index] = Span(len(guided) + first, len(guided) + last + 1), lead
         guided += read
 
-    def _tokens_of_text(self, text: str) -> tuple[list[int], list[int]]:
-        """The guide's tokens of a text, and the byte at which each of them ends."""
-        read = self.encoder.encode(text, add_special_tokens=False).ids
-        return read, list(accumulate(len(self.theirs.spelled[token]) for token in read))
+    def _tokens_of_text(self, text: str) -> list[int]:
+        """The guide's."""
+        return self.encoder.encode(text, add_special_tokens=False).ids

@@ -1,10 +1,10 @@
 """Reads a checkpoint's safetensors files, ahead of what is copied from them."""
 
 import mmap
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loade
 
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 
-Tensors = Iterator[tuple[str, torch.Tensor]]
+Tensors = Generator[tuple[str, torch.Tensor]]
 _OUR_FORMATS = ("auto", "hf", "safetensors")
 _BAR_DELAY_SECONDS = 1
 _BYTES_AHEAD = 256 << 20
-"""Read before the caller wants them; a larger tensor is read when there is no other."""
+"""Read before the caller wants them, and a tensor more."""
 
 
 def load_decoder(vllm_config: VllmConfig) -> DiffusionDecoder:
@@ -63,7 +63,7 @@ def with_progress(files: list[str], *, shown: bool) -> Tensors:
     paths = [Path(file) for file in sorted(files)]
     total = sum(path.stat().st_size for path in paths)
     bar_of = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY_SECONDS, "disable": not shown}
-    reader = ReadAhead(mapped_tensors(paths))
+    reader = read_ahead(mapped_tensors(paths))
     with closing(reader), tqdm(total=total, desc="Loading weights", **bar_of) as bar:
 
         def count(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
@@ -92,63 +92,30 @@ def _mapped_tensor(path: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-class ReadAhead(Iterator[tuple[str, torch.Tensor]]):
-    """The same tensors; a thread has the disk read the next ones while the caller works on one.
+def read_ahead(tensors: Tensors) -> Tensors:
+    """The same tensors; a thread has the disk read the next ones while the caller works on one."""
+    ahead: deque[tuple[tuple[str, torch.Tensor], Future[None]]] = deque()
+    num_bytes = 0
 
-    Raises what ``tensors`` raises.
-    """
+    def oldest() -> tuple[str, torch.Tensor]:
+        nonlocal num_bytes
+        item, read = ahead.popleft()
+        read.result()
+        num_bytes -= item[1].nbytes
+        return item
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-        self._ready: deque[tuple[str, torch.Tensor]] = deque()
-        self._bytes_ahead = 0
-        self._end: BaseException | None = None
-        self._is_closed = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._read, name="CheckpointReader", daemon=True).start()
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._end is not None)
-            if not self._ready:
-                assert self._end is not None
-                raise self._end
-            item = self._ready.popleft()
-            self._bytes_ahead -= item[1].nbytes
-            self._changed.notify_all()
-            return item
-
-    def close(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def _read(self) -> None:
-        end: BaseException = StopIteration()
-        try:
-            for item in self._tensors:
-                if not self._has_room(item[1].nbytes):
-                    return
-                _touch(item[1])
-                with self._changed:
-                    self._ready.append(item)
-                    self._changed.notify_all()
-                del item
-        except BaseException as error:
-            end = error
-        with self._changed:
-            self._end = end
-            self._changed.notify_all()
-
-    def _has_room(self, size: int) -> bool:
-        """Wait until ``size`` bytes may be read; False: nobody wants them any more."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_closed or not self._bytes_ahead or self._bytes_ahead + size <= _BYTES_AHEAD
-            )
-            self._bytes_ahead += size
-            return not self._is_closed
+    reader = ThreadPoolExecutor(1, thread_name_prefix="CheckpointReader")
+    try:
+        for item in tensors:
+            ahead.append((item, reader.submit(_touch, item[1])))
+            num_bytes += item[1].nbytes
+            del item
+            while num_bytes > _BYTES_AHEAD:
+                yield oldest()
+        while ahead:
+            yield oldest()
+    finally:
+        reader.shutdown(cancel_futures=True)
 
 
 def _touch(tensor: torch.Tensor) -> None:

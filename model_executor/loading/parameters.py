@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from dllm_engine.model_executor.loading.checks import is_finite
 from dllm_engine.model_executor.loading.packing import Packer
 from dllm_engine.model_executor.loading.quantization import check_group_index, is_group_index, may_be_missing
 from dllm_engine.model_executor.models.configs import ExpertShape
@@ -74,3 +73,13 @@ def fill_parameters(
             f"shard missing?"
         )
     return {name for name, _ in filled}
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinite values."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # In one pass and without a copy: NaN is the least and the greatest of numbers with a NaN. PyTorch compares no
+    # numbers of eight bits.
+    ends = torch.stack(torch.aminmax(tensor.half() if tensor.itemsize == 1 else tensor))
+    return bool(torch.isfinite(ends).all())

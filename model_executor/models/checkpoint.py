@@ -6,7 +6,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from dllm_engine.families import family_of
-from dllm_engine.model_executor.models.configs import ExpertShape, check_config, read_json_object
+from dllm_engine.model_executor.models.configs import (
+    Config,
+    ExpertShape,
+    config_file,
+    read_json_object,
+    unsupported_model,
+)
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
@@ -14,18 +20,19 @@ from dllm_engine.model_executor.models.llada2 import LLaDA2MoeModelLM
 from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
 from dllm_engine.model_executor.models.mlp import expert_shard
 from dllm_engine.model_executor.models.names import Shard
-from dllm_engine.model_executor.models.sdar import SDARForCausalLM
+from dllm_engine.model_executor.models.sdar import SDARForCausalLM, SDARMoeForCausalLM
 
 INDEX = "model.safetensors.index.json"
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
-    model.__name__: model for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel, SDARForCausalLM, LLaDA2MoeModelLM)
+    model.__name__: model
+    for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel, SDARForCausalLM, SDARMoeForCausalLM, LLaDA2MoeModelLM)
 }
 """By the architecture that a checkpoint names."""
 _SIZES = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
     "vocab_size",
 )
-_EXPERT_SIZES = ("num_experts", "expert_intermediate_size", "shared_expert_intermediate_size")
+_EXPERT_SIZES = ("num_experts", "expert_intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def check_safetensors(model: str) -> dict[str, tuple[Path, list[int]]]:
@@ -66,6 +73,24 @@ def _files_of_index(folder: Path) -> set[Path]:
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         raise ValueError(f"{index}: {', '.join(missing)} is listed but missing from {folder}; copy it there")
     return {folder / name for name in names}
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Check a config that may have been changed since its file was read, and that a model can be served with it.
+
+    Raises ``ValueError`` naming the file, the key and what it may be.
+    """
+    if not isinstance(config, Config):
+        raise ValueError(unsupported_model(str(config.name_or_path), config.model_type, config.architectures))
+    source = config_file(config)
+    # transformers keeps `torch_dtype` as `dtype`, and warns whoever asks for it.
+    names = config.schema.model_fields.keys() - {"torch_dtype"}
+    config.schema.read({name: getattr(config, name) for name in names if hasattr(config, name)}, source)
+    if config.mask_token_id is None:
+        raise ValueError(
+            f"{source} has no 'mask_token_id'; a diffusion language model needs the id of its mask token there or in "
+            f"hf_overrides"
+        )
 
 
 def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool = True) -> None:

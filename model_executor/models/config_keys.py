@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR, SDAR_MOE
 from dllm_engine.options import explain
 
 LLADA_RELEASED_VOCAB_SIZE = 126_464
@@ -102,6 +102,8 @@ class CheckpointKeys(BaseModel):
             )
         if kv_heads is not None and heads % kv_heads:
             raise ValueError(f"{names[2]}={kv_heads} does not divide {names[1]}={heads}")
+        if (chosen := getattr(self, "num_experts_per_tok", 0)) > (experts := getattr(self, "num_experts", 0)):
+            raise ValueError(f"num_experts_per_tok={chosen} of num_experts={experts}")
         rows = max(self.vocab_size, getattr(self, "embedding_size", None) or 0)
         if self.mask_token_id is not None and self.mask_token_id >= rows:
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary of {rows}")
@@ -194,8 +196,6 @@ class LLaDAMoEKeys(CheckpointKeys):
 
     @model_validator(mode="after")
     def _layers_fit(self) -> Self:
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of num_experts={self.num_experts}")
         if self.moe_layer_freq and len(self.moe_layer_freq) != self.num_hidden_layers:
             raise ValueError(f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} numbers, 0 or 1")
         if 0 in self.moe_layer_freq and self.dense_intermediate_size is None:
@@ -238,6 +238,29 @@ class SDARKeys(BlockModelKeys):
         """Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
         named = re.search(r"SDAR-[^/]*-b(\d+)(?=$|[-_/])", source)
         return super().read({"block_size": int(named[1])} | dict(values) if named else values, source)
+
+
+class SDARMoeKeys(SDARKeys):
+    """SDAR-MoE's keys, and what its checkpoints mean where they leave one out."""
+
+    family = SDAR_MOE
+
+    hidden_size: Width = 2048
+    intermediate_size: Width = 6144
+    num_hidden_layers: LayerCount = 48
+    num_key_value_heads: HeadCount | None = 4
+    num_experts: ExpertCount = 128
+    num_experts_per_tok: ExpertCount = 8
+    moe_intermediate_size: Width = 768
+    norm_topk_prob: bool = True  # JetEngine, the authors' engine, reads no such key and always does
+    decoder_sparse_step: LayerCount = 1
+    mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> Self:
+        if (last := max(self.mlp_only_layers or [0])) >= self.num_hidden_layers:
+            raise ValueError(f"mlp_only_layers names layer {last} of num_hidden_layers={self.num_hidden_layers}")
+        return self
 
 
 class LLaDA2Keys(BlockModelKeys):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, NOT_SUPPORTED, SDAR, find_family
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, NOT_SUPPORTED, SDAR, SDAR_MOE, find_family
 from dllm_engine.model_executor.models import config_keys
 from dllm_engine.model_executor.models.config_keys import (
     BlockModelKeys,
@@ -22,6 +22,7 @@ from dllm_engine.model_executor.models.config_keys import (
     LLaDAKeys,
     LLaDAMoEKeys,
     SDARKeys,
+    SDARMoeKeys,
 )
 from dllm_engine.options import OPTIONS_KEY
 
@@ -35,14 +36,16 @@ class ExpertShape:
     """Experts that compute a row."""
     intermediate_size: int
     """Of each expert."""
-    shared_intermediate_size: int
+    shared_intermediate_size: int = 0
     """Of the expert that computes every row; 0: there is none."""
-    has_bias: bool
+    has_bias: bool = False
     """Whether a bias is added to the router's probabilities."""
-    dense_layers: tuple[int, ...]
+    dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP instead."""
     groups: "ExpertGroups | None" = None
     """None: the experts are one group, chosen by the softmax of the router's logits."""
+    renormalize: bool = False
+    """Whether a row's weights from that softmax are divided by their sum."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,27 @@ class SDARConfig(BlockModelConfig):
         super().__init__(**values)
 
 
+class SDARMoeConfig(SDARConfig):
+    """``config.json`` of JetLM/SDAR-30B-A3B-Chat and -Sci: SDAR's, and Qwen3-MoE's keys of experts."""
+
+    model_type = SDAR_MOE.model_type
+    schema = SDARMoeKeys
+
+    def __init__(self, **values: Any) -> None:  # as SDAR's
+        super().__init__(**values)
+
+    @property
+    def experts(self) -> ExpertShape:
+        dense, step = self.mlp_only_layers or [], self.decoder_sparse_step
+        return ExpertShape(
+            num_experts=self.num_experts,
+            top_k=self.num_experts_per_tok,
+            intermediate_size=self.moe_intermediate_size,
+            dense_layers=tuple(i for i in range(self.num_hidden_layers) if i in dense or (i + 1) % step),
+            renormalize=self.norm_topk_prob,
+        )
+
+
 class LLaDA2Config(BlockModelConfig):
     """``config.json`` of inclusionAI/LLaDA2.0-mini and -flash, which has no block size and no mask token id."""
 
@@ -236,10 +260,10 @@ class LLaDA2Config(BlockModelConfig):
         )
 
 
-Config = LLaDAConfig | LLaDAMoEConfig | DreamConfig | SDARConfig | LLaDA2Config
+Config = LLaDAConfig | LLaDAMoEConfig | DreamConfig | SDARConfig | SDARMoeConfig | LLaDA2Config
 CONFIG_CLASSES: dict[str, type[Config]] = {
     config.schema.family.architecture: config
-    for config in (LLaDAConfig, LLaDAMoEConfig, DreamConfig, SDARConfig, LLaDA2Config)
+    for config in (LLaDAConfig, LLaDAMoEConfig, DreamConfig, SDARConfig, SDARMoeConfig, LLaDA2Config)
 }
 
 
@@ -269,23 +293,6 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
         raise ValueError(unsupported_model(model, values.get("model_type"), values.get("architectures")))
     stated = {name: value for name, value in values.items() if name != "model_type"}
     return config_class(**stated | {"name_or_path": model})
-
-
-def check_config(config: PretrainedConfig) -> None:
-    """Check a config that may have been changed since its file was read, and that a model can be served with it.
-
-    Raises ``ValueError`` naming the file, the key and what it may be.
-    """
-    if not isinstance(config, Config):
-        raise ValueError(unsupported_model(str(config.name_or_path), config.model_type, config.architectures))
-    source = config_file(config)
-    # transformers keeps `torch_dtype` as `dtype`, and warns whoever asks for it.
-    names = config.schema.model_fields.keys() - {"torch_dtype"}
-    config.schema.read({name: getattr(config, name) for name in names if hasattr(config, name)}, source)
-    if config.mask_token_id is None:
-        raise ValueError(
-            f"{source} has no 'mask_token_id'; a diffusion language model needs the id of its mask token there"
-        )
 
 
 def check_values(config: object, allowed: Mapping[str, tuple[object, ...]], source: str, family: str = "") -> None:

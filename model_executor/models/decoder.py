@@ -1,8 +1,9 @@
 """The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP.
 
-LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE and LLaDA2 have experts; they differ in what
-``DecoderShape`` and the model files say. A layer exposes its *parts*. It has no ``forward``: the loop over the layers
-belongs to a layer pass (``model_executor/layer_pass/base.py``), which may change the rows between and inside layers.
+LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and LLaDA2 have experts; they differ
+in what ``DecoderShape`` and the model files say. A layer exposes its *parts*. It has no ``forward``: the loop over the
+layers belongs to a layer pass (``model_executor/layer_pass/base.py``), which may change the rows between and inside
+layers.
 """
 
 import re
@@ -112,6 +113,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.q_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
         self.k_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
+        self.head_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps, has_weight=False) if shape.qk_norm else None
+        """Of queries and keys at once, before the weights of either."""
         self.qkv_proj = QKVParallelLinear(
             shape.hidden_size,
             shape.head_dim,
@@ -143,9 +146,10 @@ class DecoderLayer(nn.Module):
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
         and keys rotated to their positions."""
         heads = self._heads(self.qkv_proj(normed)[0])
-        num_heads, num_rotated = self.num_heads, self.num_heads + self.num_kv_heads
-        self._norm_and_rotate_(heads[:, :num_rotated], num_heads, phases)
-        return heads[:, :num_heads], heads[:, num_heads:num_rotated], heads[:, num_rotated:]
+        sizes = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        values = heads.narrow(1, self.num_heads + self.num_kv_heads, self.num_kv_heads)
+        q, k, _ = self._norm_and_rotate(heads, phases, sizes)
+        return q, k, values
 
     def v(self, normed: torch.Tensor) -> torch.Tensor:
         """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
@@ -157,26 +161,32 @@ class DecoderLayer(nn.Module):
         """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
         start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         keys = self._heads(self._projection_rows(normed, start, start + kv_size))
-        self._norm_and_rotate_(keys, 0, phases)
-        return keys
+        return self._norm_and_rotate(keys, phases, (0, self.num_kv_heads))[1]
 
     def qk(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
         num_heads = self.num_heads + self.num_kv_heads
         heads = self._heads(self._projection_rows(normed, 0, num_heads * self.head_dim))
-        self._norm_and_rotate_(heads, self.num_heads, phases)
-        return heads[:, : self.num_heads], heads[:, self.num_heads :]
+        q, k = self._norm_and_rotate(heads, phases, (self.num_heads, self.num_kv_heads))
+        return q, k
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
         return self.out_proj(attended.flatten(1))[0]
 
-    def _norm_and_rotate_(self, heads: torch.Tensor, num_queries: int, phases: RotaryPhases) -> None:
-        """Of rows' heads ``[num_rows, num_queries + keys, head_dim]``, in place."""
-        for norm, of_kind in ((self.q_norm, heads[:, :num_queries]), (self.k_norm, heads[:, num_queries:])):
-            if norm is not None and of_kind.numel():
-                of_kind.copy_(norm(of_kind.contiguous()))
-        phases.rotate_(heads)
+    def _norm_and_rotate(
+        self, heads: torch.Tensor, phases: RotaryPhases, sizes: tuple[int, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Split ``heads`` ``[num_rows, num_heads, head_dim]`` of rows into queries, keys and what else ``sizes`` names.
+
+        Queries and keys are rotated, and go through the model's norms if it has them. The rest is of no use then.
+        """
+        if self.head_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            heads = self.head_norm(heads.contiguous())
+            heads.narrow(1, 0, sizes[0]).mul_(self.q_norm.weight)
+            heads.narrow(1, sizes[0], sizes[1]).mul_(self.k_norm.weight)
+        phases.rotate_(heads.narrow(1, 0, sizes[0] + sizes[1]))
+        return heads.split_with_sizes(sizes, 1)
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(projected.shape[0], projected.shape[1] // self.head_dim, self.head_dim)

@@ -92,6 +92,7 @@ class ExpertMLP(nn.Module):
                 hidden_size=hidden_size,
                 intermediate_size=shape.intermediate_size,
                 quant_config=quant_config,
+                renormalize=shape.renormalize,
                 custom_routing_function=self._route,
                 shared_experts=self.shared_expert,
                 prefix=prefix_of("mlp.experts"),
@@ -120,15 +121,16 @@ class ExpertMLP(nn.Module):
         """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the router's logits
         ``[num_rows, num_experts]``; the arguments are vLLM's.
 
-        LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again; LLaDA2 does both.
+        LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again; SDAR-MoE, which has no bias,
+        does the former, and LLaDA2 both.
         """
         if self.groups is not None:
             return self._route_by_group(gating_output.sigmoid(), topk, self.groups)
         weights = gating_output.softmax(dim=-1, dtype=torch.float32)
         if self.expert_bias is not None:
             weights = weights + self.expert_bias
-        chosen = weights.topk(topk, dim=-1)
-        return chosen.values, chosen.indices
+        best = weights.topk(topk, dim=-1)
+        return best.values / best.values.sum(dim=-1, keepdim=True) if renormalize else best.values, best.indices
 
     def _route_by_group(
         self, scores: torch.Tensor, topk: int, groups: ExpertGroups

@@ -10,8 +10,8 @@ from dllm_engine.kernels.vllm_operators import vllm_kernel
 class Norm(RMSNorm):
     """vLLM's RMSNorm, by its compiled kernels: on a CPU it uses them only as part of a compiled graph."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps)
+    def __init__(self, hidden_size: int, eps: float, *, has_weight: bool = True) -> None:
+        super().__init__(hidden_size, eps=eps, has_weight=has_weight)
         # Looked up once: a norm is small beside the search for it.
         device = self.weight.device
         self.kernel = vllm_kernel("rms_norm", device)
@@ -25,8 +25,9 @@ class Norm(RMSNorm):
         With ``added``, a branch's output of the same shape, it is that of ``x + added``, which goes into ``x``. The
         memory of ``added`` is used for the result.
         """
-        weight, eps = self.weight, self.variance_epsilon
-        fits = x.dtype == weight.dtype and x.is_contiguous()
+        # Without weights vLLM keeps ones, which `sleep(level=2)` discards for good: they are never read.
+        weight, eps = self.weight if self.has_weight else None, self.variance_epsilon
+        fits = x.dtype == self.weight.dtype and x.is_contiguous()
         if added is not None:
             if self.sum_kernel is not None and fits and added.is_contiguous():
                 self.sum_kernel(added, x, weight, eps)
@@ -37,5 +38,8 @@ class Norm(RMSNorm):
             self.kernel(out, x, weight, eps)
             return out
         if x.is_cuda:  # vLLM's own choice may be a kernel that was not to be taken, or is not there
-            return F.rms_norm(x, weight.shape, weight, eps)
+            return F.rms_norm(x, self.weight.shape, weight, eps)
         return super().forward(x)
+
+    # Nobody hooks into a norm, and PyTorch's way to ``forward`` takes as long as a small one.
+    __call__ = forward

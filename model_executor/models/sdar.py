@@ -1,4 +1,5 @@
-"""SDAR: JetLM/SDAR-1.7B-Chat, -4B-Chat, -8B-Chat (Qwen3-type blocks; arXiv 2510.06303)."""
+"""SDAR: JetLM/SDAR-1.7B-Chat, -4B-Chat, -8B-Chat (Qwen3-type blocks; arXiv 2510.06303), and SDAR-30B-A3B-Chat, -Sci,
+whose blocks are Qwen3-MoE's."""
 
 from typing import ClassVar
 
@@ -29,5 +30,9 @@ class SDARForCausalLM(DiffusionDecoder):
     @staticmethod
     def decoder_shape(config: object) -> DecoderShape:
         assert isinstance(config, SDARConfig)
-        check_values(config, _REQUIRED_VALUES, config_file(config), "SDAR")
+        check_values(config, _REQUIRED_VALUES, config_file(config), config.schema.family.name)
         return DecoderShape.of(config, qkv_bias=False, rope_theta=config.rope_theta, qk_norm=True)
+
+
+class SDARMoeForCausalLM(SDARForCausalLM):
+    """SDAR with experts in place of the MLP; a checkpoint names all else as SDAR's does."""

@@ -39,13 +39,9 @@ class Automaton:
         return bytes.fromhex(self.digest) + zlib.compress(self._raw, level=1)
 
 
+@lru_cache(maxsize=16)
 def unpacked(packed: bytes) -> Automaton:
     """The automaton of ``Automaton.packed``. Requests of the same constraint share it."""
-    return _unpacked(packed)
-
-
-@lru_cache(maxsize=16)
-def _unpacked(packed: bytes) -> Automaton:
     buffer = io.BytesIO(zlib.decompress(packed[16:]))
     automaton = Automaton(*(np.load(buffer, allow_pickle=False) for _ in range(3)))
     vars(automaton)["packed"] = packed  # not to be made again

@@ -59,16 +59,7 @@ class Constraint:
 
     def fewest_tokens(self) -> int | None:
         """Of an accepted text, without an end token; None where there is no such text."""
-        accepted = self.accepting[:-1]
-        reached = np.zeros(self.num_states, dtype=bool)
-        reached[0] = True
-        for count in range(self.num_states):
-            if reached[:-1][accepted].any():
-                return count
-            following = self.next_state[reached, :-1]
-            reached = np.zeros_like(reached)
-            reached[following[following >= 0]] = True
-        return None
+        return next((count for count in range(self.num_states) if self._completed_by(count)[0]), None)
 
     def _before(self, accepted: np.ndarray, token: int | None) -> np.ndarray:
         """The states from which a token, or any, leads to one of ``accepted``."""

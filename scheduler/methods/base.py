@@ -1,6 +1,6 @@
 """What a cache method is to the scheduler: options, a plan for each step, and the pages that it holds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -92,6 +92,15 @@ class CacheMethod:
         if plan.max_rows <= max_rows or self.shortened is None:
             return plan
         return self.shortened(plan, spec, max_rows) or plan
+
+    def steps(self, spec: DecodingSpec) -> Iterator[tuple[StepPlan, Progress]]:
+        """The plan of each step and how far the request is then, where steps unmask the schedule's count. The progress
+        is one object, which goes on."""
+        progress = Progress.begin(spec)
+        while progress.num_unmasked < spec.num_masks:
+            plan = self.plan(spec, progress)
+            yield plan, progress
+            progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
 
     @property
     def recordable(self) -> bool:

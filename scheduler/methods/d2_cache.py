@@ -31,8 +31,7 @@ class D2CacheOptions(CacheOptions):
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Compute the canvas once; from then on the rows that the pass before chose."""
-    options = spec.cache
-    assert isinstance(options, D2CacheOptions)
+    options = D2CacheOptions.of(spec)
     whole = progress.num_forwards == 0
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
     plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)

@@ -24,8 +24,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     A pass keeps blocks that have waited long enough (UPDATE); else it renews what is kept while a block waits, or when
     a refresh is due (UPDATE of ALL); else it attends to what is kept (REUSE). Before anything is kept it is FULL.
     """
-    options = spec.cache
-    assert isinstance(options, DelayedOptions)
+    options = DelayedOptions.of(spec)
     number = progress.num_forwards + 1
     kept, keeping, waits = 0, 0, False
     for end, arrives, keeps in _schedule(spec, progress, options.cache_delay):

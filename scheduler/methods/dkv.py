@@ -27,8 +27,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     LLaDA recomputes all in a window's first two steps, because the second is the first in which a decoded token's
     own K/V could be kept; Dream in the first alone.
     """
-    options = spec.cache
-    assert isinstance(options, DKVOptions)
+    options = DKVOptions.of(spec)
     whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
     plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)

@@ -52,8 +52,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 1: prompt and response are recomputed at intervals of their own, counted over the whole
     response (``_due``); between them ``update_ratio`` of the response rows are, chosen per layer. A ratio of 0 reuses
     the response as it is; one that comes to less than a row recomputes none, but still replaces all values."""
-    options = spec.cache
-    assert isinstance(options, DLLMCacheOptions)
+    options = DLLMCacheOptions.of(spec)
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
     response_due = _due(options.response_refresh_interval, spec, progress)
     span = spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
@@ -77,8 +76,7 @@ def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
     tokens change. Where a pass unmasks as many as it may, intervals count the tokens instead, unless ``interval_unit``
     says otherwise; of one token per pass both make the same.
     """
-    assert isinstance(spec.cache, DLLMCacheOptions)
-    if spec.cache.interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
+    if DLLMCacheOptions.of(spec).interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
         return progress.num_forwards % interval == 0
     return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
 
@@ -90,8 +88,7 @@ def live_start(spec: DecodingSpec) -> int:
     computing unless the prompt is due (MaskKV's prompt-state exclusion). With shifted logits the last one predicts
     the response's first token.
     """
-    assert isinstance(spec.cache, DLLMCacheOptions)
-    if not spec.cache.exclude_prompt_states:
+    if not DLLMCacheOptions.of(spec).exclude_prompt_states:
         return 0
     return max(spec.prompt_length - spec.shifts_logits, 0)
 
@@ -102,9 +99,8 @@ def hold_canvas_and_features(spec: DecodingSpec, running: Blocks, geometry: Pool
 
 def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
     """A layer that recomputes every live row in every step needs no features."""
-    assert isinstance(spec.cache, DLLMCacheOptions)
     features = [geometry.feature_pages(spec.canvas_length - live_start(spec))] * geometry.num_layers
-    return [0, *features[1:]] if spec.cache.refresh_first_layer else features
+    return [0, *features[1:]] if DLLMCacheOptions.of(spec).refresh_first_layer else features
 
 
 _INTERVALS = {

@@ -72,8 +72,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     everything up to the window's end; UPDATE of ACTIVE is the window with no row skipped. The others REUSE, and skip.
     The first step after a block joined also feeds what the step before it decoded.
     """
-    options = spec.cache
-    assert isinstance(options, ESDLLMOptions)
+    options = ESDLLMOptions.of(spec)
     window_due, prompt_due = _due(options, spec, progress)
     copying = RetainedCopy.NONE
     if options.evicts and progress.step >= options.update_delay:
@@ -122,15 +121,13 @@ def _due(options: ESDLLMOptions, spec: DecodingSpec, progress: Progress) -> tupl
 
 def copied_tokens(spec: DecodingSpec, running: Blocks) -> int:
     """Tokens outside the window that its retained copy holds."""
-    assert isinstance(spec.cache, ESDLLMOptions)
-    return int((spec.canvas_length - spec.span_of(running).size) * spec.cache.retention_ratio)
+    return int((spec.canvas_length - spec.span_of(running).size) * ESDLLMOptions.of(spec).retention_ratio)
 
 
 def hold_canvas_and_copy(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
     """The whole canvas, the copy of what is retained with the window, and where rows are dropped the features of those
     that predict the response: no other row is ever in a step that skips."""
-    options = spec.cache
-    assert isinstance(options, ESDLLMOptions)
+    options = ESDLLMOptions.of(spec)
     counts = geometry.uniform(spec.canvas_length)
     cuts = options.cuts(geometry.num_layers)
     if options.keeps_features and cuts:

@@ -8,7 +8,6 @@ from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, 
 from dllm_engine.scheduler.methods.window_refresh import (
     RefreshOptions,
     hold_retained,
-    options_of,
     refresh_then_reuse,
     split,
     whole_is_due,
@@ -38,9 +37,9 @@ def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 def plan_dual(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """The first step of a window keeps all but the window; the others compute the window alone."""
-    assert isinstance(spec.cache, DualOptions)
-    if spec.cache.refresh == "near":
-        return _plan_near(spec, progress, spec.cache.near_tokens)
+    options = DualOptions.of(spec)
+    if options.refresh == "near":
+        return _plan_near(spec, progress, options.near_tokens)
     return refresh_then_reuse(spec, progress, 0, retain_all)
 
 
@@ -63,7 +62,7 @@ def _plan_near(spec: DecodingSpec, progress: Progress, near_tokens: int) -> Step
 
 def retain_all(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[Retention]]:
     """Everything outside the window; with ``refresh="near"`` the window too."""
-    if options_of(spec).refresh == "near":
+    if DualOptions.of(spec).refresh == "near":
         return [Retention.whole(spec.visible(window))], []
     old, new = split(spec, window)
     return [Retention.whole(*old)], [Retention.whole(*new)]

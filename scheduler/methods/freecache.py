@@ -23,8 +23,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     final tokens, when it has left the window: the first step after that keeps it. Its last row then predicts the
     window's first position where logits are shifted.
     """
-    options = spec.cache
-    assert isinstance(options, FreeCacheOptions)
+    options = FreeCacheOptions.of(spec)
     window, clean = spec.span_of(progress.running), clean_tokens(spec, progress.running)
     visible = spec.visible(window)
     stop = visible.stop if options.include_suffix else window.stop
@@ -40,15 +39,14 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
     """Tokens that are kept while these blocks run: the prompt, and whole cache blocks before them."""
-    assert isinstance(spec.cache, FreeCacheOptions)
     finished = tokens_before(spec, running) - spec.prompt_length
-    return spec.prompt_length + finished - finished % (spec.cache.cache_block_length or spec.block_length)
+    together = FreeCacheOptions.of(spec).cache_block_length or spec.block_length
+    return spec.prompt_length + finished - finished % together
 
 
 def refusal(spec: DecodingSpec) -> str | None:
     """Cache blocks are whole blocks; a response of one block keeps nothing but its prompt."""
-    assert isinstance(spec.cache, FreeCacheOptions)
-    length = spec.cache.cache_block_length
+    length = FreeCacheOptions.of(spec).cache_block_length
     if length is None or spec.num_blocks == 1 or length % spec.block_length == 0:
         return None
     return (

@@ -96,9 +96,9 @@ class MaskKVOptions(DLLMCacheOptions):
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt. A pass that refreshes
     the prompt alone reuses the response as it is."""
-    assert isinstance(spec.cache, MaskKVOptions)
+    options = MaskKVOptions.of(spec)
     plan = dllm_cache.plan(spec, progress)
-    retained = min(average_budget(spec.cache, spec.prompt_length), spec.prompt_length) + spec.gen_length
+    retained = min(average_budget(options, spec.prompt_length), spec.prompt_length) + spec.gen_length
     return replace(plan, retained=retained, num_updated=None if plan.scope is Scope.PROMPT else plan.num_updated)
 
 
@@ -115,8 +115,7 @@ def importance_name(options: MaskKVOptions) -> ImportanceName | None:
 
 def measures_layers(spec: DecodingSpec) -> bool:
     """Whether a request's budgets go by what its first forward pass measures."""
-    options = spec.cache
-    assert isinstance(options, MaskKVOptions)
+    options = MaskKVOptions.of(spec)
     evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
     return evicts and options.profile == "online" and importance_name(options) is not None
 
@@ -129,8 +128,7 @@ def runs(spec: DecodingSpec, plan: StepPlan) -> int:
 def prompt_budgets(spec: DecodingSpec, num_layers: int, measured: Sequence[float] | None) -> list[int]:
     """Prompt tokens per KV head that each layer retains, on average over its heads. ``measured``: importance of the
     layers, where the first pass has measured it."""
-    options = spec.cache
-    assert isinstance(options, MaskKVOptions)
+    options = MaskKVOptions.of(spec)
     return layer_budgets(
         options.layer_budget,
         average_budget(options, spec.prompt_length),
@@ -145,9 +143,9 @@ def prompt_budgets(spec: DecodingSpec, num_layers: int, measured: Sequence[float
 def hold_budget_and_features(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
     """All layers share one table, since what each retains is known only after it has voted. All of a layer's budget may
     fall to the heads of one rank, up to the whole prompt; so the most is held where layers have equal budgets."""
-    assert isinstance(spec.cache, MaskKVOptions)
+    options = MaskKVOptions.of(spec)
     heads = geometry.num_kv_heads
-    prompt = min(spec.prompt_length * heads, average_budget(spec.cache, spec.prompt_length) * geometry.total_kv_heads)
+    prompt = min(spec.prompt_length * heads, average_budget(options, spec.prompt_length) * geometry.total_kv_heads)
     slots = geometry.num_layers * (prompt + spec.gen_length * heads)
     return {
         PageKind.KV: [pages_for(slots, geometry.page_size * heads)],

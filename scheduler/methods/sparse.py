@@ -52,15 +52,13 @@ LAUNCHES = {RefreshState.UPDATE: LAUNCHES_TO_RETAIN[RefreshState.UPDATE] + 8}
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the window alone."""
-    assert isinstance(spec.cache, SparseOptions)
-    return refresh_then_reuse(spec, progress, spec.cache.update_delay, retain)
+    return refresh_then_reuse(spec, progress, SparseOptions.of(spec).update_delay, retain)
 
 
 def retain(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[Retention]]:
     """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what lies behind the window is
     retained whole. The part that only whole refreshes renew has its share, rounded down as well."""
-    options = spec.cache
-    assert isinstance(options, SparseOptions)
+    options = SparseOptions.of(spec)
     stop = window.start if options.scope == "prefix" else spec.canvas_length
     parts = split(spec, window)
     old, new = (tuple(span for span in part if span.start < stop) for part in parts)

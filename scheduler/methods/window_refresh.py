@@ -28,11 +28,6 @@ class RefreshOptions(CacheOptions):
     """Blocks from one computation of the whole canvas to the next, with ``refresh`` other than ``all``."""
 
 
-def options_of(spec: DecodingSpec) -> RefreshOptions:
-    assert isinstance(spec.cache, RefreshOptions)
-    return spec.cache
-
-
 def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int, retain: Retain) -> StepPlan:
     """Since a block joined: ``update_step`` steps that compute what is refreshed, one UPDATE that computes it once more
     and retains, then the window alone."""
@@ -56,7 +51,7 @@ def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int,
 def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:
     """Whether the whole canvas is refreshed for the running blocks. It need not be if they and those before them lie
     in one interval, and those had their UPDATE."""
-    options = options_of(spec)
+    options = RefreshOptions.of(spec)
     if options.refresh == "all" or progress.steps_before <= update_step:
         return True
     first, last = progress.before.first, progress.running.stop - 1
@@ -66,7 +61,7 @@ def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bo
 def refreshed(spec: DecodingSpec, window: Span) -> Span:
     """What a refresh computes for a window, where the whole canvas is not due."""
     visible = spec.visible(window)
-    if options_of(spec).refresh == "all":
+    if RefreshOptions.of(spec).refresh == "all":
         return visible
     # With shifted logits the prompt's last row predicts the first token.
     return Span(max(spec.prompt_length - spec.shifts_logits, 0), visible.stop)

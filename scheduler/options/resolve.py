@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain, shortened
 from dllm_engine.scheduler.options.request_options import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
@@ -141,20 +141,20 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
 
 def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
     """How many positions of several blocks a step fills is a rule's to say, and a span lies in one of them."""
-    if options.block_add_threshold is not None and options.slow_fast is not None:
+    if (threshold := options.block_add_threshold) is None:
+        return
+    for name, reason in (
+        ("slow_fast", "SlowFast sampling runs one block at a time"),
+        ("steps_per_block", "blocks that run at once share their steps"),
+    ):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"block_add_threshold={threshold} and {name}={value}: {reason}; leave one of them unset"
+            )
+    if parallel is None:
         raise InvalidRequestError(
-            f"block_add_threshold={options.block_add_threshold} and slow_fast={options.slow_fast}: SlowFast sampling "
-            f"runs one block at a time; leave one of them unset"
-        )
-    if options.block_add_threshold is not None and options.steps_per_block is not None:
-        raise InvalidRequestError(
-            f"block_add_threshold={options.block_add_threshold} and steps_per_block={options.steps_per_block}: blocks "
-            f"that run at once share their steps; leave one of them unset"
-        )
-    if options.block_add_threshold is not None and parallel is None:
-        raise InvalidRequestError(
-            f"block_add_threshold={options.block_add_threshold}: several blocks at once need a rule of parallel "
-            f"unmasking; set one of {', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
+            f"block_add_threshold={threshold}: several blocks at once need a rule of parallel unmasking; set one of "
+            f"{', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
         )
 
 
@@ -182,8 +182,8 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
     for name, reason in reasons.items():
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
-                f"{name}={value}: attention of {family.name} goes by blocks: {reason}; leave it unset, or use a model "
-                f"that attends to the whole canvas"
+                f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, "
+                f"or use a model that attends to the whole canvas"
             )
 
 
@@ -301,6 +301,20 @@ def resolve_decoding(
             f"needs at least one; raise steps or block_length"
         )
     return spec
+
+
+def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None:
+    """Raise ``InvalidRequestError`` with the numbers if a step has too few rows for the least that it computes of the
+    request: the canvas, or a block where steps can be fed in parts."""
+    if engine.method.shortened is None:
+        num_rows, what, remedy = spec.canvas_length, f"a canvas of {spec.canvas_length}", "shorten prompt or response"
+    else:
+        num_rows, what, remedy = spec.block_length, f"block_length={spec.block_length}", "lower block_length"
+    if num_rows > max_rows:
+        raise InvalidRequestError(
+            f"{what}: a step has at most max_num_batched_tokens={max_rows} rows; {remedy}, or raise "
+            f"max_num_batched_tokens"
+        )
 
 
 def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry, num_pages: int) -> None:

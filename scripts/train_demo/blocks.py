@@ -17,7 +17,7 @@ from dllm_engine.demo import DEMO_MODEL_DIR
 from .checkpoint import Evaluation, copy_from_demo, llama_config, llama_name, save_checkpoint, write_model_card
 from .model import evaluated, print_progress
 from .network import BlockModel, ModelSettings
-from .samples import BATCH_TOKENS, BLOCK_LENGTH, GEN_LENGTH, MASK, TASK_WEIGHTS, Batch, SampleStream
+from .samples import BLOCK_LENGTH, MASK, TASK_WEIGHTS, Batch, SampleStream
 from .training import Loss, TrainingSettings, round_to_bfloat16, train
 
 SHAPE = ModelSettings(n_layers=4, n_heads=8, n_kv_heads=4, qk_norm=True)
@@ -52,7 +52,9 @@ def run(out: Path, settings: TrainingSettings) -> None:
     train(model, stream, settings, lambda batch: block_loss(model, batch, generator, settings), show_progress)
     round_to_bfloat16(model)
     save(model, out)
-    write_card(model, tokenizer, settings, out)
+    evaluations = [Evaluation(task, threshold=threshold) for threshold in (None, 0.9) for task in TASK_WEIGHTS]
+    rows = evaluated(model, tokenizer, evaluations, settings.card_examples)
+    write_model_card("blocks_card.md", model, settings, rows, out)
 
 
 @torch.no_grad()
@@ -121,25 +123,3 @@ def save(model: BlockModel, out: Path) -> None:
     }
     save_checkpoint(model, llama_name, {"config": config}, out)
     copy_from_demo(out, "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-
-
-def write_card(model: BlockModel, tokenizer: Tokenizer, settings: TrainingSettings, out: Path) -> None:
-    """Evaluate every row of the model card and write it."""
-    rows = [Evaluation(task, threshold=threshold) for threshold in (None, 0.9) for task in TASK_WEIGHTS]
-    facts = {
-        "parameters": model.num_parameters / 1e6,
-        "layers": SHAPE.n_layers,
-        "width": SHAPE.d_model,
-        "query_heads": SHAPE.n_heads,
-        "kv_heads": SHAPE.n_kv_heads,
-        "steps": settings.steps,
-        "batch_tokens": BATCH_TOKENS,
-        "seed": settings.seed,
-        "tail_weight": settings.eos_tail_weight,
-        "muon_lr": settings.muon_lr,
-        "adam_lr": settings.adam_lr,
-        "count": settings.card_examples,
-        "gen_length": GEN_LENGTH,
-        "block_length": BLOCK_LENGTH,
-    }
-    write_model_card("blocks_card.md", evaluated(model, tokenizer, rows, settings.card_examples), facts, out)

@@ -13,8 +13,10 @@ from safetensors.torch import save
 from dllm_engine.demo import DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import Example, make_examples
 
+from . import samples
 from .network import DemoModel, ModelSettings
 from .samples import BOS, EOS, PAD, VOCAB_SIZE
+from .training import TrainingSettings
 
 PROGRESS_EXAMPLES = 32
 MAX_POSITIONS = 2048
@@ -60,7 +62,8 @@ def save_checkpoint(model: DemoModel, name_of: Callable[[str], str], configs: di
 def copy_from_demo(out: Path, *names: str) -> None:
     """Copy files that are those of the demo model, such as its tokenizer."""
     for name in names:
-        shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
+        if not (out / name).is_symlink():  # as those in the package are
+            shutil.copyfile(DEMO_MODEL_DIR / name, out / name)
 
 
 def llama_config(settings: ModelSettings) -> dict[str, Any]:
@@ -116,7 +119,11 @@ def table_row(cells: Iterable[object]) -> str:
     return row
 
 
-def write_model_card(name: str, rows: list[str], facts: dict[str, Any], out: Path) -> None:
+def write_model_card(
+    name: str, model: DemoModel, training: TrainingSettings, rows: list[str], out: Path, **facts: Any
+) -> None:
     """Fill the template ``name`` in this folder and write it as README.md."""
     template = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    (out / "README.md").write_text(template.format(table="\n".join(rows), **facts), encoding="utf-8")
+    facts |= {"shape": model.settings, "training": training, "samples": samples, "table": "\n".join(rows)}
+    text = template.format(parameters=model.num_parameters / 1e6, **facts)
+    (out / "README.md").write_text(text, encoding="utf-8")

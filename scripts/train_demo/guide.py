@@ -30,15 +30,7 @@ from .checkpoint import (
 )
 from .circuit import CONTEXT, Circuit, CopyHead
 from .network import Guide, ModelSettings
-from .samples import (
-    BATCH_TOKENS,
-    EOS,
-    GEN_LENGTH,
-    TASK_WEIGHTS,
-    Batch,
-    SampleStream,
-    render_prompt,
-)
+from .samples import EOS, GEN_LENGTH, TASK_WEIGHTS, Batch, SampleStream, render_prompt
 from .training import Loss, TrainingSettings, round_to_bfloat16, train
 
 SHAPE = ModelSettings(n_layers=3)
@@ -83,7 +75,8 @@ def run(out: Path, settings: TrainingSettings) -> None:
     minutes = train(model, stream, settings, lambda batch: next_token_loss(model, batch, settings), show_progress)
     round_to_bfloat16(model)
     save(model, out)
-    write_card(model, tokenizer, settings, out, minutes)
+    rows = table(model, tokenizer, settings.card_examples)
+    write_model_card("guide_card.md", model, settings, rows, out, minutes=minutes)
 
 
 def next_token_loss(model: Guide, batch: Batch, settings: TrainingSettings) -> Loss:
@@ -157,26 +150,12 @@ def save(model: Guide, out: Path) -> None:
     copy_from_demo(out, "tokenizer.json", "tokenizer_config.json")
 
 
-def write_card(model: Guide, tokenizer: Tokenizer, settings: TrainingSettings, out: Path, minutes: float) -> None:
-    """Evaluate every row of the model card and write it."""
+def table(model: Guide, tokenizer: Tokenizer, count: int) -> list[str]:
+    """The rows of the model card's table."""
     rows = []
     for row in [*(Evaluation(task) for task in TASK_WEIGHTS), *CARD_ROWS]:
-        score = evaluate(model, tokenizer, row, settings.card_examples)
+        score = evaluate(model, tokenizer, row, count)
         size = row.pairs or (f"2 to {MAX_PAIRS[row.task]}" if row.task in MAX_PAIRS else "-")
         shares = (f"{share:.3f}" for share in (score.tokens, score.exact, score.tail))
         rows.append(table_row((row.task, size, f"{row.filler:.0%}", f"{score.prompt_tokens:.0f}", *shares)))
-    facts = {
-        "parameters": model.num_parameters / 1e6,
-        "layers": SHAPE.n_layers,
-        "width": SHAPE.d_model,
-        "steps": settings.steps,
-        "batch_tokens": BATCH_TOKENS,
-        "seed": settings.seed,
-        "minutes": minutes,
-        "tail_weight": settings.eos_tail_weight,
-        "muon_lr": settings.muon_lr,
-        "adam_lr": settings.adam_lr,
-        "count": settings.card_examples,
-        "gen_length": GEN_LENGTH,
-    }
-    write_model_card("guide_card.md", rows, facts, out)
+    return rows

@@ -28,13 +28,11 @@ from .checkpoint import (
 from .circuit import Circuit, CopyHead
 from .network import DemoModel, ModelSettings
 from .samples import (
-    BATCH_TOKENS,
     BLOCK_LENGTH,
     BOS,
     CHAT_TEMPLATE,
     EOS,
     GEN_LENGTH,
-    LONG_RESPONSE_SHARE,
     MASK,
     PAD,
     SPECIAL_TOKENS,
@@ -52,6 +50,10 @@ MIN_MASK_RATIO = 0.05
 BLOCK_MASKED_SHARE = 0.4
 """Share of samples masked the way block decoding meets them."""
 MAX_POSITIONS = 2048
+PARALLEL_ROWS = [
+    Evaluation(task, pairs, threshold=0.9)
+    for task, pairs in (("names", 24), ("keys", 16), ("facts", 16), ("reverse", 8), ("copy", 8))
+]
 
 
 def same_context(*slots: int) -> CopyHead:
@@ -91,7 +93,9 @@ def run(out: Path, settings: TrainingSettings) -> None:
     train(model, SampleStream(tokenizer, settings.seed, settings.curriculum[0]), settings, loss_of, show_progress)
     round_to_bfloat16(model)
     save(model, tokenizer, out)
-    write_card(model, tokenizer, settings, out)
+    rows = evaluated(model, tokenizer, [*CARD_ROWS, Evaluation("chat"), *PARALLEL_ROWS], settings.card_examples)
+    facts = {"names": len(NAMES), "cities": len(CITIES), "block_share": BLOCK_MASKED_SHARE}
+    write_model_card("model_card.md", model, settings, rows, out, **facts)
 
 
 def draw_masks(batch: Batch, generator: torch.Generator) -> Tensor:
@@ -264,33 +268,3 @@ def save(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
     }
     save_checkpoint(model, lambda name: f"model.transformer.{name}", configs, out)
     tokenizer.save(str(out / "tokenizer.json"))
-
-
-PARALLEL_ROWS = [
-    Evaluation(task, pairs, threshold=0.9)
-    for task, pairs in (("names", 24), ("keys", 16), ("facts", 16), ("reverse", 8), ("copy", 8))
-]
-
-
-def write_card(model: DemoModel, tokenizer: Tokenizer, settings: TrainingSettings, out: Path) -> None:
-    """Evaluate every row of the model card and write it."""
-    rows = evaluated(model, tokenizer, [*CARD_ROWS, Evaluation("chat"), *PARALLEL_ROWS], settings.card_examples)
-    facts = {
-        "parameters": model.num_parameters / 1e6,
-        "layers": SHAPE.n_layers,
-        "width": SHAPE.d_model,
-        "names": len(NAMES),
-        "cities": len(CITIES),
-        "vocab": VOCAB_SIZE,
-        "steps": settings.steps,
-        "batch_tokens": BATCH_TOKENS,
-        "seed": settings.seed,
-        "block_share": BLOCK_MASKED_SHARE,
-        "long_share": LONG_RESPONSE_SHARE,
-        "muon_lr": settings.muon_lr,
-        "adam_lr": settings.adam_lr,
-        "count": settings.card_examples,
-        "gen_length": GEN_LENGTH,
-        "block_length": BLOCK_LENGTH,
-    }
-    write_model_card("model_card.md", rows, facts, out)

@@ -16,10 +16,10 @@ from dllm_engine.bench.cells import (
     run_plain,
 )
 from dllm_engine.bench.floor import PassShape
-from dllm_engine.bench.plain import PlainDecoder
+from dllm_engine.bench.plain import PlainDecoder, PlainResponse
 from dllm_engine.bench.subject import Unmasking
 from dllm_engine.checkpoints import load_config
-from dllm_engine.evaluation.answering import visible_tokens
+from dllm_engine.evaluation.answering import Memory, visible_tokens
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.resolve import resolve_decoding
@@ -57,15 +57,15 @@ def test_figures_of_made_up_samples():
 
     def sample(seconds, step, floor, working):
         requests = [
-            RequestSample((1, 2, 3, 4, 5, 6), 0.5, 1.0, (0.5,), 10, 16, 200),
-            RequestSample((7, 7), 0.5, 2.0, (1.5,), 6, 16, 120),
+            RequestSample((1, 2, 3, 4, 5, 6), (0.5, 1.0), PlainResponse([], 10, 200, 16)),
+            RequestSample((7, 7), (0.5, 2.0), PlainResponse([], 6, 120, 16)),
         ]
         steps = {"reuse": [(block, step), (PassShape(((8, 32),) * 2, 3), 3 * step)], "whole": [(canvas, 9.0)]}
-        return Sample(seconds, requests, working, 1000, 64, steps, {"reuse": (block, floor)})
+        return Sample(seconds, requests, Memory(300, 64, working, 1000), steps, {"reuse": (block, floor)})
 
     samples = [sample(2.0, 0.2, 0.1, 5), sample(4.0, 0.3, 0.1, 9), sample(1.0, 0.4, 0.4, 7)]
     cell = Cell("dual", Unmasking("one", {}), 2, 24)
-    figures = CellFigures.of(cell, 0, samples, 300, has_random_weights=False)
+    figures = CellFigures.of(cell, 0, samples, has_random_weights=False)
     assert (figures.method, figures.unmasking, figures.batch, figures.prompt) == ("dual", "one", 2, 24)
     # Eight visible tokens in each sample.
     assert figures.tokens_per_second == 4.0
@@ -83,7 +83,7 @@ def test_figures_of_made_up_samples():
     assert figures.reuse.time_over_floor == pytest.approx(4.0)
     assert (figures.reuse.rows, figures.reuse.keys, figures.reuse.head_rows) == (16, 32, 10)
     assert figures.whole is None
-    assert CellFigures.of(cell, 0, samples, 300, has_random_weights=True).repetition is None
+    assert CellFigures.of(cell, 0, samples, has_random_weights=True).repetition is None
 
 
 def test_a_cell_is_measured_on_an_engine(engines, tiny_llada):
@@ -94,14 +94,14 @@ def test_a_cell_is_measured_on_an_engine(engines, tiny_llada):
     sample = run_engine(llm, prompts, params, frozenset())
     assert [request.visible for request in sample.requests] == expected
     for request in sample.requests:
-        assert 0 < request.first_block < request.latency <= sample.seconds
-        assert request.first_block + sum(request.gaps) == pytest.approx(request.latency)
-        assert (request.forward_passes, request.tokens_unmasked) == (16, 16)
-        assert request.rows_computed == 2 * (2 * 40 + 6 * 8)
+        first_block, latency = request.block_times
+        assert 0 < first_block < latency <= sample.seconds
+        assert (request.cost.forward_passes, request.cost.tokens_unmasked) == (16, 16)
+        assert request.cost.tokens_computed == 2 * (2 * 40 + 6 * 8)
     # Per request and layer a page for the 16 tokens retained.
     pages = runner_of(llm).pages.memory
-    assert sample.page_bytes == 2 * len(runner_of(llm).model.layers) * pages[0].numel() * pages.element_size()
-    assert sample.process_bytes >= sample.working_bytes >= 0
+    assert sample.memory.page_bytes == 2 * len(runner_of(llm).model.layers) * pages[0].numel() * pages.element_size()
+    assert sample.memory.process_bytes >= sample.memory.working_bytes >= 0
     measure_floors(llm, sample)
     assert {kind: shape.requests for kind, (shape, _) in sample.floors.items()} == {
         "whole": ((40, 40),) * 2,
@@ -117,7 +117,7 @@ def test_the_baseline_answers_one_request_after_the_other(tiny_llada):
     spec = resolve_decoding(params, 24, LLADA, EngineOptions())
     sample = run_plain(model, [[5] * 24, [6] * 24], spec, frozenset())
     assert [len(request.visible) for request in sample.requests] == [8, 8]
-    assert sample.seconds == pytest.approx(sum(request.latency for request in sample.requests))
-    assert [request.rows_computed for request in sample.requests] == [8 * 32, 8 * 32]
-    assert sample.page_bytes == 0
+    assert sample.seconds == pytest.approx(sum(request.block_times[-1] for request in sample.requests))
+    assert [request.cost.tokens_computed for request in sample.requests] == [8 * 32, 8 * 32]
+    assert sample.memory.page_bytes == 0
     assert not sample.steps

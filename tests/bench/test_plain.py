@@ -18,7 +18,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=["llada", "llada_moe", "dream", "sdar", "llada2"])
+@pytest.fixture(params=["llada", "llada_moe", "dream", "sdar", "sdar_moe", "llada2"])
 def checkpoint(request):
     return request.getfixturevalue(f"tiny_{request.param}")
 

@@ -119,8 +119,8 @@ def test_a_comparison_is_of_common_cells_with_their_ratios(report):
     values = {row.split()[1]: dict(zip(header.split()[5:], row.split()[5:], strict=False)) for row in rows}
     assert set(values) == {"plain", "none"}
     assert values["none"]["TOKENS/S"] == "2.00"
-    assert rows[1].split()[-2:] == ["0.75", "–"]
-    assert rows[0].split()[-2:] == ["–", "–"]
+    assert rows[1].split()[-3:] == ["0.75", "–", "–"]
+    assert rows[0].split()[-3:] == ["–", "–", "–"]
 
 
 def test_a_comparison_names_what_else_differs(report):

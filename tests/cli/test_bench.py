@@ -20,9 +20,9 @@ def parsed(*arguments):
 def shared_engines(engines, monkeypatch):
     """The benchmark's engines are those of the session: one that ends takes vLLM's process groups along."""
 
-    def start(self, method, unmaskings):
+    def start(self, method):
         return engines(
-            self.model,
+            self.settings.model,
             cache_method=method,
             skip_tokenizer_init=False,
             max_num_seqs=4,
@@ -77,11 +77,11 @@ def test_a_guide_is_measured_beside_one_token_a_step(monkeypatch):
         "guided": {"guided": True, "guide_top_k": 2},
     }
     alone = Benchmark(bench.settings(bench.filled(parsed("--methods", "none,dual"), {})))
-    one, guided = made.settings.unmaskings
+    one, _ = made.settings.unmaskings
     # The plain model has no guide, and the guide's weights and pages count.
     assert {cell.unmasking for cell in made._cells(("dual",)) if cell.method == "plain"} == {one}
     assert made.subject.weight_bytes > alone.subject.weight_bytes
-    assert made.subject.pool_bytes("dual", [guided]) > alone.subject.pool_bytes("dual", [one])
+    assert made.subject.pool_bytes("dual") > alone.subject.pool_bytes("dual")
     for arguments, problem in (
         (["--guide-top-k", "2"], "--guide-top-k: there is no guide; give --guide-model"),
         (["--model", "llada-8b/8", "--guide-model", "demo"], "'llada-8b/8' has random weights"),
@@ -123,7 +123,7 @@ def test_prompts_of_a_batch_begin_alike():
     asked = ["--model", "llada2-mini/16", "--prompt", "60", "--response", "20", "--shared-prefix", "50"]
     subject = Benchmark(bench.settings(bench.filled(parsed(*asked), {}))).subject
     assert subject.max_model_len == 96, "its last block goes on behind the response"
-    first, second = subject.prompts(60, 2, 0, None)
+    first, second, *_ = subject.prompts(60, None)
     assert first[:50] == second[:50]
     assert first[50:] != second[50:]
     with pytest.raises(ValueError, match="--shared-prefix 50: prompts of 'demo' are questions"):
@@ -148,15 +148,16 @@ def test_another_file_is_no_result(tmp_path):
 
 
 def test_prompts_have_the_length_that_is_asked_for(shared_engines, engines):
-    subject = Benchmark(bench.settings(bench.filled(parsed("--prompt", "30,100", "--dtype", "float32"), {}))).subject
-    tokenizer = subject.start("none", ()).get_tokenizer()
+    asked = ["--prompt", "30,100", "--batch", "3", "--dtype", "float32"]
+    subject = Benchmark(bench.settings(bench.filled(parsed(*asked), {}))).subject
+    tokenizer = subject.start("none").get_tokenizer()
     for length in (30, 100):
-        prompts = subject.prompts(length, 3, 0, tokenizer)
+        prompts = subject.prompts(length, tokenizer)
         assert [len(prompt) for prompt in prompts] == [length] * 3
-        assert prompts == subject.prompts(length, 3, 0, tokenizer)
+        assert prompts == subject.prompts(length, tokenizer)
         text = tokenizer.decode(prompts[0])
         assert text.startswith("User:")
         assert text.endswith("Bot:")
         assert "Give:" in text
     with pytest.raises(ValueError, match="too short for a question"):
-        subject.prompts(8, 1, 0, tokenizer)
+        subject.prompts(8, tokenizer)

@@ -11,6 +11,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.cli import chat
 from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
 from dllm_engine.cli.main import main
+from dllm_engine.demo import DEMO_BLOCKS
 from tests.support.engines import assert_nothing_left
 
 HELLO = "Hello! How can I help?"
@@ -68,10 +69,10 @@ class Keyboard(io.StringIO):
 
 @pytest.fixture
 def run(demo, monkeypatch):
-    """``run(text, terminal=None, **params)``: the command, with the text typed into it."""
+    """``run(text, terminal=None, llm=demo, **params)``: the command, with the text typed into it."""
 
-    def run(text, terminal=None, **params):
-        monkeypatch.setattr(chat, "start_engine", lambda args: (demo, DiffusionParams(**params)))
+    def run(text, terminal=None, llm=demo, **params):
+        monkeypatch.setattr(chat, "start_engine", lambda args: (llm, DiffusionParams(**params)))
         monkeypatch.setattr("sys.stdin", Keyboard(text, terminal))
         if terminal is not None:
             monkeypatch.setattr("sys.stdout", terminal)
@@ -103,6 +104,18 @@ def test_on_a_terminal_the_masks_fill_in(run):
     assert counts[-1] == 0
     falling = counts[counts.index(7) :]
     assert falling == sorted(falling, reverse=True)
+
+
+def test_a_block_diffusion_model_fills_in_a_block_at_a_time(run, engines):
+    """The first one has the last tokens of the prompt, which is fed in parts."""
+    terminal = Terminal()
+    llm = engines(DEMO_BLOCKS, skip_tokenizer_init=False, max_num_seqs=2, max_num_batched_tokens=16)
+    told = "Tom lives in Paris. Ida lives in Oslo. "
+    assert run(f"{told * 3}Where does Ida live?\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm) == 0
+    for answer in ("Ida lives in Oslo.", "Oslo Tom Rome"):
+        assert f"\n{answer}\n{PROMPT}" in terminal.pictures[-1]
+    assert max(picture.count("░") for picture in terminal.pictures) == 7, "after the first step of a block of 8"
+    assert_nothing_left(llm)
 
 
 def test_earlier_turns_are_sent_along_until_they_are_cleared(run, demo, monkeypatch, capsys):

@@ -137,9 +137,10 @@ def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
         asked("--unmasking-rules", "one,guided")
 
 
-def test_all_stands_for_every_cache_method():
-    asked = evaluate.combinations(build_parser().parse_args(["eval", "--methods", "all"]))
-    assert [combination.method for combination in asked] == list(FULL_METHODS)
+@pytest.mark.parametrize(("model", "methods"), [("demo", list(FULL_METHODS)), ("demo-blocks", ["none", "block"])])
+def test_all_stands_for_every_cache_method_that_suits_the_model(model, methods):
+    asked = evaluate.combinations(build_parser().parse_args(["eval", "--model", model, "--methods", "all"]))
+    assert [combination.method for combination in asked] == methods
 
 
 def test_methods_have_options_and_rules_have_guides():

@@ -7,7 +7,7 @@ import pytest
 
 from dllm_engine.cli import evaluate
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.evaluation import comparison, harness
+from dllm_engine.evaluation import harness
 from tests.cli.test_evaluate import rows_of
 
 NAMES = "examples/lm_eval/names.yaml"
@@ -86,13 +86,9 @@ def test_paper_tasks_bring_lengths_shots_and_intervals():
     assert mbpp.cache_options["dllm_cache"]["prompt_refresh_interval"] == 100
 
 
-def as_task(asked):
-    return comparison.Task("", None, asked.decoding, asked.guided, asked.cache_options)
-
-
 def test_a_papers_cache_options_are_for_its_method_and_give_way_to_the_commands_own():
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--paper", "dllm-cache")
-    (task,) = map(as_task, evaluate.harness_tasks(args))
+    (task,) = evaluate.harness_tasks(args)
     args.methods = "none,dllm_cache,dllm_cache:response_refresh_interval=2"
     none, cached, own = map(task.engine_of, evaluate.combinations(args))
     assert none["cache_options"] == {}
@@ -106,7 +102,7 @@ def test_a_paper_has_other_lengths_with_a_guide():
     args.methods, args.unmasking_rules = "freecache", "one,guided=demo+guide_top_k=1,tokens_per_step=2"
     (task,) = evaluate.harness_tasks(args)
     assert (Path(task.name).name, task.num_fewshot) == ("hellaswag_chat.yaml", 5)
-    one, guided, counted = map(as_task(task).decoding_of, evaluate.combinations(args))
+    one, guided, counted = map(task.decoding_of, evaluate.combinations(args))
     seed = {"seed": 0}
     assert one == {"gen_length": 256, "block_length": 256, "steps": 256} | seed
     guide = {"speculation_length": 32, "guide_top_k": 1, "guide_threshold": 0.5}
@@ -114,12 +110,10 @@ def test_a_paper_has_other_lengths_with_a_guide():
     assert counted == {"gen_length": 256, "block_length": 256, "tokens_per_step": 2} | seed
 
 
-def test_a_guide_has_no_use_for_a_papers_steps(monkeypatch):
-    monkeypatch.setattr(harness, "task_manager", lambda tasks, include_path: None)  # whose index takes seconds
-    monkeypatch.setattr(harness, "check_data", lambda manager, name: {})  # which is not on this machine
+def test_a_guide_has_no_use_for_a_papers_steps():
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--guide-model", "demo")
     args.unmasking_rules = "one,guided"
-    (task,) = evaluate._harness(args)
+    (task,) = evaluate.harness_tasks(args)
     one, guided = (task.decoding_of(combination) for combination in evaluate.combinations(args))
     assert "steps" in one
     assert guided == {"gen_length": 256, "block_length": 32, "seed": 0}

@@ -50,6 +50,20 @@ def test_pages_that_grow_are_counted_at_admission_and_at_full_length(capsys):
     assert "preempted" not in planned(capsys, *LLADA)
 
 
+def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(capsys):
+    asked = ["plan", "JetLM/SDAR-8B-Chat", "--prompt", "16000", "--response", "4000", "--json"]
+    on_gpu = json.loads(planned(capsys, *asked, "--gpu-memory", "80GiB"))
+    memory = ["--device", "cpu", "--memory", "64GiB", "--kv-cache-memory-bytes", "4GiB"]
+    on_cpu = json.loads(planned(capsys, *asked, *memory))
+    for sizing in (on_gpu, on_cpu):
+        assert sizing["demand"]["cache_method"] == "block"
+        assert [other["cache_method"] for other in sizing["others"]] == ["none"]
+        assert sizing["max_num_batched_tokens"] == 8192
+    assert on_cpu["needs"]["pages"] == on_cpu["pool_bytes"] == 4 << 30
+    whole = json.loads(planned(capsys, *asked, "--gpu-memory", "80GiB", "--cache-method", "none"))
+    assert whole["max_num_batched_tokens"] == 20000
+
+
 def test_the_command_serves_with_the_plans_settings(capsys):
     """As `dllm serve` and vLLM's own parser read it."""
     settings = ["--page-size", "16", "--tensor-parallel-size", "2", "--dtype", "half", "--max-num-seqs", "9"]

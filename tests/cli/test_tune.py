@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.cli import tune
-from dllm_engine.cli.arguments import key_value
+from dllm_engine.cli.arguments import as_words, key_value
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.tuning import search, space
@@ -218,7 +218,7 @@ def test_a_batch_needs_a_settings_file():
 
 
 def test_engine_arguments_are_in_the_printed_line():
-    assert [tune._as_words(*key_value(text)) for text in ("seed=3", "enforce_eager=true", "enforce_eager=false")] == [
+    assert [as_words(dict([key_value(text)])) for text in ("seed=3", "enforce_eager=true", "enforce_eager=false")] == [
         ["--seed", "3"],
         ["--enforce-eager"],
         ["--no-enforce-eager"],

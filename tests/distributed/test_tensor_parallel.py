@@ -149,12 +149,18 @@ def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_ch
     assert by_blocks == any(output.num_cached_tokens for output in again) == (rules is BLOCK_RULES)
 
 
-def test_two_ranks_split_shared_experts_and_dense_layers(engines, tiny_llada_moe):
+@pytest.mark.parametrize(
+    ("family", "cache_method", "rules"), [("llada_moe", "dual", RULES[:3]), ("sdar_moe", "block", BLOCK_RULES[:3])]
+)
+def test_two_ranks_split_experts_and_dense_layers(engines, request, family, cache_method, rules):
+    """Those of LLaDA-MoE have a shared one beside them."""
+    checkpoint = request.getfixturevalue(f"tiny_{family}")
     prompts = [[3, 17, 99, 4, 61], [8] * 21, [5, 6, 7]]
-    params = [DiffusionParams(gen_length=24, block_length=8, ignore_eos=True, **rule) for rule in ({}, *RULES[1:3])]
-    with two_ranks(tiny_llada_moe, max_model_len=256, cache_method="dual") as sharded:
+    params = [DiffusionParams(gen_length=24, block_length=8, ignore_eos=True, **rule) for rule in rules]
+    with two_ranks(checkpoint, max_model_len=256, cache_method=cache_method) as sharded:
         answers = generate(sharded, prompts, params)
-    assert_alike(answers, generate(engines(tiny_llada_moe, cache_method="dual"), prompts, params), "unmasked_per_step")
+    alone = generate(engines(checkpoint, cache_method=cache_method), prompts, params)
+    assert_alike(answers, alone, "unmasked_per_step")
 
 
 def test_two_ranks_split_quantized_weights(engines, tmp_path):

@@ -42,13 +42,13 @@ def evaluate(model, *names, **settings):
 
 def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
     from dllm_engine.evaluation.lm_eval_model import answer_at_once
-    from dllm_engine.evaluation.own_tasks import demo_tasks, score_tasks
+    from dllm_engine.evaluation.own_tasks import OwnTasks, demo_tasks
 
     monkeypatch.chdir(CHECKOUT)
     # A few steps only, so that some answers are wrong.
     decoding = {"gen_length": 32, "block_length": 8, "steps": 4}
     results = evaluate(make(decoding), "names", apply_chat_template=True)
-    expected = score_tasks(demo_tasks("names", 40, seed=0), "exact", demo, decoding, answer_at_once)
+    expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(demo, decoding, answer_at_once)
     assert results["results"]["names"]["exact_match,stripped"] == pytest.approx(expected.score)
     assert 0.1 < expected.score < 0.9
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.exceptions import GenerationError
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from dllm_engine.figures import DiffusionFigures, error_reason
+from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
 from dllm_engine.vllm_hooks import patch, table
@@ -231,8 +231,8 @@ def test_a_request_that_failed_says_why_to_http_clients():
         return RequestOutput("r", None, [1], None, [made], finished=finish_reason is not None)
 
     merged = output([5], None)
-    merged.add(output([], error_reason("logits are NaN")), aggregate=True)
-    for reason in (merged.outputs[0].finish_reason, pickle.loads(pickle.dumps(error_reason("logits are NaN")))):
+    merged.add(output([], ErrorReason("logits are NaN")), aggregate=True)
+    for reason in (merged.outputs[0].finish_reason, pickle.loads(pickle.dumps(ErrorReason("logits are NaN")))):
         assert reason == "error"
         with pytest.raises(GenerationError, match="logits are NaN"):
             GenerateBaseServing._raise_if_error(None, reason, "r")

@@ -1,6 +1,7 @@
 """Ways to split a model or its work that diffusion engines do not have are refused by name, with what to use."""
 
 import pytest
+from vllm.config import KVEventsConfig
 
 from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 from tests.support.engines import runner_of, start_engine
@@ -20,6 +21,7 @@ from tests.support.engines import runner_of, start_engine
         ({"offload_group_size": 2}, "offload_group_size", "tensor_parallel_size"),
         ({"enable_lora": True}, "enable_lora", "name its folder as lora_path"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds", "leave it unset"),
+        ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)}, "kv_events_config", "leave it unset"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from vllm.benchmarks.serve import fetch_diffusion_metrics
 
 from dllm_engine import DiffusionParams
-from dllm_engine.metrics import METRICS
+from dllm_engine.metrics import METRICS, PREFIX
 from tests.support.engines import generate
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -100,22 +100,27 @@ def test_labels_are_vllms(measured):
     assert set(metrics["vllm:dllm_pages_total"].labels) == {"model_name", "engine"}
 
 
+def exposed(name) -> str:
+    spec = METRICS[name]
+    return PREFIX[spec.of_vllm] + name + ("_total" if spec.kind == "counter" else "")
+
+
 def test_the_page_lists_every_metric():
     page = (DOCS / "metrics.md").read_text()
     rows = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, flags=re.MULTILINE)
-    assert rows == [(spec.exposed, spec.kind, spec.unit, spec.meaning) for spec in METRICS]
+    assert rows == [(exposed(name), spec.kind, spec.unit, spec.meaning) for name, spec in METRICS.items()]
 
 
-def series_of(spec) -> set[str]:
-    return {spec.exposed + end for end in ("_bucket", "_sum", "_count")} if spec.kind == "histogram" else {spec.exposed}
+def series_of(name) -> set[str]:
+    ends = ("_bucket", "_sum", "_count") if METRICS[name].kind == "histogram" else ("",)
+    return {exposed(name) + end for end in ends}
 
 
 def test_the_dashboard_asks_for_metrics_that_exist_and_shows_them_all():
     dashboard = (DOCS / "grafana" / "dllm-engine.json").read_text()
     asked = set(re.findall(r"vllm:(?:dllm|diffusion)_\w+", dashboard))
-    exposed = set().union(*map(series_of, METRICS))
-    assert asked <= exposed
-    assert all(asked & series_of(spec) for spec in METRICS)
+    assert asked <= set().union(*map(series_of, METRICS))
+    assert all(asked & series_of(name) for name in METRICS)
     panels = json.loads(dashboard)["panels"]
     assert all(panel["targets"] and panel["title"] for panel in panels)
     assert len({panel["id"] for panel in panels}) == len(panels)

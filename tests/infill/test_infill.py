@@ -7,7 +7,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation.answering import answer_all
-from dllm_engine.evaluation.own_tasks import HOLES, demo_tasks, score_tasks
+from dllm_engine.evaluation.own_tasks import HOLES, OwnTasks, demo_tasks
 from tests.support.engines import assert_nothing_left
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
@@ -135,7 +135,7 @@ def test_the_demo_model_fills_in_items_of_its_answers(demo):
     tasks = demo_tasks(HOLES, 4, seed=0)
     assert {task.part for task in tasks} == {"names", "keys", "facts", "reverse", "copy"}
     assert all(any(task.given) for task in tasks)
-    result = score_tasks(
-        tasks, "exact", demo, {"gen_length": 64, "block_length": 64}, lambda llm, asked: answer_all(llm, asked, 32)[0]
+    result = OwnTasks(HOLES, tasks, "exact").score(
+        demo, {"gen_length": 64, "block_length": 64}, lambda llm, asked: answer_all(llm, asked, 32)[0]
     )
     assert result.score >= 0.95, result.details

@@ -6,6 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.cli import inspect_cache
+from dllm_engine.cli.main import main
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
 from dllm_engine.scheduler.request import Span
@@ -291,3 +293,13 @@ def test_a_method_that_keeps_every_position_evicts_nothing():
     inspection = make_inspection(cache_method="dkv", windows=replay(figures))
     assert "nothing was evicted, pages held every position of the canvas" in inspection.summary[0]
     assert inspection.updated_windows == []
+
+
+@pytest.mark.parametrize(("model", "method"), [("demo", "sparse"), ("demo-blocks", "auto")])
+def test_the_command_draws_what_suits_the_models_attention(monkeypatch, capsys, model, method):
+    def start_engine(args, *, trace):
+        raise ValueError(f"asked for {args.cache_method}")
+
+    monkeypatch.setattr(inspect_cache, "start_engine", start_engine)
+    assert main(["inspect", "--model", model]) == 2
+    assert capsys.readouterr().err == f"dllm: error: asked for {method}\n"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
+from tests.kernels import formulas
 from tests.kernels.checks import check_paged_attention
 from tests.support.kernels import TOLERANCE
 
@@ -66,6 +67,23 @@ def test_a_row_with_nothing_to_attend_to_is_zero(packed):
     out = paged_attention(*case, attend_fresh=False, limits=torch.arange(5).int())
     assert not out[0].any()
     assert out[1:].all()
+
+
+@pytest.mark.parametrize("attend_fresh", [True, False])
+@pytest.mark.parametrize("other_limits", [[13, 13, 13, 16], [13, 14, 16, 16], [0, 0, 12, 12]])
+def test_neighbouring_rows_of_equal_limit_attend_together(monkeypatch, attend_fresh, other_limits):
+    """Two requests of two blocks each, and one of other limits: two runs of rows, three, or rows that see nothing."""
+    case = paged_case([4, 4, 4], [[12, 12], [12, 12], [9, 9]], heads=4, dim=8)
+    limits = torch.tensor([14, 14, 16, 16] * 2 + other_limits).int()
+    expected, expected_lse = formulas.paged_attention(*case, attend_fresh, limits)
+    out, lse = paged_attention_with_lse(*case, attend_fresh=attend_fresh, limits=limits)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    calls = sdpa_calls(monkeypatch)
+    out = paged_attention(*case, attend_fresh=attend_fresh, limits=limits)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    # A block of both requests at a time.
+    assert calls[:2] == [(2, 2, 4, 8)] * 2
 
 
 def sdpa_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:

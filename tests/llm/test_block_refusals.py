@@ -6,10 +6,12 @@ import shutil
 import pytest
 from transformers import AutoConfig
 
+from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import check_start
 from dllm_engine.model_executor.models.configs import parse_config
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.support import tiny_checkpoints
-from tests.support.engines import start_engine
+from tests.support.engines import generate, start_engine
 
 
 def stated(folder, model_type, architecture):
@@ -21,7 +23,6 @@ def stated(folder, model_type, architecture):
 @pytest.mark.parametrize(
     ("model_type", "architecture", "what", "instead"),
     [
-        ("sdar_moe", "SDARMoeForCausalLM", "SDAR-MoE", "take a dense SDAR checkpoint"),
         ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", "Fast-dLLM v2", "take SDAR or LLaDA2.0"),
         ("llada2_moe_veomni", "LLaDA2MoeModelLM", "merged experts", "split them again with moe_convertor.py"),
     ],
@@ -59,10 +60,13 @@ def test_what_attention_by_blocks_has_no_use_for_is_refused(tiny_sdar, cache_met
         ("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16),
         ("/home/of-b2/SDAR-4B-Chat", 4),
         ("mine/SDAR-4B-Chat-beta", 4),
+        ("JetLM/SDAR-30B-A3B-Chat", 4),
+        ("JetLM/SDAR-30B-A3B-Chat-b32", 32),
     ],
 )
 def test_released_checkpoints_for_longer_blocks_are_known_by_their_names(name, block_size):
-    config = {key: value for key, value in tiny_checkpoints.SDAR_CONFIG.items() if key != "block_size"}
+    of_kind = tiny_checkpoints.SDAR_MOE_CONFIG if "A3B" in name else tiny_checkpoints.SDAR_CONFIG
+    config = {key: value for key, value in of_kind.items() if key != "block_size"}
     assert parse_config(config, name).block_size == block_size
     assert parse_config(config | {"block_size": 8}, name).block_size == 8, "what config.json says goes first"
 
@@ -74,3 +78,13 @@ def test_a_name_counts_where_transformers_reads_the_config(tmp_path, tiny_sdar):
     (folder / "config.json").write_text(json.dumps(config))
     assert AutoConfig.from_pretrained(str(folder)).block_size == 16
     assert AutoConfig.from_pretrained(str(folder), block_size=4).block_size == 4
+
+
+def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(engines, tiny_llada2):
+    """An engine has room for a block of its own, however few rows it is given."""
+    llm = engines(tiny_llada2, max_num_batched_tokens=4, max_num_seqs=4)
+    asked = {"gen_length": 8, "ignore_eos": True}
+    with pytest.raises(InvalidRequestError, match=r"^block_length=9: .* max_num_batched_tokens=8 rows; lower"):
+        generate(llm, [[5, 6, 7]], DiffusionParams(block_length=9, **asked))
+    (output,) = generate(llm, [[*range(30)]], DiffusionParams(**asked))
+    assert len(output.outputs[0].token_ids) == 8

@@ -36,13 +36,15 @@ def replayed(folder, completion) -> dict[int, torch.Tensor]:
     return rows
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", "dream", "sdar", "llada2"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(engines, request, family, sampled):
     folder = request.getfixturevalue(f"tiny_{family}")
-    completion = complete(engines(folder), logprobs=3, **(SAMPLED if sampled else {}))
+    # Where attention goes by blocks, the response ends with one.
+    asked = {"gen_length": 18, "block_length": PlainModel(folder).block_length} if family in ("sdar", "llada2") else {}
+    completion = complete(engines(folder), logprobs=3, **asked, **(SAMPLED if sampled else {}))
     rows = replayed(folder, completion)
-    assert len(completion.logprobs) == len(completion.token_ids) == 16
+    assert len(completion.logprobs) == len(completion.token_ids) == len(rows)
     for position, (token, of_token) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
         best = rows[position].topk(3)
         assert set(of_token) == {token, *best.indices.tolist()}

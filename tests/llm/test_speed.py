@@ -16,6 +16,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
 from dllm_engine.checkpoints import load_config
 from dllm_engine.memory.deployment import Deployment, SizingError
+from dllm_engine.memory.weights import layers_by_kind
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.speed import prediction
@@ -64,7 +65,7 @@ def test_bytes_and_flops_of_the_floor_are_those_that_bench_measures(engines, req
     with mock.patch.object(F, "scaled_dot_product_attention", attend):
         Floor(model, shape).seconds()
     decoder = Decoder(load_config(str(path)), 4)
-    kernels = decoder.layer(shape, GPUS["H200"], 0, 0) * decoder.num_layers + decoder.ends(shape)
+    kernels = decoder.layer(shape, GPUS["H200"], 0, 0) * decoder.config.num_hidden_layers + decoder.ends(shape)
     assert counted == {"bytes": sum(k.required for k in kernels), "flops": sum(k.flops for k in kernels)}
 
 
@@ -104,7 +105,9 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, tiny_sdar, 
         tokens_embedding_and_sum = 3
         # A prompt of several blocks attends alone, with limits, to no tokens in pages.
         counts.launched.pop("aten::zeros", None)
-        assert counts.launched.total() == decoder.num_layers * len(layer) + tokens_embedding_and_sum, counts.launched
+        assert counts.launched.total() == decoder.config.num_hidden_layers * len(layer) + tokens_embedding_and_sum, (
+            counts.launched
+        )
         seen.add(plan.state)
         return out
 
@@ -114,7 +117,9 @@ def test_launches_are_those_of_the_layer_passes(engines, tiny_llada, tiny_sdar, 
     assert seen >= set(CACHE_METHODS[method].launches)
 
 
-@pytest.mark.parametrize("model", [LLADA, LLADA_MOE, DREAM, SDAR, "inclusionAI/LLaDA2.0-mini"])
+@pytest.mark.parametrize(
+    "model", [LLADA, LLADA_MOE, DREAM, SDAR, "JetLM/SDAR-30B-A3B-Chat", "inclusionAI/LLaDA2.0-mini"]
+)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
     result = predicted(model, gpu)
@@ -128,7 +133,7 @@ def test_no_step_is_below_its_floor_and_replaying_is_no_slower(model, gpu):
 
 def test_a_row_reads_and_computes_its_experts_and_many_rows_read_all():
     decoder = Decoder(load_config(LLADA_MOE), 2)
-    ((_, experts),) = decoder.layers_by_kind
+    ((_, experts),) = layers_by_kind(decoder.config)
     expert, beside = 3 * 2048 * 1024, 4 * 2048**2 + 64 * 2048
 
     def layer(rows: int) -> list[Kernel]:

@@ -96,6 +96,7 @@ def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_lla
         (tiny_checkpoints.write_llada_moe, {}, 2),
         (tiny_checkpoints.write_llada_moe, tiny_checkpoints.ALL_KINDS_OF_EXPERTS, 2),
         (tiny_checkpoints.write_dream, {}, 2),
+        (tiny_checkpoints.write_sdar_moe, {"mlp_only_layers": [0]}, 2),
     ],
 )
 def test_weights_are_the_checkpoints_with_a_padded_vocabulary(tmp_path, write, config, num_tables):
@@ -165,6 +166,7 @@ def test_released_models_have_their_published_sizes(model, billions, kib_per_tok
         ("GSAI-ML/LLaDA-8B-Instruct", 6.98, 1.04),
         ("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", 6.71, 0.65),
         ("JetLM/SDAR-8B-Chat", 6.95, 1.24),
+        ("JetLM/SDAR-30B-A3B-Chat", 29.9, 0.63),
         ("inclusionAI/LLaDA2.0-mini", 15.61, 0.65),
     ],
 )
@@ -190,7 +192,7 @@ def test_every_listed_checkpoint_is_known_or_asked_of_hugging_face(model, monkey
 
     config = RELEASED_CONFIGS["Dream-org/Dream-v0-Instruct-7B"]
     monkeypatch.setattr(PretrainedConfig, "get_config_dict", lambda name, **_: ({**config, "of": name}, {}))
-    assert load_config(model).num_hidden_layers in (16, 20, 28, 32, 36)
+    assert load_config(model).num_hidden_layers in (16, 20, 28, 32, 36, 48)
 
 
 def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):

@@ -79,6 +79,14 @@ def test_steps_are_the_same_however_a_prompt_is_fed(engine):
     assert any(plan.prefills for plans in parts.plans for plan in plans)
 
 
+def test_an_engine_told_so_feeds_prompts_whole(engine):
+    llm = engine(max_num_batched_tokens=200, enable_chunked_prefill=False)
+    prompts, asked = [[number] * 120 for number in range(4)], {"gen_length": 4, "ignore_eos": True}
+    run = run_in_steps(llm, prompts, [DiffusionParams(block_length=engine.block_length, **asked)] * 4)
+    assert not any(plan.prefills for plans in run.plans for plan in plans)
+    assert [len(plans) for plans in run.plans[:2]] == [1, 2]
+
+
 def test_nothing_stale_is_read_and_no_page_is_lost_when_requests_are_aborted(engine):
     prompts, params = requests_of(engine.block_length, 3, count=16)
     expected = tokens(generate(engine(enable_prefix_caching=False), prompts, params))

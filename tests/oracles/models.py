@@ -30,7 +30,7 @@ PARTS = {
     "shared.up": ("", "shared_expert.up_proj"),
     "shared.down": ("", "shared_expert.down_proj"),
 }
-"""Parts of a layer: their names in LLaDA's checkpoints, and in Dream's, LLaDA-MoE's and SDAR's."""
+"""Parts of a layer: their names in LLaDA's checkpoints, and in Dream's, LLaDA-MoE's, SDAR's and SDAR-MoE's."""
 LLADA2_PARTS = {
     "out": "attention.dense",
     "q_norm": "attention.query_layernorm",
@@ -139,6 +139,8 @@ class PlainModel:
         else:
             shares = (y @ w["router"].T).softmax(-1) + layer.expert_bias
             chosen = shares.argsort(descending=True)[:, : self.config["num_experts_per_tok"]]
+            if self.config.get("norm_topk_prob"):
+                shares = shares / shares.gather(1, chosen).sum(-1, keepdim=True)
         for n in chosen.unique().tolist():
             rows = (chosen == n).any(-1)
             added[rows] += shares[rows, n, None] * gated(y[rows], f"{n}.")

@@ -16,7 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
-from dllm_engine.structured_output.build import Task, build
+from dllm_engine.structured_output.build import build
 from tests.structured_output.test_json import schemas
 from tests.structured_output.test_regexes import patterns
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
@@ -60,9 +60,8 @@ def admitted(monkeypatch):
     """``admitted(llm, params)``: whether the engine takes such a request. Builds without a process."""
 
     def build_here(grammar, vocabulary, limits):
-        task = Task(grammar.kind, grammar.text, grammar.spaces, limits.max_states, 60)
         try:
-            return build(task, vocabulary.token_bytes, vocabulary.starts)
+            return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
 

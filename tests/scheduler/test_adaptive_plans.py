@@ -56,6 +56,15 @@ def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
     assert pages_of(spec(engine.cache), "maskkv", 0, rank)[PageKind.KV] == [4 * 31 // 4]
 
 
+def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
+    small = PoolGeometry(page_size=1, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=40, total_kv_heads=1)
+    for method in ("dllm_cache", "maskkv"):
+        engine = EngineOptions(cache_method=method, page_size=1)
+        with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
+            longest_demand(engine, small, 64)
+    assert small.__class__(**(vars(small) | {"page_size": 3})).feature_pages(5) == 5
+
+
 @pytest.mark.parametrize(
     ("kv_budget", "retention_ratio", "prompt_length", "average"),
     [(256, 1.0, 100, 100), (30, 1.0, 100, 30), (None, 0.29, 100, 28), (30, 0.2, 100, 20), (30, 0.5, 100, 30)],

@@ -74,6 +74,12 @@ def test_what_needs_attention_to_later_blocks_is_refused_by_name(option, value):
         spec(5, length, **rule, **{option: value})
 
 
+def test_a_refusal_does_not_repeat_a_long_text():
+    with pytest.raises(InvalidRequestError) as refused:
+        spec(5, 5000, response_template=[None] * 4999 + [7])
+    assert len(str(refused.value)) < 500
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

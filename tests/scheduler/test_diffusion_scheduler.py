@@ -84,7 +84,11 @@ def make_scheduler(
         cache_config=SimpleNamespace(enable_prefix_caching=False),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_rows, policy=policy, watermark=watermark
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_rows,
+            enable_chunked_prefill=True,
+            policy=policy,
+            watermark=watermark,
         ),
     )
     scheduler = DiffusionScheduler(

@@ -17,7 +17,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.scheduler.constraints.automaton import unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output import requests
+from dllm_engine.structured_output import automata, requests
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import EngineInProcess, served
 
@@ -135,14 +135,14 @@ def test_what_cannot_be_served_is_refused(demo, settings, message):
 
 
 def test_metrics_count_requests_builds_and_hits(demo, monkeypatch):
-    requests.take_counts()
+    automata.take_counts()
     params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="count(ed|ing)"), gen_length=16)
     for _ in range(3):
         demo.generate(PROMPT, params, use_tqdm=False)
-    counts = requests.take_counts()
+    counts = automata.take_counts()
     assert counts.pop("automaton_build_seconds") > 0
     assert counts == {"constrained_requests": 3, "automaton_builds": 1, "automaton_cache_hits": 2}
-    assert set(requests.take_counts().values()) == {0}
+    assert set(automata.take_counts().values()) == {0}
 
 
 # HTTP

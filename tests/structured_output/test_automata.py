@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import re
 import threading
@@ -14,9 +13,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
-from dllm_engine.structured_output.automata import Limits, automaton_of, build_counts
-from dllm_engine.structured_output.build import Task, build
-from dllm_engine.structured_output.grammar import Grammar, grammar_of
+from dllm_engine.structured_output.automata import automaton_of, take_counts
+from dllm_engine.structured_output.build import Grammar, Limits, build
+from dllm_engine.structured_output.grammar import grammar_of
 from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
 from tests.support.automaton_walks import accepts, laid_out
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
@@ -38,8 +37,7 @@ def in_process(monkeypatch):
 
     def record(grammar: Grammar, vocabulary: Vocabulary, limits: Limits):
         built.append(grammar)
-        task = Task(grammar.kind, grammar.text, grammar.spaces, limits.max_states, 60)
-        return build(task, vocabulary.token_bytes, vocabulary.starts)
+        return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
 
     monkeypatch.setattr(automata, "_build_apart", record)
     monkeypatch.setattr(automata, "_cache", automata._Cache())
@@ -127,14 +125,16 @@ def test_automata_are_kept(tokenizer, in_process):
     assert accepts(automaton, tokenizer.encode("herons"))
     assert automaton_of(grammar, tokenizer, 410, limits) is automaton
     assert automaton_of(grammar, train_tokenizer(TALE, 400, END), 410, limits) is automaton
-    assert len(in_process) == build_counts().builds == 1
-    assert build_counts().cache_hits == 2
-    assert build_counts().seconds > 0
+    counts = take_counts()
+    assert len(in_process) == counts["automaton_builds"] == 1
+    assert counts["automaton_cache_hits"] == 2
+    assert counts["automaton_build_seconds"] > 0
     others = [(Grammar("regex", "a"), tokenizer, 410, limits), (grammar, train_tokenizer(NOTE, 400), 410, limits)]
     others += [(grammar, tokenizer, 420, limits), (grammar, tokenizer, 410, replace(LIMITS, max_states=100))]
     for other in others:
         assert automaton_of(*other) is not automaton
-    assert build_counts() == dataclasses.replace(build_counts(), builds=5, cache_hits=2)
+    counts = take_counts()
+    assert (counts["automaton_builds"], counts["automaton_cache_hits"]) == (4, 0)
 
 
 def test_the_least_used_are_let_go(tokenizer, in_process, monkeypatch):
@@ -151,7 +151,7 @@ def test_failures_are_told_and_not_kept(tokenizer, in_process):
     for _ in range(2):
         with pytest.raises(ValueError, match="max_automaton_states=100"):
             automaton_of(grammar, tokenizer, 410, replace(LIMITS, max_states=100))
-    assert build_counts().builds == 2
+    assert take_counts()["automaton_builds"] == 2
     automaton_of(grammar, tokenizer, 410, replace(LIMITS, max_states=400))
 
 
@@ -171,7 +171,7 @@ def test_requests_at_the_same_time_build_once(tokenizer, monkeypatch, in_process
     assert started.wait(60)
     for thread in threads[1:]:
         thread.start()
-    while build_counts().cache_hits < 3:
+    while automata._cache.counts["automaton_cache_hits"] < 3:
         go_on.wait(0.01)
     go_on.set()
     for thread in threads:
@@ -186,7 +186,7 @@ def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
     grammar = Grammar("json", '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}', spaces=False)
     automaton = automaton_of(grammar, tokenizer, 410, LIMITS)
     vocabulary = vocabulary_of(tokenizer, 410)
-    expected = build(Task(grammar.kind, grammar.text, False, 4096, 30), vocabulary.token_bytes, vocabulary.starts)
+    expected = build(grammar, LIMITS, vocabulary.token_bytes, vocabulary.starts)
     assert automaton.digest == expected.digest
     with pytest.raises(InvalidRequestError, match=re.escape("structured_outputs.regex: its automaton has more states")):
         automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, replace(LIMITS, max_states=64))

@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.build import Task, build
+from dllm_engine.structured_output.build import Grammar, Limits, build
 
 LETTERS = [b"a", b"b", b"c", b"ab", b"ba", b"abc", b"cc", b"aaaa"]
 """Tokens of more than one letter, for several ways to spell a text."""
@@ -32,7 +32,7 @@ def laid_out(tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def built(kind: str, text: str, tokens: list[bytes] = TOKENS, spaces: bool = True, max_states: int = 4096) -> Automaton:
-    return build(Task(kind, text, spaces, max_states, 60), *laid_out(tokens))
+    return build(Grammar(kind, text, spaces), Limits(max_states, 60), *laid_out(tokens))
 
 
 def state_behind(automaton: Automaton, tokens: list[int]) -> int:

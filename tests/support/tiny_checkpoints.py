@@ -89,6 +89,16 @@ SDAR_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
     "rope_theta": 1000000,
     "attention_bias": False,
 }
+SDAR_MOE_CONFIG: dict[str, Any] = SDAR_CONFIG | {
+    "architectures": ["SDARMoeForCausalLM"],
+    "model_type": "sdar_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 LLADA2_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
     "architectures": ["LLaDA2MoeModelLM"],
     "model_type": "llada2_moe",
@@ -192,8 +202,18 @@ def write_sdar(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] |
         p = f"model.layers.{i}."
         _add_attention(t, p, c, draw, with_biases=False)
         t |= {f"{p}self_attn.{name}_norm.weight": draw.norm(c["head_dim"]) for name in "qk"}
-        _add_mlp(t, p + "mlp.", c["hidden_size"], c["intermediate_size"], draw)
+        if "num_experts" not in c or i in c["mlp_only_layers"] or (i + 1) % c["decoder_sparse_step"]:
+            _add_mlp(t, p + "mlp.", c["hidden_size"], c["intermediate_size"], draw)
+            continue
+        t[p + "mlp.gate.weight"] = draw.linear(c["num_experts"], c["hidden_size"])
+        for n in range(c["num_experts"]):
+            _add_mlp(t, f"{p}mlp.experts.{n}.", c["hidden_size"], c["moe_intermediate_size"], draw)
     return _write(folder, c, t, edit)
+
+
+def write_sdar_moe(folder: Path, **arguments: Any) -> Path:
+    """A SDAR-MoE checkpoint; arguments as for ``write_llada``."""
+    return write_sdar(folder, **(SDAR_MOE_CONFIG | arguments))
 
 
 def write_llada2(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:

@@ -7,7 +7,7 @@ import pytest
 
 from dllm_engine.evaluation.answering import Cost
 from dllm_engine.tuning import search as module
-from dllm_engine.tuning.questions import Answers
+from dllm_engine.tuning.runner import Answers
 from dllm_engine.tuning.search import Goal, Search
 from dllm_engine.tuning.space import PLAIN, Setting, Space
 from dllm_engine.tuning.trials import TrialFile

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.vllm_hooks.patch import is_ours
+
 FOLDER = Path("/dev/shm")
 
 
@@ -17,7 +19,7 @@ def unnaming_in_engine(post_init: Callable[[Any], None]) -> Callable[[Any], None
 
     def unname(self: Any) -> None:
         post_init(self)
-        if _is_ours(self.vllm_config):
+        if is_ours(self):
             from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
             _unname_queue(self.rpc_broadcast_mq)
@@ -30,7 +32,7 @@ def unnaming_in_worker(busy_loop: Callable[[Any], None]) -> Callable[[Any], None
     """For vLLM's worker process, once its executor has attached to its queue."""
 
     def unname_and_run(self: Any) -> None:
-        if _is_ours(self.worker.vllm_config):
+        if is_ours(self.worker):
             from vllm.distributed import get_tp_group
 
             group = get_tp_group()
@@ -50,7 +52,3 @@ def _unname_queue(queue: Any) -> None:
     if buffer is not None and buffer.is_creator:
         buffer.shared_memory.unlink()
         buffer.is_creator = False
-
-
-def _is_ours(vllm_config: Any) -> bool:
-    return getattr(vllm_config.model_config, "is_dllm_engine", False)

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
+from dllm_engine.vllm_hooks.patch import is_ours
 
 _COMPLETE = ("reload_weights", "finish_weight_update")
 """Calls of workers after which the weights are complete."""
@@ -28,7 +29,7 @@ def guarding_weights(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if method not in _CHANGES or not _is_ours(self):
+        if method not in _CHANGES or not is_ours(self):
             return collective_rpc(self, method, timeout, args, kwargs)
         assert isinstance(method, str)
         _refuse_while_running(self, method, "a response must not come from two sets of weights")
@@ -49,7 +50,7 @@ def guarding_weights(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
 
 def guarding_sleep(sleep: Callable[..., Any]) -> Callable[..., Any]:
     def sleep_if_possible(self: Any, level: int = 1, mode: str = "abort") -> Any:
-        if _is_ours(self) and level > 0:
+        if is_ours(self) and level > 0:
             if current_platform.is_cpu():
                 raise NotImplementedError(
                     f"sleep(level={level}): vLLM gives memory back with CUDA's allocator, which a CPU lacks; use "
@@ -64,7 +65,7 @@ def guarding_sleep(sleep: Callable[..., Any]) -> Callable[..., Any]:
 
 def guarding_pages(release: Callable[[Any], None]) -> Callable[[Any], None]:
     def release_kv_cache_memory(self: Any) -> None:
-        if _is_ours(self):
+        if is_ours(self):
             _refuse_while_running(self, "release_kv_cache_memory", "their pages would be lost")
             self.scheduler.reset_prefix_cache()
         release(self)
@@ -84,7 +85,3 @@ def _check_weights(vllm_config: Any, model: str) -> None:
     """Raises ``ValueError`` for a folder whose weights are missing, damaged or of other shapes than the engine's."""
     check_folder(model)
     check_checkpoint(model, vllm_config.model_config.hf_config)
-
-
-def _is_ours(engine: Any) -> bool:
-    return getattr(engine.vllm_config.model_config, "is_dllm_engine", False)

@@ -1,5 +1,8 @@
 """Logits of the model classes as vLLM loads them, against the authors' and against a plain implementation."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -67,6 +70,11 @@ LAYOUTS = {
     ),
     "sdar": (tiny_checkpoints.write_sdar, {}),
     "sdar tied, one KV head": (tiny_checkpoints.write_sdar, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "sdar_moe": (tiny_checkpoints.write_sdar_moe, {}),
+    "sdar_moe one expert of each row, of odd width, weights as they are": (
+        tiny_checkpoints.write_sdar_moe,
+        {"num_experts_per_tok": 1, "moe_intermediate_size": 37, "norm_topk_prob": False},
+    ),
     "llada2": (tiny_checkpoints.write_llada2, {}),
     "llada2 one expert, no bias, no shared one, no dense layer": (
         tiny_checkpoints.write_llada2,
@@ -98,6 +106,35 @@ def test_logits_of_each_checkpoint_layout(engines, tmp_path, layout, files):
     assert_close(dense_logits(engines(folder), ids, block_length=plain.block_length)[0], plain.logits(ids))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"norm_topk_prob": False, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "block_size": 8},
+    ],
+    ids=str,
+)
+@torch.inference_mode()
+def test_sdar_moe_is_qwen3_moe_of_transformers_with_attention_by_blocks(engines, tmp_path, config):
+    from transformers import Qwen3MoeForCausalLM
+
+    folder = tiny_checkpoints.write_sdar_moe(tmp_path / "model", seed=3, **config)
+    stated = json.loads((folder / "config.json").read_text())
+    qwen3 = shutil.copytree(folder, tmp_path / "qwen3")
+    same = stated | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (qwen3 / "config.json").write_text(json.dumps(same))
+    model, found = Qwen3MoeForCausalLM.from_pretrained(
+        qwen3, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(found.values()), found
+    ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (42,), generator=torch.Generator().manual_seed(1))
+    blocks = torch.arange(42) // stated["block_size"]
+    behind = torch.zeros(42, 42).masked_fill(blocks > blocks[:, None], -torch.inf)
+    expected = model(ids[None], attention_mask=behind[None, None]).logits[0]
+    assert_close(dense_logits(engines(folder), ids.tolist(), block_length=stated["block_size"])[0], expected)
+
+
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
 def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, served):
@@ -110,7 +147,7 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "llada2"])
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "sdar_moe", "llada2"])
 def test_half_precision_generates_a_full_response(engines, request, family, served):
     llm = engines(request.getfixturevalue(f"tiny_{family}"), dtype=served)
     tokens = tokens_of(llm, [5, 6, 7], gen_length=24, block_length=8, ignore_eos=True)

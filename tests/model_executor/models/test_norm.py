@@ -11,11 +11,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def norm_of(hidden_size, dtype):
+def norm_of(hidden_size, dtype, *, has_weight=True):
     from dllm_engine.model_executor.models.norm import Norm
 
     with set_current_vllm_config(VllmConfig()), set_default_torch_dtype(dtype), torch.device(DEVICE):
-        norm = Norm(hidden_size, eps=1e-5)
+        norm = Norm(hidden_size, eps=1e-5, has_weight=has_weight)
     norm.weight.data.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
     return norm
 
@@ -35,6 +35,19 @@ def test_the_sum_is_bit_for_bit_that_of_two_steps(shape, dtype):
         torch.testing.assert_close(computed.double(), plain, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
     # A GPU's two kernels sum the squares in different orders.
     assert DEVICE == "cuda" or result.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compiled", [True, False])
+@torch.inference_mode()
+def test_a_norm_without_weights_reads_none(monkeypatch, dtype, compiled):
+    """What vLLM keeps in their place is neither a parameter nor a buffer, and lost where weights are discarded."""
+    if not compiled:
+        monkeypatch.setattr(torch.ops, "_C", object())
+    norm, x = norm_of(64, dtype, has_weight=False), torch.randn(9, 64).to(DEVICE, dtype)
+    norm.weight.fill_(torch.nan)
+    expected = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    torch.testing.assert_close(norm(x).double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Checkpoints that are damaged or of another kind: one sentence, which names the file and what is wrong in it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.demo import demo_model_path
-from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, check_checkpoint
-from dllm_engine.model_executor.models.configs import check_config, parse_config, read_json_object
+from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, check_checkpoint, check_config
+from dllm_engine.model_executor.models.configs import parse_config, read_json_object
 from tests.support import tiny_checkpoints
-from tests.support.engines import start_engine
+from tests.support.engines import start_engine, tokens_of
 
 LLADA, DREAM, MOE = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG, tiny_checkpoints.LLADA_MOE_CONFIG
+SDAR_MOE = tiny_checkpoints.SDAR_MOE_CONFIG
 INDEX = "model.safetensors.index.json"
 
 
@@ -76,6 +78,12 @@ def test_a_size_that_is_none_is_named(family, key, value):
         (MOE | {"moe_layer_freq": [1, 1, 1]}, "moe_layer_freq must hold num_hidden_layers=2"),
         (MOE | {"moe_layer_freq": [1, 2]}, "moe_layer_freq.1=2"),
         (MOE | {"moe_layer_freq": [0, 1], "dense_intermediate_size": None}, "need a dense_intermediate_size"),
+        (SDAR_MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 of num_experts=6"),
+        (SDAR_MOE | {"mlp_only_layers": [2]}, "mlp_only_layers names layer 2 of num_hidden_layers=2"),
+        (SDAR_MOE | {"mlp_only_layers": [-1]}, "mlp_only_layers.0=-1"),
+        (SDAR_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        (SDAR_MOE | {"norm_topk_prob": None}, "norm_topk_prob=None"),
+        (SDAR_MOE | {"architectures": ["SDARForCausalLM"]}, "goes with the architecture 'SDARMoeForCausalLM'"),
         (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future, sliding_window: not known of LLaDA-MoE"),
         (LLADA | {"model_type": "Dream"}, "model_type='Dream' goes with the architecture 'DreamModel'"),
         (LLADA | {"model_type": "llama"}, "model_type='llama' is not a supported"),
@@ -111,6 +119,9 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
         (MOE | {"norm_topk_prob": True}, "norm_topk_prob=True"),
         (MOE | {"moe_router_score_function": "sigmoid"}, "moe_router_score_function='sigmoid'"),
         (MOE | {"routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5"),
+        (SDAR_MOE | {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported for SDAR-MoE"),
+        (SDAR_MOE | {"attention_bias": True}, "attention_bias=True"),
+        (SDAR_MOE | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         (DREAM | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (DREAM | {"use_sliding_window": True}, "use_sliding_window=True"),
         (DREAM | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
@@ -218,6 +229,16 @@ def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, damage, message
 def test_what_a_caller_overrides_is_checked_as_well(tiny_llada, override):
     with pytest.raises(ValueError, match="n_layers=0"):
         start_engine(tiny_llada, hf_overrides=override)
+
+
+def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):
+    folder = shutil.copytree(tiny_sdar, tmp_path / "unstated")
+    stated = {"block_size": 8, "mask_token_id": tiny_checkpoints.MASK}
+    config = {name: value for name, value in tiny_checkpoints.SDAR_CONFIG.items() if name not in stated}
+    write(folder, "config.json", json.dumps(config))
+    asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
+    expected = tokens_of(engines(tiny_sdar), block_length=8, **asked)
+    assert tokens_of(engines(folder, hf_overrides=stated), **asked) == expected
 
 
 @pytest.mark.parametrize("write_model", [tiny_checkpoints.write_llada, tiny_checkpoints.write_dream])

@@ -94,8 +94,9 @@ def test_logits_are_those_of_the_rounded_weights(engines, plain, tmp_path, famil
     rounded = write_dequantized(quantized, tmp_path / "rounded", scheme)
     (actual,) = dense_logits(engines(quantized, dtype="bfloat16"), IDS)
     (expected,) = dense_logits(engines(rounded), IDS)
-    # 8 bits also round the inputs of each layer; 4 bits compute in bfloat16. A wrong shard gives about 1.
-    assert distance(actual, expected) < (0.2 if scheme in ("int8", "fp8") else 0.03)
+    # 8 bits also round the inputs of each layer; 4 bits compute in bfloat16, which gives 0.03 on a CPU with AMX.
+    # A wrong shard gives about 1.
+    assert distance(actual, expected) < (0.2 if scheme in ("int8", "fp8") else 0.1)
 
 
 @pytest.mark.parametrize("scheme", quantize.SCHEMES)
@@ -231,7 +232,7 @@ def test_groups_out_of_order_are_named(plain, tmp_path):
     refuse(quantized, name, "desc_act", dtype="bfloat16")
 
 
-EXPERTS = {"llada_moe": "tiny_llada_moe", "llada2": "tiny_llada2"}
+EXPERTS = {"llada_moe": "tiny_llada_moe", "sdar_moe": "tiny_sdar_moe", "llada2": "tiny_llada2"}
 
 
 @pytest.mark.parametrize("at_load_time", [False, True])
@@ -259,6 +260,7 @@ def test_quantized_experts_are_refused_on_a_cpu_without_amx(monkeypatch, tmp_pat
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     write, widths = {
         "llada_moe": (tiny_checkpoints.write_llada_moe, {"expert_intermediate_size": 64}),
+        "sdar_moe": (tiny_checkpoints.write_sdar_moe, {"moe_intermediate_size": 64}),
         "llada2": (tiny_checkpoints.write_llada2, {"moe_intermediate_size": 64, "intermediate_size": 128}),
     }[family]
     quantized = quantize.quantize(str(write(tmp_path / "plain", **widths)), tmp_path / "quantized", scheme)

@@ -30,6 +30,7 @@ FAMILIES = {
         tiny_checkpoints.write_llada_moe,
         tiny_checkpoints.ALL_KINDS_OF_EXPERTS | WIDE_EXPERTS,
     ),
+    "sdar_moe": (tiny_checkpoints.write_sdar_moe, WIDE | {"head_dim": 32, "moe_intermediate_size": 128}),
     "llada2": (tiny_checkpoints.write_llada2, WIDE | {"head_dim": 32, "moe_intermediate_size": 128}),
 }
 CUTLASS_FP8 = "CutlassFP8ScaledMMLinearKernel"
@@ -87,7 +88,7 @@ def loaded(tmp_path_factory):
 def test_each_family_gets_kernels_and_all_numbers_of_its_checkpoint(loaded, family, scheme):
     model, result = loaded[family, scheme]
     linear, experts = (CHECKPOINTS | AT_LOAD_TIME)[scheme]
-    has_experts = family in ("llada_moe", "llada2")
+    has_experts = family in ("llada_moe", "sdar_moe", "llada2")
     found = result.get("error"), result.get("linear"), result.get("experts")
     assert found == (None, linear, experts if has_experts else None)
     if scheme in CHECKPOINTS:
