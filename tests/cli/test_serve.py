@@ -148,12 +148,7 @@ def test_a_config_file_holds_options_of_both_and_yields_to_the_command_line(tmp_
     assert result[:5] == ["serve", demo_model_path(), "--served-model-name", "demo", "--additional-config"]
     assert json.loads(result[5]) == {
         "other": {"x": 1},
-        "dllm": {
-            "cache_method": "sparse",
-            "cache_options": {"retention_ratio": 0.5},
-            "page_size": 16,
-            "trace": True,
-        },
+        "dllm": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.5}, "page_size": 16, "trace": True},
     }
     assert result[6:] == ["--port", "8001", "--no-enable-prefix-caching"]
 

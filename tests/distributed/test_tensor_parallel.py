@@ -17,11 +17,7 @@ pytestmark = pytest.mark.slow
 
 CONSTRAINT = random_automaton(random.Random(0), 512, {*range(505, 512)})
 """Of the tokens below the special ones."""
-MODELS = {
-    "llada-tiny-a": "vanilla_llada",
-    "dream-tiny-a": "vanilla_dream",
-    "llada-moe-tiny-a": "vanilla_llada_moe",
-}
+MODELS = {"llada-tiny-a": "vanilla_llada", "dream-tiny-a": "vanilla_dream", "llada-moe-tiny-a": "vanilla_llada_moe"}
 PROMPTS = MODELS | {"sdar-tiny-a": "block_sdar", "llada2-moe-tiny-a": "block_llada2"}
 # One request per policy and way of sampling; their noise must not depend on the number of ranks.
 SAMPLED = [

@@ -34,11 +34,7 @@ HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
 LARGEST = 2**31 - 1  # a limit of the integers' type, which is not worth a reader's time
-NAMES = {
-    "unmasking": UNMASKING_POLICIES,
-    "cache_method": CACHE_METHODS,
-    "request_defaults": DEFAULTABLE_OPTIONS,
-}
+NAMES = {"unmasking": UNMASKING_POLICIES, "cache_method": CACHE_METHODS, "request_defaults": DEFAULTABLE_OPTIONS}
 """The names that an option of no particular type may have."""
 
 

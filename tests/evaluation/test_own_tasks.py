@@ -29,10 +29,7 @@ def test_prompts_are_text_or_messages(tmp_path):
         ('{"answer": "x"}', "prompt: Field required"),
         ('{"prompt": "x", "answer": 3}', "answer: Input should be a valid string"),
         ('{"prompt": "x", "answer": " "}', "answer: String should have at least 1 character"),
-        (
-            '{"prompt": 3, "answer": "x"}',
-            "prompt: Input should be a valid string; prompt: Input",
-        ),
+        ('{"prompt": 3, "answer": "x"}', "prompt: Input should be a valid string; prompt: Input"),
         ('{"prompt": [{"content": "x"}], "answer": "x"}', "prompt: Field required"),
     ],
 )

@@ -193,10 +193,7 @@ def test_errors_and_other_models_pass_unchanged():
             yield event(error={"message": "no"})
 
     other_model = SimpleNamespace(index=0, finish_reason="stop", token_ids=[5])
-    assert stream([[other_model]], failing) == [
-        {"choices": [{"index": 0, "text": "a"}]},
-        {"error": {"message": "no"}},
-    ]
+    assert stream([[other_model]], failing) == [{"choices": [{"index": 0, "text": "a"}]}, {"error": {"message": "no"}}]
 
 
 def test_a_client_that_hangs_up_closes_the_engines_results():

@@ -23,11 +23,7 @@ PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
 def measured(engines, tiny_llada):
     """(figures of some requests, the metrics after them, by name; what `/metrics` would show)."""
     llm = engines(
-        tiny_llada,
-        cache_method="sparse",
-        cache_options={"retention_ratio": 0.4},
-        page_size=8,
-        disable_log_stats=False,
+        tiny_llada, cache_method="sparse", cache_options={"retention_ratio": 0.4}, page_size=8, disable_log_stats=False
     )
     params = DiffusionParams(gen_length=32, block_length=8, steps=16, ignore_eos=True)
     figures = [output.outputs[0].diffusion for output in generate(llm, PROMPTS, params)]

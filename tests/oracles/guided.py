@@ -246,12 +246,7 @@ def plain_guided(
 
 
 def _token_margin(
-    predictions: torch.Tensor,
-    judged: list[Judged],
-    chosen: set[int],
-    top_k: int,
-    fallback: str,
-    correction: bool,
+    predictions: torch.Tensor, judged: list[Judged], chosen: set[int], top_k: int, fallback: str, correction: bool
 ) -> float:
     """How close the closest choice of a token was, of those that this step's outcome depends on."""
     gaps = []

@@ -98,12 +98,7 @@ def answers_that_match(llm, admitted, max_examples: int) -> int:
     """How many there were; all others fail."""
     tokenizer, found = llm.get_tokenizer(), []
 
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(
         st.lists(st.tuples(GRAMMARS, st.sampled_from(WAYS)), min_size=BATCH, max_size=BATCH), st.integers(0, 1 << 30)
     )
