@@ -49,8 +49,9 @@ class Watched:
         assert not alive
         assert not [path for path in self.segments if Path(path).exists()]
 
-    def check_no_blame(self):
-        """The log of a server that was asked to stop reports no failure."""
+    def check_the_end(self):
+        """Nothing is left, and the log of a server that was asked to stop reports no failure."""
+        self.check_nothing_is_left()
         assert "EngineCore encountered an issue" not in self.server.tail()
         assert "Traceback" not in self.server.tail()
 
@@ -94,6 +95,19 @@ def stream(server, num_tokens):
     connection.request("POST", "/v1/completions", body(num_tokens, stream=True), {"Content-Type": "application/json"})
     lines = connection.getresponse().read().decode().splitlines()
     return [line.removeprefix("data: ") for line in lines if line]
+
+
+def assert_refused(answer):
+    status, headers, content = answer
+    assert status == 503
+    assert int(headers["Retry-After"]) > 0
+    assert "shutting down" in content["error"]["message"]
+
+
+def assert_ends_with_an_error(events):
+    *_, error, done = events
+    assert "shutting down" in json.loads(error)["error"]["message"]
+    assert done == "[DONE]"
 
 
 def idle_connection(server):
@@ -146,22 +160,16 @@ def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_
         server.process.terminate()
         time.sleep(0.5)
         for path in ("/v1/completions", "/v1/chat/completions", "/health"):
-            status, headers, content = ask(server, path=path)
-            assert status == 503
-            assert int(headers["Retry-After"]) > 0
-            assert "shutting down" in content["error"]["message"]
+            assert_refused(ask(server, path=path))
         assert scrape(server.url)["vllm:num_requests_running"] > 0
         assert [answer.result()[0] for answer in finished] == [200] * NUM_CLIENTS
         assert not any(answer.done() for answer in endless)
         server.process.terminate()
         assert server.process.wait(SECONDS) == 0, server.tail()
-        *_, error, done = endless[0].result()
-        assert "shutting down" in json.loads(error)["error"]["message"]
-        assert done == "[DONE]"
+        assert_ends_with_an_error(endless[0].result())
         assert endless[1].result()[0] == 503
     idle.close()
-    watched.check_nothing_is_left()
-    watched.check_no_blame()
+    watched.check_the_end()
 
 
 def test_clients_of_a_server_that_stops_at_once_read_why(start):
@@ -177,18 +185,12 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
         stopped = time.monotonic()
         server.process.terminate()
         for answer in answers:
-            status, headers, content = answer.result()
-            assert status == 503
-            assert int(headers["Retry-After"]) > 0
-            assert "shutting down" in content["error"]["message"]
-        *_, error, done = streamed.result()
-        assert "shutting down" in json.loads(error)["error"]["message"]
-        assert done == "[DONE]"
+            assert_refused(answer.result())
+        assert_ends_with_an_error(streamed.result())
         assert server.process.wait(SECONDS) == 0, server.tail()
     assert time.monotonic() - stopped < SECONDS
     idle.close()
-    watched.check_nothing_is_left()
-    watched.check_no_blame()
+    watched.check_the_end()
 
 
 @pytest.mark.parametrize(
@@ -215,5 +217,4 @@ def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, 
     assert server.process.wait(SECONDS) == status, server.tail()
     assert server.tail().splitlines()[-1] == said
     assert "leaked" not in server.tail()
-    watched.check_nothing_is_left()
-    watched.check_no_blame()
+    watched.check_the_end()
