@@ -90,11 +90,6 @@ def test_what_asks_for_nothing_is_refused(run, tmp_path, capsys, arguments, mess
     assert message in capsys.readouterr().err
 
 
-def test_a_regex_that_no_engine_takes_ends_the_command(run, capsys):
-    assert run("Hello!", "--regex", "(?=a)") == 2
-    assert "structured_outputs.regex" in capsys.readouterr().err
-
-
 def test_every_line_gets_one_record(run, tmp_path, demo):
     lines = [{"prompt": prompt, "id": f"p{i}"} for i, prompt in enumerate(PROMPTS)]
     assert run(*write_input(tmp_path, *lines)) == 0
@@ -142,13 +137,6 @@ def test_a_second_run_has_nothing_to_do(run, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "start_engine", None)  # not even an engine is started
     assert run(*arguments) == 1
     assert (tmp_path / "out.jsonl").read_bytes() == before
-
-
-def test_other_settings_are_refused(run, tmp_path, capsys):
-    arguments = write_input(tmp_path, {"prompt": "Hello!"})
-    assert run(*arguments) == 0
-    assert run(*arguments, "--steps", "16") == 2
-    assert "other settings" in capsys.readouterr().err
 
 
 def test_resumed_draws_are_those_of_an_uninterrupted_run(run, tmp_path):

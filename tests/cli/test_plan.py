@@ -127,22 +127,6 @@ def test_a_gpu_that_is_not_known_is_refused_by_name(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--speed"], "--speed needs --gpu, one of H200, H100"),
-        ([], "--gpu-memory is missing"),
-        (["--device", "cpu", "--memory", "16GiB"], "needs 16.9GiB, and the machine has 16.0GiB: weights 14.9GiB"),
-        (["--device", "cpu", "--gpu-memory", "16GiB"], "--gpu-memory does not go with --device cpu"),
-        (["--gpu-memory", "80GiB", "--memory", "16GiB"], "--memory does not go with --device gpu"),
-        (["--device", "cpu", "--speed"], "`dllm bench` measures"),
-    ],
-)
-def test_what_a_plan_lacks_is_named(capsys, options, problem):
-    assert main([*LLADA[:2], *options]) == 2
-    assert problem in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("80GiB", 80 << 30),

@@ -55,18 +55,3 @@ def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
         options = EngineOptions.parse({"cache_method": "maskkv", "cache_options": cache_options})
         assert list(options.cache.profile) == profile[name]
     assert f"profile={output}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["some/model"], "give --prompts FILE"),
-        (["demo", "--output", "/nowhere/profile.json"], "there is no folder /nowhere"),
-        (["demo", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["JetLM/SDAR-8B-Chat", "--prompts", "/nowhere.jsonl"], "not for SDAR, whose attention goes by blocks"),
-    ],
-)
-def test_what_cannot_work_is_said_before_the_engine_starts(arguments, named, monkeypatch, capsys):
-    monkeypatch.setattr("dllm_engine.cli.profile_layers.load", lambda arguments: pytest.fail("started"))
-    assert main(["profile", *arguments]) == 2
-    assert named in capsys.readouterr().err
