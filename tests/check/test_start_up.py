@@ -3,7 +3,6 @@
 The device is a pretended one, where each operator's plain kernel stands in for the one that it would launch.
 """
 
-import importlib
 import json
 import logging
 import pkgutil
@@ -13,12 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dllm_engine.kernels
 from dllm_engine.check import operators, start_up
 from dllm_engine.check.operators import Sizes
 from dllm_engine.check.start_up import DENSE, check_kernels_once, take_right_kernels
 from dllm_engine.kernels import attention
-from dllm_engine.kernels._operator import Operator, plain_on_cuda
+from dllm_engine.kernels._operator import plain_on_cuda
 from dllm_engine.kernels.dense_backends import BACKENDS, attend_with_sdpa
 from dllm_engine.kernels.features import read_features
 from dllm_engine.kernels.slots import write_slots
@@ -26,17 +24,11 @@ from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.model_executor.workers.gpu import DiffusionGPUWorker
 from dllm_engine.vllm_hooks.engine_config import WORKER_CLASSES
 from tests.support.engines import runner_of
+from tests.support.kernels import all_operators
 from tests.support.pretended_cuda import CUDA, pretended_cuda
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, vocab_size=150, slots_per_page=16)
-modules = [f"dllm_engine.kernels.{module.name}" for module in pkgutil.iter_modules(dllm_engine.kernels.__path__)]
-OPERATORS = {
-    value.name: value
-    for module in modules
-    for value in vars(importlib.import_module(module)).values()
-    if isinstance(value, Operator)
-}
-
+OPERATORS = all_operators()
 PAGED_CASES = operators._PAGED_CASES
 
 
