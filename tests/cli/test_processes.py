@@ -9,11 +9,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from tests.support.preloaded import preloaded_programs
+from tests.support.preloaded import preloaded_programs, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +37,7 @@ def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(tmp_path):
             start_new_session=True,
         )
     try:
-        end = time.monotonic() + TIMEOUT
-        while b"Initializing a V1 LLM engine" not in log.read_bytes():
-            assert process.poll() is None, f"ended with status {process.returncode}"
-            assert time.monotonic() < end, "still not there"
-            time.sleep(0.05)
+        wait_until(lambda: b"Initializing a V1 LLM engine" in log.read_bytes(), TIMEOUT, process, log)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         output, _ = process.communicate(timeout=TIMEOUT)
     finally:

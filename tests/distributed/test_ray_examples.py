@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
-from tests.support.preloaded import Program
+from tests.support.preloaded import Program, wait_until
 from tests.support.server import free_port
 
 pytest.importorskip("ray")
@@ -64,14 +63,6 @@ def engine_of(replica):
     return None
 
 
-def wait_until(condition, process, log):
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-        assert time.monotonic() < end, log.read_text(errors="replace")[-4000:]
-        time.sleep(0.5)  # a look at all processes takes time of the processor, which they need
-
-
 def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_killed(
     environment, tmp_path, examples, alone
 ):
@@ -84,7 +75,7 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
     with log.open("wb") as stderr:
         process = Program(command, cwd=tmp_path, env=environment, stderr=stderr)
     try:
-        wait_until(lambda: output.exists() and output.stat().st_size, process, log)
+        wait_until(lambda: output.exists() and output.stat().st_size, TIMEOUT_S, process, log)
         killed, _ = workers(process, "Replica")
         processes = killed.children(recursive=True)
         killed.kill()
@@ -115,7 +106,7 @@ class RayServer:
             self.process = Program(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_until(self, condition):
-        wait_until(condition, self.process, self.log)
+        wait_until(condition, TIMEOUT_S, self.process, self.log)
 
     def replicas(self):
         """Replicas with an engine."""

@@ -15,6 +15,7 @@ import pytest
 
 from dllm_engine.demo import demo_model_path
 from dllm_engine.vllm_hooks.server_start import shared_memory_of
+from tests.support.preloaded import wait_until
 from tests.support.server import START_TIMEOUT_S, Server, scrape
 
 pytestmark = pytest.mark.slow
@@ -118,10 +119,8 @@ def idle_connection(server):
 
 
 def wait_until_running(server, number):
-    deadline = time.monotonic() + 60
-    while scrape(server.url)["vllm:num_requests_running"] < number:
-        assert time.monotonic() < deadline, "the requests never ran together; ask for more tokens"
-        time.sleep(0.05)
+    """Together: if they never do, ask for more tokens."""
+    wait_until(lambda: scrape(server.url)["vllm:num_requests_running"] >= number, 60)
 
 
 # Two ranks: what is left waits in the middle of a step for the one that is gone.
@@ -204,12 +203,12 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
 def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, status, said):
     watched = start(program=program, model=model)
     server = watched.server
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while watched.process_called(name) is None:
-        assert time.monotonic() < deadline, server.tail()
-        assert server.process.poll() is None, server.tail()
-        time.sleep(0.2)  # a look takes time of the processor, which the server needs
+
+    def seen():
         watched.look()
+        return watched.process_called(name)
+
+    wait_until(seen, START_TIMEOUT_S, server.process, server.log)
     if number == signal.SIGINT:
         os.killpg(server.process.pid, number)  # a terminal sends it to all
     else:

@@ -1,7 +1,6 @@
 import itertools
 import re
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from dllm_engine.structured_output.grammar import grammar_of
 from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
 from tests.support.automaton_walks import accepts, laid_out
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
-from tests.support.preloaded import Program
+from tests.support.preloaded import Program, wait_until
 
 END = "<|end|>"
 LIMITS = Limits(4096, 30.0)
@@ -239,7 +238,4 @@ def test_a_build_does_not_hold_up_the_end_of_the_program(tmp_path):
     with log.open("wb") as output:
         assert Program([program], stdout=output).wait(120) == 0
     (builder,) = map(int, log.read_text().splitlines()[-1].split())
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(builder):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not psutil.pid_exists(builder), 60)

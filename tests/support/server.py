@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -10,10 +9,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.preloaded import Program
 
@@ -109,12 +111,10 @@ def running(program: str, *arguments: str, log: Path, **options: Any) -> Iterato
 def scrape(url: str) -> dict[str, float]:
     """Every series of ``/metrics`` summed over its labels, and denoising steps by state as ``steps:<state>``."""
     text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if match := re.fullmatch(r"([^{# ]+)(\{.*\})? (\S+)", line):
-            name, labels, value = match.groups()
-            values[name] = values.get(name, 0.0) + float(value)
-            state = re.search(r'refresh_state="(\w+)"', labels or "")
-            if state and name == "vllm:dllm_denoising_steps_total":
-                values["steps:" + state[1]] = float(value)
-    return values
+    values: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] += sample.value
+            if sample.name == "vllm:dllm_denoising_steps_total":
+                values["steps:" + sample.labels["refresh_state"]] += sample.value
+    return dict(values)
