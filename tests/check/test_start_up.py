@@ -122,17 +122,13 @@ def test_the_second_start_runs_nothing_and_knows_the_same(device):
     assert not device.launches
 
 
-def test_an_engine_that_was_there_before_does_not_hide_a_wrong_kernel(device):
-    device.launch("voting_scores", wrong_scores)
-    device.run()
-    assert "voting_scores" in device.run(dtype=torch.bfloat16)
-    assert plain_on_cuda == {"voting_scores"}
-
-
-def test_what_an_engine_before_replaced_stays_replaced(device):
+def test_what_an_engine_before_replaced_stays_replaced_and_is_found_again(device):
     plain_on_cuda.add("rotate_")
     assert device.run() == {}
-    assert plain_on_cuda == {"rotate_"}
+    device.launch("voting_scores", wrong_scores)
+    device.run(dtype=torch.float16)
+    assert "voting_scores" in device.run(dtype=torch.bfloat16)
+    assert plain_on_cuda == {"rotate_", "voting_scores"}
 
 
 @pytest.mark.parametrize("changed", [{"torch": "2"}, {"uuid": "2"}, {"driver": "2"}])
@@ -178,16 +174,12 @@ def test_only_a_guide_attends_with_limits(with_pages):
 def test_a_damaged_file_counts_for_nothing(device, content):
     device.launch("voting_scores", wrong_scores)
     found = device.run()
+    stored = json.loads(device.file.read_text())
     device.file.write_text(content)
     assert device.run() == found
     assert device.launches
     assert json.loads(device.file.read_text())["key"]["processor"] == "GPU 1"
-
-
-def test_results_of_something_else_count_for_nothing(device):
-    device.launch("voting_scores", wrong_scores)
-    found = device.run()
-    stored = json.loads(device.file.read_text())
+    # Nor do results of something else.
     device.file.write_text(json.dumps({"key": {}, "results": dict.fromkeys(stored["results"], "")}))
     assert device.run() == found
     device.file.write_text(json.dumps({**stored, "results": dict.fromkeys(stored["results"], "")}))
@@ -275,11 +267,8 @@ class TestOfAnEngine:
             assert third.startswith(f"The kernel of {DENSE} fails its check")
             assert third.endswith("Run `dllm check` and report what it says")
         with pretended_cuda(device.monkeypatch):
-            q, k, lse = (
-                torch.randn(3, 4, 8, device=CUDA),
-                torch.randn(9, 4, 8, device=CUDA),
-                torch.ones(3, 4, device=CUDA),
-            )
+            q, k = torch.randn(3, 4, 8, device=CUDA), torch.randn(9, 4, 8, device=CUDA)
+            lse = torch.ones(3, 4, device=CUDA)
             assert voting_scores(q, k, lse).equal(voting_scores.kernel(q, k, lse))
 
     def test_what_fails_on_another_rank_is_replaced_on_all(self, device, take, monkeypatch, warnings):

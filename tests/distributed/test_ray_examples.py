@@ -17,7 +17,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
 from tests.support.preloaded import Program, wait_until
-from tests.support.server import free_port
+from tests.support.server import free_port, is_healthy
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -135,14 +135,6 @@ class RayServer:
             for process in [*everything, self.process]:
                 if process.poll() is None if process is self.process else process.is_running():
                     process.kill()
-
-
-def is_healthy(url):
-    try:
-        with urllib.request.urlopen(url + "/health", timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_is_killed(

@@ -10,14 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.preloaded import preloaded_programs
+from tests.support.preloaded import preloaded_programs, wait_until
+from tests.support.server import is_healthy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -186,15 +186,12 @@ def serve(command: list[str | Path], folder: Path, environ: dict[str, str]) -> "
         process = subprocess.Popen(
             command, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
-    end = time.monotonic() + 300
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://localhost:{PORT}/health", timeout=5).close()
-            return process
-        except OSError:
-            time.sleep(0.3)
-    stop(process)
-    raise AssertionError(f"the server does not answer:\n{log.read_text(errors='replace')[-6000:]}")
+    try:
+        wait_until(lambda: is_healthy(f"http://localhost:{PORT}"), 300, process, log)
+    except AssertionError:
+        stop(process)
+        raise
+    return process
 
 
 def stop(process: "subprocess.Popen[bytes] | None") -> None:

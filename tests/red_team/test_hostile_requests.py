@@ -164,12 +164,15 @@ ODD = {
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_values(server, path, odd):
     count, fields_for = ODD[odd]
+    ask_with_odd_values(server, path, GOOD[path], fields_for(path), count)
 
-    @bounded(count)
-    @given(fields_for(path), st.booleans())
+
+def ask_with_odd_values(server, path: str, plausible: dict, odd: st.SearchStrategy, num_examples: int = 40) -> None:
+    @bounded(num_examples)
+    @given(odd, st.booleans())
     def fuzz(fields, stream):
-        body = GOOD[path] | {"stream": stream} | fields
-        check(ask(server, path, body), body)
+        body = plausible | {"stream": stream} | fields
+        check(ask(server, path, body), {"route": path, **body})
 
     fuzz()
 
@@ -253,12 +256,7 @@ def test_no_route_answers_an_odd_body_with_an_internal_error(server):
         plausible = {"model": "demo", "max_tokens": 4, "prompt": "x", "input": "x", "query": "x", "items": ["x"]}
         plausible |= {"messages": [{"role": "user", "content": "x"}], "tokens": [5, 6], "label_token_ids": [5, 6]}
 
-        @bounded(40)
-        @given(st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
-        def fuzz(odd, path=path, plausible=plausible):
-            check(ask(server, path, plausible | odd), {"route": path} | plausible | odd)
-
-        fuzz()
+        ask_with_odd_values(server, path, plausible, st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
 
 
 def test_files_named_in_requests_are_not_opened(server, tmp_path):

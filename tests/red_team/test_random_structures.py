@@ -103,21 +103,11 @@ def answers_that_match(llm, admitted, max_examples: int) -> int:
         st.lists(st.tuples(GRAMMARS, st.sampled_from(WAYS)), min_size=BATCH, max_size=BATCH), st.integers(0, 1 << 30)
     )
     def ask(drawn, seed):
-        cases = [
-            (
-                kind,
-                grammar,
-                DiffusionParams(
-                    structured_outputs=StructuredOutputsParams(**{kind: grammar}),
-                    **way,
-                    gen_length=96,
-                    block_length=32,
-                    seed=seed,
-                ),
-            )
-            for (kind, grammar), way in drawn
-        ]
-        cases = [case for case in cases if admitted(llm, case[2])]
+        cases = []
+        for (kind, grammar), way in drawn:
+            asked = StructuredOutputsParams(**{kind: grammar})
+            params = DiffusionParams(structured_outputs=asked, **way, gen_length=96, block_length=32, seed=seed)
+            cases += [(kind, grammar, params)] if admitted(llm, params) else []
         prompts = [tokenizer.encode(PROMPT)] * len(cases)
         for (kind, grammar, params), output in zip(cases, generate(llm, prompts, [c[2] for c in cases]), strict=True):
             (completion,) = output.outputs

@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.preloaded import Program
+from tests.support.preloaded import Program, wait_until
 
 START_TIMEOUT_S = 600
 
@@ -52,16 +50,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        raise AssertionError(f"the server is not ready after {START_TIMEOUT_S} s:\n{self.tail()}")
+        wait_until(lambda: is_healthy(self.url), START_TIMEOUT_S, self.process, self.log)
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
@@ -96,6 +85,14 @@ class ServerFactory:
     def shutdown(self) -> None:
         statuses = {server.log: server.stop() for server in self._servers.values()}
         assert not any(statuses.values()), statuses
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 @contextmanager
