@@ -32,14 +32,11 @@ def test_a_layout_that_is_not_supported_is_refused(tiny_llada, settings, named, 
     assert instead in str(error.value)
 
 
-def test_experts_are_not_shared_by_ranks_of_a_cpu(tiny_llada_moe):
-    with pytest.raises(ValueError, match=r"enable_expert_parallel is not supported .* models with experts, on GPUs"):
-        start_engine(tiny_llada_moe, enable_expert_parallel=True, tensor_parallel_size=2)
-
-
 @pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
 def test_what_vllm_itself_refuses_elsewhere_is_refused_with_experts(engines, tiny_llada_moe, monkeypatch, name, value):
-    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs."""
+    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs. Nor do ranks of a CPU share experts."""
+    with pytest.raises(ValueError, match=r"enable_expert_parallel is not supported .* models with experts, on GPUs"):
+        start_engine(tiny_llada_moe, enable_expert_parallel=True, tensor_parallel_size=2)
     config = runner_of(engines(tiny_llada_moe)).vllm_config
     monkeypatch.setattr(config.parallel_config, name, value)
     with pytest.raises(ValueError, match=f"{name} is not supported for diffusion models"):

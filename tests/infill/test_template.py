@@ -55,8 +55,5 @@ def test_texts_become_tokens_and_filled_tokens_texts(tokenizer):
 def test_bad_templates_are_refused(tokenizer, pieces, message):
     with pytest.raises(ValueError, match=message):
         response_template(pieces, tokenizer)
-
-
-def test_texts_need_a_tokenizer():
     with pytest.raises(ValueError, match="no tokenizer"):
         response_template([1, "a"], None)
