@@ -5,17 +5,16 @@ import json
 import os
 import signal
 import subprocess
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
+from tests.support.engines import demo_answers
 from tests.support.preloaded import Program, wait_until
 from tests.support.server import free_port, is_healthy
 
@@ -41,10 +40,7 @@ def examples():
 
 @pytest.fixture(scope="module")
 def alone(engines, examples):
-    """The answers of one engine in this process."""
-    llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=512, trace=False)
-    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-    return [output.outputs[0] for output in llm.chat(chats, DiffusionParams(**PARAMS), use_tqdm=False)]
+    return demo_answers(engines, examples)
 
 
 def workers(program, name):
@@ -113,10 +109,7 @@ class RayServer:
         return [process for process in workers(self.process, "ServeReplica:dllm:DiffusionServer") if engine_of(process)]
 
     def post(self, path, body):
-        request = urllib.request.Request(
-            self.url + path, json.dumps({"model": "demo", **body}).encode(), {"Content-Type": "application/json"}
-        )
-        return urllib.request.urlopen(request, timeout=120).read().decode()
+        return httpx.post(self.url + path, json={"model": "demo", **body}, timeout=120).raise_for_status().text
 
     def chat(self, prompt, **more):
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": PARAMS["gen_length"]}
@@ -153,9 +146,8 @@ def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_is_
         deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed if chunk["choices"]]
         assert "".join(deltas) == expected[0]
         assert json.loads(server.post("/v1/completions", {"prompt": "x", "max_tokens": 8}))["usage"]
-        with pytest.raises(urllib.error.HTTPError) as refused:
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
             server.chat("x", presence_penalty=0.5)
-        assert refused.value.code == 400
 
         # No client tries again: the ingress does.
         processes = killed.children(recursive=True)

@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.oracles.decoding import Decoding
+from tests.oracles.decoding import Decoding, gap
 from tests.oracles.models import PlainModel
 
 Guide = Callable[[list[int]], torch.Tensor]
@@ -268,4 +268,4 @@ def _token_margin(
 
 
 def _gap(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), abs(b), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf
+    return gap(a, b, floor=1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf

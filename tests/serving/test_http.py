@@ -7,9 +7,9 @@ from functools import partial
 import openai
 import pytest
 
-from dllm_engine import DiffusionParams
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
+from tests.support.engines import demo_answers
 from tests.support.preloaded import preloaded_programs
 from tests.support.server import scrape
 
@@ -43,13 +43,7 @@ def examples():
 @pytest.fixture(scope="module")
 def offline(engines, examples):
     """The same questions answered by ``LLM.chat``."""
-    llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=MAX_MODEL_LEN, trace=False)
-    outputs = llm.chat(
-        [[{"role": "user", "content": example.prompt}] for example in examples],
-        DiffusionParams(gen_length=GEN_LENGTH, block_length=8),
-        use_tqdm=False,
-    )
-    return [output.outputs[0] for output in outputs]
+    return demo_answers(engines, examples)
 
 
 def ask(client, model, text, **options):
