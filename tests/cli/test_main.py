@@ -156,17 +156,11 @@ def test_demo_path_is_printed_alone(name, capsys):
     assert capsys.readouterr().out == f"{demo_model_path(*name)}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "pair"),
-    [
-        ("ratio=0.5", ("ratio", 0.5)),
-        ("layers=[0, 1]", ("layers", [0, 1])),
-        ("guided=true", ("guided", True)),
-        ("policy=random", ("policy", "random")),
-        ("expression=a=b", ("expression", "a=b")),
-        ("name=", ("name", "")),
-    ],
-)
+PAIRS = {"ratio=0.5": ("ratio", 0.5), "layers=[0, 1]": ("layers", [0, 1]), "guided=true": ("guided", True)}
+PAIRS |= {"policy=random": ("policy", "random"), "expression=a=b": ("expression", "a=b"), "name=": ("name", "")}
+
+
+@pytest.mark.parametrize(("text", "pair"), PAIRS.items())
 def test_option_values_are_json_or_else_text(text, pair):
     assert key_value(text) == pair
 

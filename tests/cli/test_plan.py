@@ -126,17 +126,10 @@ def test_a_gpu_that_is_not_known_is_refused_by_name(capsys):
     assert all(name in error for name in GPUS)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("80GiB", 80 << 30),
-        ("24GB", 24 * 10**9),
-        ("512MiB", 512 << 20),
-        ("1.5 gib", 3 << 29),
-        ("4096", 4096),
-        ("2T", 2 * 10**12),
-    ],
-)
+SIZES = {"80GiB": 80 << 30, "24GB": 24 * 10**9, "512MiB": 512 << 20, "1.5 gib": 3 << 29, "4096": 4096, "2T": 2 * 10**12}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
 def test_sizes_have_units(text, size):
     assert byte_size(text) == size
 

@@ -74,13 +74,8 @@ def test_the_gpu_page_names_the_methods_whose_steps_can_be_recorded():
 
 def written() -> str:
     """The page with its tables made anew."""
-    tables = {
-        "request": request_table,
-        "slow_fast": slow_fast_table,
-        "engine": engine_table,
-        "cache": cache_tables,
-        "checkpoints": checkpoint_table,
-    }
+    tables = {"request": request_table, "slow_fast": slow_fast_table, "engine": engine_table, "cache": cache_tables}
+    tables["checkpoints"] = checkpoint_table
     page = PAGE.read_text(encoding="utf-8")
     for name, table in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"

@@ -40,20 +40,12 @@ def make_inspection(**changes):
         computed=[None, None, [5, 6, 7, 8], None, [9, 10, 11, 12]],
         retained=RETAINED,
     )
-    fields = {
-        "model": "demo",
-        "cache_method": "sparse",
-        "cache_options": {"retention_ratio": 0.4},
-        "page_size": 4,
-        "num_layers": 2,
-        "prompt_tokens": list(range(len(PROMPT))),
-        "prompt_pieces": PROMPT,
-        "response_tokens": [10, 11, 12, 13, 14, 1],
-        "response_pieces": [" a", MARKUP, "\n", "", "é", "<|endoftext|>"],
-        "gen_length": 12,
-        "block_spans": [SPEC.block_span(block) for block in range(3)],
-        "windows": replay(figures),
-    }
+    fields = {"model": "demo", "cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
+    fields |= {"page_size": 4, "num_layers": 2, "gen_length": 12, "windows": replay(figures)}
+    fields |= {"prompt_tokens": list(range(len(PROMPT))), "prompt_pieces": PROMPT}
+    fields |= {"response_tokens": [10, 11, 12, 13, 14, 1]}
+    fields |= {"response_pieces": [" a", MARKUP, "\n", "", "é", "<|endoftext|>"]}
+    fields |= {"block_spans": [SPEC.block_span(block) for block in range(3)]}
     return Inspection(**(fields | changes))
 
 

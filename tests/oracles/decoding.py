@@ -50,16 +50,8 @@ Uniform = Callable[[int, int], torch.Tensor]
 """Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
 
 
-SLOW_FAST = {
-    "span_steps": 6,
-    "span_threshold": 0.3,
-    "span_window": 2,
-    "span_variance": 1,
-    "slow_threshold": 0.9,
-    "fast_threshold": 0.9,
-    "slow_minimum": 1,
-    "fast_minimum": 1,
-}
+SLOW_FAST = {"span_steps": 6, "span_threshold": 0.3, "span_window": 2, "span_variance": 1}
+SLOW_FAST |= {"slow_threshold": 0.9, "fast_threshold": 0.9, "slow_minimum": 1, "fast_minimum": 1}
 SLOW_FAST_OF_DREAM = SLOW_FAST | {"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2}
 
 

@@ -138,24 +138,14 @@ def structured(name: str, value: object, kind: str) -> dict[str, object]:
     return {"response_format": {"type": kind, name: value}}
 
 
+STRUCTURED = st.builds(
+    structured, st.sampled_from([*STRUCTURES, *["tools"] * 8, "json_schema", "format", "structures"]), SCHEMAS, FORMATS
+)
+OURS = st.dictionaries(OPTIONS, VALUES, min_size=1, max_size=2).map(lambda odd: {"vllm_xargs": odd})
 ODD = {
-    "our options": (
-        150,
-        lambda path: st.dictionaries(OPTIONS, VALUES, min_size=1, max_size=2).map(lambda odd: {"vllm_xargs": odd}),
-    ),
-    "standard fields": (
-        300,
-        lambda path: st.dictionaries(st.sampled_from(fields_of(path)), VALUES, min_size=1, max_size=2),
-    ),
-    "structured output": (
-        200,
-        lambda path: st.builds(
-            structured,
-            st.sampled_from([*STRUCTURES, *["tools"] * 8, "json_schema", "format", "structures"]),
-            SCHEMAS,
-            FORMATS,
-        ),
-    ),
+    "our options": (150, lambda path: OURS),
+    "standard": (300, lambda path: st.dictionaries(st.sampled_from(fields_of(path)), VALUES, min_size=1, max_size=2)),
+    "structured output": (200, lambda path: STRUCTURED),
 }
 """How many examples to draw, and the fields of a body for a path."""
 

@@ -27,19 +27,10 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
 BATCH = 8
-WAYS = [
-    {},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_p": 0.7, "top_k": 5},
-    {"threshold": 0.6},
-    {"factor": 2.0, "block_add_threshold": 0.25},
-    {"entropy_bound": 0.5, "unmasking": "entropy"},
-    {"steps": 24, "unmasking": "random"},
-    {"threshold": 0.5, "early_stop": True},
-    {"slow_fast": {"span_steps": 2, "fast_threshold": 0.4}},
-    {"delay_eos": True},
-    {"tokens_per_step": 3},
-]
+WAYS = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.7, "top_k": 5}, {"threshold": 0.6}]
+WAYS += [{"factor": 2.0, "block_add_threshold": 0.25}, {"entropy_bound": 0.5, "unmasking": "entropy"}]
+WAYS += [{"steps": 24, "unmasking": "random"}, {"threshold": 0.5, "early_stop": True}, {"delay_eos": True}]
+WAYS += [{"slow_fast": {"span_steps": 2, "fast_threshold": 0.4}}, {"tokens_per_step": 3}]
 GRAMMARS = st.one_of(
     patterns().map(lambda pattern: ("regex", pattern)),
     schemas().map(lambda drawn: ("json", json.dumps(drawn[0]))),
