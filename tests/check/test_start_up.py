@@ -15,11 +15,13 @@ import torch
 from dllm_engine.check import operators, start_up
 from dllm_engine.check.operators import Sizes
 from dllm_engine.check.start_up import DENSE, check_kernels_once, take_right_kernels
+from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.kernels import attention
 from dllm_engine.kernels._operator import plain_on_cuda
 from dllm_engine.kernels.dense_backends import BACKENDS, attend_with_sdpa
 from dllm_engine.kernels.features import read_features
 from dllm_engine.kernels.slots import write_slots
+from dllm_engine.kernels.triton.tiles import tiles_by_rule
 from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.model_executor.workers.gpu import DiffusionGPUWorker
 from dllm_engine.vllm_hooks.engine_config import WORKER_CLASSES
@@ -302,3 +304,15 @@ class TestOfAnEngine:
         take(torch.device("cpu"))
         assert not device.launches
         assert not (device.folder / "dllm").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("model", RELEASED_CONFIGS)
+def test_attention_is_checked_with_every_tile_of_a_released_model(model, dtype):
+    sizes = Sizes.of_model(load_config(model))
+    sharing = sizes.num_heads // sizes.num_kv_heads
+
+    def tiles(rows):
+        return tiles_by_rule(rows * sharing, sizes.head_dim, dtype)
+
+    assert {tiles(max(rows)) for rows, _ in operators.PAGED} == {tiles(rows) for rows in range(1, 1025)}

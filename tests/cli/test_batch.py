@@ -36,18 +36,13 @@ def test_blank_lines_are_skipped_but_counted(tmp_path):
     assert read_input(file) == [InputLine(0, b'{"prompt": "a"}'), InputLine(3, b'{"prompt": "b"}')]
 
 
-@pytest.mark.parametrize(
-    ("text", "request_"),
-    [
-        (b'{"prompt": "a"}', BatchRequest(prompt="a")),
-        (b'{"prompt": "", "id": "x"}', BatchRequest(id="x", prompt="")),
-        (b'{"prompt": "a", "answer": "b", "id": 7}', BatchRequest(id=7, prompt="a")),
-        (
-            b'{"messages": [{"role": "user", "content": "a", "name": "Tom"}]}',
-            BatchRequest(messages=[{"role": "user", "content": "a", "name": "Tom"}]),
-        ),
-    ],
-)
+MESSAGES = {"messages": [{"role": "user", "content": "a", "name": "Tom"}]}
+PARSED = {b'{"prompt": "a"}': BatchRequest(prompt="a"), b'{"prompt": "", "id": "x"}': BatchRequest(id="x", prompt="")}
+PARSED |= {b'{"prompt": "a", "answer": "b", "id": 7}': BatchRequest(id=7, prompt="a")}
+PARSED |= {json.dumps(MESSAGES).encode(): BatchRequest(**MESSAGES)}
+
+
+@pytest.mark.parametrize(("text", "request_"), PARSED.items())
 def test_requests_are_parsed(text, request_):
     assert InputLine(0, text).parse() == request_
 
@@ -115,17 +110,10 @@ def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings
     assert output.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"my notes",
-        b"my notes\n",
-        b'{"a": 1}\n',
-        b'{"index": "x", "input_hash": 1, "settings_hash": 1}\n',
-        b"\n",
-        b"7\n",
-    ],
-)
+NO_OUTPUT = [b"my notes", b"my notes\n", b'{"a": 1}\n', b'{"index": "x", "input_hash": 1, "settings_hash": 1}\n']
+
+
+@pytest.mark.parametrize("content", [*NO_OUTPUT, b"\n", b"7\n"])
 def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
     output.write_bytes(content)
     with pytest.raises(ValueError, match="not a record"):

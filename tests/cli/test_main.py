@@ -1,6 +1,7 @@
 """The command line as a whole: its arguments, and errors as one line."""
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from dllm_engine.cli import evaluate, profile_layers, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path
-from dllm_engine.text import one_line
+from dllm_engine.text import json_rows, one_line
 
 LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
 PLAN, ON_CPU = [*LLADA, "--gpu-memory", "80GiB", "--cache-method", "sparse"], [*LLADA, "--device", "cpu"]
@@ -209,3 +210,20 @@ def test_errors_that_no_user_was_meant_to_see_name_their_type():
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
     assert one_line(ValueError("two\n  lines")) == "two lines"
+
+
+REPORT = {"name": "a\nb", "rows": [{"x": 1, "of": [1, 2]}, {"x": 2, "of": []}], "nothing": {}}
+
+
+def test_rows_at_the_depth_have_a_line_each():
+    assert all(json.loads(json_rows(REPORT, depth)) == REPORT for depth in range(5))
+    assert json_rows(REPORT, 2).splitlines() == [
+        "{",
+        ' "name": "a\\nb",',
+        ' "rows": [',
+        '  {"x": 1, "of": [1, 2]},',
+        '  {"x": 2, "of": []}',
+        " ],",
+        ' "nothing": {}',
+        "}",
+    ]

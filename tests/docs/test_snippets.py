@@ -139,13 +139,8 @@ def environ(folder):
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTEST_"))}
     # The set-up script would make `.venv` in the checkout.
     variables["DLLM_VENV"] = sys.prefix
-    printed = subprocess.run(
-        ["bash", "-c", "source .venv/bin/activate && env -0"],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        check=True,
-    )
+    command = ["bash", "-c", "source .venv/bin/activate && env -0"]
+    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, check=True)
     variables = dict(entry.split("=", 1) for entry in printed.stdout.decode().split("\0") if entry)
     # Blocks that activate the environment themselves put its own programs in front again.
     return variables | {"PATH": f"{preloaded_programs()}:{variables['PATH']}"}

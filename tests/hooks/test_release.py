@@ -84,13 +84,8 @@ def test_without_vllm(tmp_path):
     """The Python API says how to install it, as the commands do."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['vllm'] = None")
     program = "import dllm_engine\ntry: dllm_engine.LLM\nexcept RuntimeError as error: print(error)"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environ = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
+    found = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
     assert "vLLM is not installed; install it with this package's extra" in found.stdout
 
 

@@ -109,3 +109,10 @@ def test_bodies_arrive_whole_and_what_follows_them_as_it_comes():
 def test_clients_that_leave_midway_do_not_reach_the_application():
     gone = {"type": "http.disconnect"}
     assert through_the_check({"type": "http.request", "body": b"{", "more_body": True}, gone) == []
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_route_that_would_stop_the_engine_is_left_out(ours):
+    client = app_client(ours=ours, tasks=("generate",))
+    status = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code
+    assert (status == 404) is ours

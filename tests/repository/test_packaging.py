@@ -132,11 +132,6 @@ def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     located = locate(python, cwd=tmp_path)
     assert all(path.is_relative_to(site_packages) for path in located), located
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("VLLM_")}
-    ran = subprocess.run(
-        [environment / "bin" / "dllm", "generate", "Reverse: Rome Tom Oslo"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+    command = [environment / "bin" / "dllm", "generate", "Reverse: Rome Tom Oslo"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "Oslo Tom Rome\n", "")

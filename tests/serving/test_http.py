@@ -161,10 +161,8 @@ def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
 
 @pytest.mark.parametrize("logprobs", [0, 1, 3])
 def test_log_probabilities_of_a_completion(client, model, logprobs):
-    answer = client.completions.create(
-        model=model, prompt="Tom=48. Give: Tom", max_tokens=16, logprobs=logprobs,
-        extra_body=BLOCK | {"ignore_eos": True},
-    )  # fmt: skip
+    asked = {"prompt": "Tom=48. Give: Tom", "max_tokens": 16, "extra_body": BLOCK | {"ignore_eos": True}}
+    answer = client.completions.create(model=model, logprobs=logprobs, **asked)
     got = answer.choices[0].logprobs
     assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == 16
     assert all(value <= 0 for value in got.token_logprobs)
@@ -198,19 +196,11 @@ def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, exam
 
 
 def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
-    done = subprocess.run(
-        [
-            *(preloaded_programs() / "vllm", "bench", "serve"),
-            *("--base-url", server.url, "--model", model, "--dataset-name", "random"),
-            *("--random-input-len", "20", "--random-output-len", "24", "--ignore-eos"),
-            *("--num-prompts", "8", "--max-concurrency", "4", "--disable-tqdm"),
-            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [preloaded_programs() / "vllm", "bench", "serve", "--base-url", server.url, "--model", model]
+    command += "--dataset-name random --random-input-len 20 --random-output-len 24 --ignore-eos".split()
+    command += "--num-prompts 8 --max-concurrency 4 --disable-tqdm --save-result --result-filename result.json".split()
+    command += ["--result-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (8, 0)
