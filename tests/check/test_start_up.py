@@ -115,15 +115,6 @@ def test_kernels_that_are_right_stay(with_pages):
     assert with_pages.file.name.startswith("kernels-")
 
 
-def test_the_second_start_runs_nothing_and_knows_the_same(device):
-    device.launch("voting_scores", wrong_scores)
-    found = device.run()
-    assert list(found) == ["voting_scores"]
-    assert device.launches
-    assert device.run() == found
-    assert not device.launches
-
-
 def test_what_an_engine_before_replaced_stays_replaced_and_is_found_again(device):
     plain_on_cuda.add("rotate_")
     assert device.run() == {}
@@ -254,11 +245,13 @@ class TestOfAnEngine:
         device.launch("voting_scores", wrong_scores)
         device.launch("write_slots", no_kernel)
         device.monkeypatch.setitem(BACKENDS, "flash", lambda *arguments: lambda q, *others: torch.zeros_like(q))
-        for _ in range(2):  # the second time from the file
+        for runs in (True, False):  # the second time from the file
+            device.launches.clear()
             warnings.clear()
             plain_on_cuda.clear()
             attention._attend = None
             take()
+            assert bool(device.launches) == runs
             assert plain_on_cuda == {"voting_scores", "write_slots"}
             assert attention._attend is attend_with_sdpa
             first, second, third = warnings

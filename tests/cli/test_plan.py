@@ -11,7 +11,6 @@ from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.plan import byte_size, share
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.memory.machine import machine_memory
-from dllm_engine.speed.gpus import GPUS
 from tests.support.plans import FULL_METHODS
 
 LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
@@ -102,9 +101,7 @@ def test_a_cpu_is_planned_with_packed_copies_and_a_pool(capsys):
     assert plan["pool_bytes"] == plan["needs"]["pages"] == 2 << 30
     assert plan["serve"][-2:] == ["--kv-cache-memory-bytes", str(2 << 30)]
     assert "--gpu-memory-utilization" not in plan["serve"]
-
-
-def test_a_cpu_is_this_machine_by_default(capsys):
+    # By default it is this machine.
     assert json.loads(planned(capsys, "plan", "demo", "--device", "cpu", "--json"))["memory"] == machine_memory().total
 
 
@@ -117,13 +114,6 @@ def test_speed_is_predicted_and_says_so(capsys):
     assert {step["batch"] for step in prediction["steps"]} == {1, 2}
     rates = prediction["speeds"][0]["tokens_per_second"]
     assert rates["floor"] > rates["recorded"] >= rates["launched"] > 0
-
-
-def test_a_gpu_that_is_not_known_is_refused_by_name(capsys):
-    with pytest.raises(SystemExit):
-        main([*LLADA[:2], "--speed", "--gpu", "H9"])
-    assert "invalid choice: 'H9' (choose from " in (error := capsys.readouterr().err)
-    assert all(name in error for name in GPUS)
 
 
 SIZES = {"80GiB": 80 << 30, "24GB": 24 * 10**9, "512MiB": 512 << 20, "1.5 gib": 3 << 29, "4096": 4096, "2T": 2 * 10**12}
