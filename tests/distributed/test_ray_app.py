@@ -133,12 +133,9 @@ def ask(example, *replicas, content_type=b"text/event-stream"):
     return status, body, len(asked)
 
 
-def test_a_request_whose_replica_dies_before_it_sends_is_answered_by_another(example):
+def test_a_request_whose_replica_dies_before_it_sends_is_answered_by_another_or_with_an_error(example):
     assert ask(example, [b"a", b"b"]) == (200, b"ab", 1)
     assert ask(example, [None], [None], [b"a", b"b"]) == (200, b"ab", 3)
-
-
-def test_a_request_that_sees_every_replica_die_gets_an_error(example):
     status, body, asked = ask(example, *[[None]] * example.ATTEMPTS)
     assert (status, asked) == (503, example.ATTEMPTS)
     assert "died" in json.loads(body)["error"]["message"]
@@ -150,9 +147,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event(example):
     first, last = body.decode().strip().split("\n\n")
     assert first == "data: 1"
     assert "died" in json.loads(last.removeprefix("data: "))["error"]["message"]
-
-
-def test_a_file_whose_replica_dies_is_cut_off(example):
+    # A file is cut off.
     from ray.exceptions import ActorDiedError
 
     with pytest.raises(ActorDiedError):

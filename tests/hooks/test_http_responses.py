@@ -94,7 +94,7 @@ def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
     assert '"content":"x"' in text
 
 
-def test_an_error_of_vllms_generator_reaches_the_server():
+def test_errors_and_other_models_pass_unchanged():
     async def broken(results):
         async for _ in results:
             raise RuntimeError("broken")
@@ -103,8 +103,6 @@ def test_an_error_of_vllms_generator_reaches_the_server():
     with pytest.raises(RuntimeError, match="broken"):
         stream([[completion(**END)]], broken)
 
-
-def test_errors_and_other_models_pass_unchanged():
     async def failing(results):
         async for _ in results:
             yield event(choices=[{"index": 0, "text": "a"}])

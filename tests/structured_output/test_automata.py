@@ -44,17 +44,18 @@ def in_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "kind", "text"),
+    ("told", "grammar"),
     [
-        ({"regex": "a*"}, "regex", "a*"),
-        ({"choice": ["b", "a", "b"]}, "choice", '["b", "a"]'),
-        ({"json": {"type": "null"}}, "json", '{"type": "null"}'),
-        ({"json": ' {"type":"null"}'}, "json", '{"type": "null"}'),
-        ({"json_object": True}, "json_object", ""),
+        ({"regex": "a*"}, Grammar("regex", "a*")),
+        ({"choice": ["b", "a", "b"]}, Grammar("choice", '["b", "a"]')),
+        ({"json": {"type": "null"}}, Grammar("json", '{"type": "null"}')),
+        ({"json": ' {"type":"null"}'}, Grammar("json", '{"type": "null"}')),
+        ({"json": {}, "disable_any_whitespace": True}, Grammar("json", "{}", spaces=False)),
+        ({"json_object": True}, Grammar("json_object", "")),
     ],
 )
-def test_grammars(told, kind, text):
-    assert grammar_of(StructuredOutputsParams(**told)) == Grammar(kind, text)
+def test_grammars(told, grammar):
+    assert grammar_of(StructuredOutputsParams(**told)) == grammar
 
 
 @pytest.mark.parametrize(
@@ -79,11 +80,6 @@ def test_refused(told, named):
         grammar_of(StructuredOutputsParams(**told))
 
 
-def test_without_whitespace():
-    grammar = grammar_of(StructuredOutputsParams(json={}, disable_any_whitespace=True))
-    assert grammar == Grammar("json", "{}", spaces=False)
-
-
 def test_bytes_of_a_byte_level_tokenizer(tokenizer):
     vocabulary = vocabulary_of(tokenizer, 410)  # a model may predict more than its tokenizer has
     expected = spelled(tokenizer)
@@ -102,14 +98,11 @@ def metaspace(strip: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_bytes_of_a_tokenizer_that_falls_back_to_bytes():
+def test_bytes_of_a_tokenizer_that_falls_back_to_bytes_and_tokenizers_that_are_refused():
     vocabulary = vocabulary_of(metaspace(strip=False), 261)
     assert vocabulary.token_bytes.tobytes() == bytes(range(256)) + "  abé".encode()
     with pytest.raises(InvalidRequestError, match="decodes tokens to other text"):
         vocabulary_of(metaspace(strip=True), 261)
-
-
-def test_tokenizers_that_are_refused():
     with pytest.raises(InvalidRequestError, match="without skip_tokenizer_init"):
         vocabulary_of(None, 10)
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}))
