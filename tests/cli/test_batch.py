@@ -80,18 +80,14 @@ def test_a_run_cut_at_any_byte_goes_on_to_one_record_per_line(output):
         assert output.read_bytes() == complete
 
 
-def test_records_in_any_order_count(output):
+def test_records_in_any_order_count_and_lines_added_to_the_input_are_done_later(output):
     with ResultFile(output, LINES, SETTINGS) as results:
         results.append([results.record(LINES[2], text=""), results.record(LINES[0], error="too long")])
     with ResultFile(output, LINES, SETTINGS) as results:
         assert results.pending == [LINES[1]]
         assert (results.num_resumed, results.num_errors) == (2, 1)
-
-
-def test_lines_added_to_the_input_are_done_later(output):
-    write(output, LINES[:2])
-    write(output, LINES)
-    assert indices(output) == [0, 1, 3]
+    write(output, [*LINES, InputLine(4, b'{"prompt": "Say 4"}')])
+    assert indices(output) == [3, 0, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +104,9 @@ def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings
     with pytest.raises(ValueError, match=problem):
         ResultFile(output, lines, settings)
     assert output.read_bytes() == before
+    output.write_bytes(before * 2)
+    with pytest.raises(ValueError, match="second record of input line 0"):
+        ResultFile(output, LINES, SETTINGS)
 
 
 NO_OUTPUT = [b"my notes", b"my notes\n", b'{"a": 1}\n', b'{"index": "x", "input_hash": 1, "settings_hash": 1}\n']
@@ -119,13 +118,6 @@ def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
     with pytest.raises(ValueError, match="not a record"):
         ResultFile(output, LINES, SETTINGS)
     assert output.read_bytes() == content
-
-
-def test_a_doubled_record_is_refused(output):
-    write(output, LINES[:1])
-    output.write_bytes(output.read_bytes() * 2)
-    with pytest.raises(ValueError, match="second record of input line 0"):
-        ResultFile(output, LINES, SETTINGS)
 
 
 def test_two_runs_cannot_write_one_file(output):

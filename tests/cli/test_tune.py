@@ -1,6 +1,7 @@
 """``dllm tune`` searches, writes what it found, goes on with it; and ``dllm serve`` takes it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,13 +83,16 @@ def test_tasks_of_ones_own(started, tmp_path):
     assert tuned(output, "--tasks", str(file), "--gen-length", "16") == 2
 
 
-def test_a_task_of_lm_eval(started, tmp_path, monkeypatch, capsys):
+def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(CHECKOUT)
     assert main(["tune", "demo", "--lm-eval", "examples/lm_eval/facts.yaml"]) == 2
     assert "there is nothing to tune" in capsys.readouterr().err
     output = tmp_path / "tune.json"
     names = ["--lm-eval", "examples/lm_eval/names.yaml", "--count", "5"]
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert tuned(output, *names, "--loss", "50") == 0
+    assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
+    assert not output.with_suffix(".png").exists()
     written = json.loads(output.read_text())
     assert written["trials"][0]["scores"] == [1] * 5
     assert written["chosen"]["2"]["decoding"]["threshold"] == 0.9
@@ -103,13 +107,6 @@ def test_an_interruption_leaves_what_was_measured(started, demo, tmp_path, monke
     assert tuned(output, "--count", "6") == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert len(json.loads(output.read_text())["trials"][0]["scores"]) == 6
-
-
-def test_without_matplotlib_it_says_so_and_goes_on(started, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert tuned(tmp_path / "tune.json", "--count", "2") == 0
-    assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
-    assert not (tmp_path / "tune.png").exists()
 
 
 # The result in `dllm serve`

@@ -34,6 +34,7 @@ HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
 LARGEST = 2**31 - 1  # a limit of the integers' type, which is not worth a reader's time
+LOWER, UPPER = (("minimum", "≤"), ("exclusiveMinimum", "<")), (("maximum", "≤"), ("exclusiveMaximum", "<"))
 NAMES = {"unmasking": UNMASKING_POLICIES, "cache_method": CACHE_METHODS, "request_defaults": DEFAULTABLE_OPTIONS}
 """The names that an option of no particular type may have."""
 
@@ -179,17 +180,8 @@ def allowed(name: str, schema: dict[str, Any]) -> str:
         return ", ".join(f'`"{value}"`' for value in values)
     kinds = {"integer": "int", "number": "float", "boolean": "bool", "array": "list", "object": "dict"}
     kind = kinds.get(schema["type"], "str")
-    least = next(
-        (f"{schema[key]} {sign} " for key, sign in (("minimum", "≤"), ("exclusiveMinimum", "<")) if key in schema), ""
-    )
-    most = next(
-        (
-            f" {sign} {schema[key]}"
-            for key, sign in (("maximum", "≤"), ("exclusiveMaximum", "<"))
-            if key in schema and schema[key] != LARGEST
-        ),
-        "",
-    )
+    least = next((f"{schema[key]} {sign} " for key, sign in LOWER if key in schema), "")
+    most = next((f" {sign} {schema[key]}" for key, sign in UPPER if schema.get(key, LARGEST) != LARGEST), "")
     if least and not most:
         number, sign = least.split()
         return f"{kind} {'≥' if sign == '≤' else '>'} {number}"

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from dllm_engine import DiffusionParams
-from tests.support.blocks_server import PAGE_SIZE, blocks_server
+from tests.support.model_servers import PAGE_SIZE, blocks_server
 from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow

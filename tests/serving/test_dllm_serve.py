@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.support.keyed_server import KEY, keyed_server
+from tests.support.model_servers import KEY, keyed_server
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.blocks_server import blocks_server
-from tests.support.keyed_server import KEY, MARKUP, WORD, keyed_server
+from tests.support.model_servers import KEY, MARKUP, WORD, blocks_server, keyed_server
 from tests.support.server import scrape
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")

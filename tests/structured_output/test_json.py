@@ -131,7 +131,7 @@ def test_formats(name):
     "told",
     [
         {"exclusiveMinimum": 0},
-        {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"exclusiveMinimum": 0, "exclusiveMaximum": 1.5},
         {"exclusiveMinimum": -0.25, "maximum": 0.5},
         {"minimum": 99.95},
         {"exclusiveMaximum": -3},
@@ -141,14 +141,7 @@ def test_formats(name):
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_bounds_of_numbers(kind, told):
     schema = {"type": kind, **told}
-    validator = Draft202012Validator(schema)
-    try:
-        automaton = of_schema(schema)
-    except ValueError:
-        if (kind, told) == ("integer", {"exclusiveMinimum": 0, "exclusiveMaximum": 1}):
-            return
-        raise
-    choice = random.Random(0)
+    validator, automaton, choice = Draft202012Validator(schema), of_schema(schema), random.Random(0)
     for _ in range(100):
         validator.validate(json.loads(walk(automaton, TOKENS, choice, 12)))
     for hundredths in range(-500, 12_000):
