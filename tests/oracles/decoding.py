@@ -405,14 +405,9 @@ class Decoding:
             return self.noisy(row, position)
 
         response = [None if token == self.model.mask else token for token in self.canvas[start:]]
-        tokens = held_tokens(
-            self.plain_constraint,
-            response,
-            self.template,
-            min(self.window[1] - start, self.gen_length),
-            row_of,
-            lambda a, b: self.decided(gap(a, b)),
-        )
+        stop = min(self.window[1] - start, self.gen_length)
+        decided = lambda a, b: self.decided(gap(a, b))  # noqa: E731
+        tokens = held_tokens(self.plain_constraint, response, self.template, stop, row_of, decided)
         self.held = len(self.order), {start + place: token for place, token in tokens.items()}
         return self.held[1]
 

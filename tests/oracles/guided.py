@@ -225,16 +225,9 @@ def plain_guided(
             text[position] = draft
         judged = texts.judge(guide, text, window) if texts else judge_tokens(guide, text, window, model.mask)
 
-        chosen = select(
-            drafts,
-            probabilities,
-            [of_draft.rank for of_draft in judged],
-            [of_draft.answer for of_draft in judged],
-            top_k=top_k,
-            confidence_threshold=confidence_threshold,
-            fallback=fallback,
-            correction=correction,
-        )
+        ranks, answers = ([getattr(of_draft, name) for of_draft in judged] for name in ("rank", "answer"))
+        asked = {"confidence_threshold": confidence_threshold, "fallback": fallback, "correction": correction}
+        chosen = select(drafts, probabilities, ranks, answers, top_k=top_k, **asked)
         assert model.mask not in chosen.values(), "the diffusion model drafts its mask token"
         for i, token in chosen.items():
             run.canvas[window[i]] = token
