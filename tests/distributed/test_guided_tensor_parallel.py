@@ -12,14 +12,8 @@ from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_
 
 pytestmark = pytest.mark.slow
 
-ASKED = [
-    {},
-    {"guided": False, "threshold": 0.9},
-    {"guide_threshold": 0.8, "speculation_length": 5},
-    {"guide_top_k": 3, "guide_correction": True},
-    {"guide_fallback": "draft"},
-    {"guided": False},
-]
+ASKED = [{}, {"guided": False, "threshold": 0.9}, {"guide_threshold": 0.8, "speculation_length": 5}]
+ASKED += [{"guide_top_k": 3, "guide_correction": True}, {"guide_fallback": "draft"}, {"guided": False}]
 
 
 @pytest.mark.parametrize(("cache_method", "other_tokenizer"), [("freecache", False), ("dllm_cache", True)])

@@ -372,16 +372,15 @@ def test_everything_is_reached_by_tab(page):
     for _ in range(30):
         reached.append(page.js("return document.activeElement.id"))
         webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
-    wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
-              "temperature", "seed", "system", "template", "match", "remember", "reset", "play", "step", "canvas",
-              "maps"]  # fmt: skip
+    wanted = "key clear log prompt send max_tokens block_length rule retention_ratio temperature seed".split()
+    wanted += "system template match remember reset play step canvas maps".split()
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 
 
-SHOTS = [("wide", 1240, "light", 12), ("narrow", 390, "light", 5), ("dark", 1240, "dark", 12)]
-
-
-@pytest.mark.parametrize(("name", "width", "scheme", "step"), SHOTS)
+@pytest.mark.parametrize(
+    ("name", "width", "scheme", "step"),
+    [("wide", 1240, "light", 12), ("narrow", 390, "light", 5), ("dark", 1240, "dark", 12)],
+)
 def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
     page = browser.open(width=width, scheme=scheme)
     assert page.js("return document.documentElement.scrollWidth") <= width
@@ -396,6 +395,5 @@ def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
         width,
     )
     assert wider == []
-    folder = Path(os.environ.get("DLLM_SCREENSHOTS") or tmp_path)
-    size = page.keep(name, folder).stat().st_size
-    assert 10_000 < size < 200_000
+    kept = page.keep(name, Path(os.environ.get("DLLM_SCREENSHOTS") or tmp_path))
+    assert 10_000 < kept.stat().st_size < 200_000

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine import plugin
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
@@ -100,6 +101,16 @@ def test_requests_that_a_stopping_engine_aborts_get_an_error_and_others_go_on():
     serve(engine, until=abort)
     assert engine.processed == [finished]
     assert [str(error) for error in engine.queue] == [str(ServerStopping())]
+
+
+def test_a_server_that_stops_does_not_blame_the_engine():
+    async def stop_then_lose_the_engine(engine):
+        await stop(engine)
+        engine.output_processor.propagate_error(EngineDeadError())
+
+    engine = Engine()
+    serve(engine, until=stop_then_lose_the_engine)
+    assert {type(error) for error in engine.told} == {ServerStopping}
 
 
 def test_a_server_that_ends_for_another_reason_is_left_alone():
