@@ -107,11 +107,6 @@ def test_a_checked_prompt_that_is_used_again_is_checked_again(engine):
     assert len(engine.checked) == 2
 
 
-def test_a_refusal_comes_before_the_first_result(engine):
-    with pytest.raises(InvalidRequestError, match="steps=99"):
-        engine.generate(PROMPT, DiffusionParams(**PARAMS, steps=99), "a")
-
-
 # Aborted requests
 
 

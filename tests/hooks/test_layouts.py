@@ -76,16 +76,13 @@ def test_a_limit_of_scheduled_tokens_is_the_row_budget(tiny_llada):
         start_engine(tiny_llada, max_num_scheduled_tokens=255)
 
 
-def test_experts_are_not_shared_by_ranks_of_a_cpu(tiny_llada_moe):
+@pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
+def test_what_vllm_itself_refuses_elsewhere_is_refused_with_experts(engines, tiny_llada_moe, monkeypatch, name, value):
+    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs. Nor do ranks of a CPU share experts."""
     with pytest.raises(
         ValueError, match=r"enable_expert_parallel=True is not supported .* models with experts, on GPUs"
     ):
         start_engine(tiny_llada_moe, enable_expert_parallel=True, tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
-def test_what_vllm_itself_refuses_elsewhere_is_refused_with_experts(engines, tiny_llada_moe, monkeypatch, name, value):
-    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs."""
     config = runner_of(engines(tiny_llada_moe)).vllm_config
     monkeypatch.setattr(config.parallel_config, name, value)
     with pytest.raises(ValueError, match=f"{name}={value} is not supported for diffusion models"):

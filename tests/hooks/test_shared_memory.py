@@ -1,7 +1,6 @@
 """Shared memory loses its name once all have attached, so that no killed process leaves any; workers end with their
 engine."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -9,12 +8,12 @@ import psutil
 import pytest
 
 from dllm_engine.vllm_hooks.engine_core.shared_memory import FOLDER, unname_in_engine
-from tests.support.preloaded import Program
+from tests.support.preloaded import Program, wait_until
 
 
 @pytest.fixture
 def queues():
-    """A message queue of vLLM's and its reader, both ready."""
+    """A message queue of vLLM's and its reader, both ready; at the end they are closed."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     writer = MessageQueue(1, 1, max_chunk_bytes=1 << 16)
@@ -22,7 +21,9 @@ def queues():
     with ThreadPoolExecutor() as pool:
         for ready in [pool.submit(queue.wait_until_ready) for queue in (writer, reader)]:
             ready.result(timeout=20)
-    return writer, reader
+    yield writer, reader
+    for queue in (writer, reader):
+        queue.shutdown()
 
 
 def executor(queue, *, ours: bool):
@@ -40,16 +41,12 @@ def test_a_queue_goes_on_without_its_name(queues):
     for message in ("one", "two"):
         writer.enqueue(message)
         assert reader.dequeue(timeout=20) == message
-    for queue in queues:
-        queue.shutdown()
 
 
 def test_queues_of_other_models_keep_their_names(queues):
     writer, _ = queues
     unname_in_engine(lambda self: None, executor(writer, ours=False))
     assert (FOLDER / writer.buffer.shared_memory.name).exists()
-    for queue in queues:
-        queue.shutdown()
 
 
 WORKER = """
@@ -81,7 +78,4 @@ def test_engines_and_workers_that_are_stuck_end_with_the_process_that_started_th
         Program([program], stdout=output).wait(120)
     pids = [int(pid) for pid in log.read_text().splitlines()[-1].split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 20
-    while any(map(psutil.pid_exists, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 20)

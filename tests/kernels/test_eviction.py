@@ -1,6 +1,5 @@
 """Scoring and choosing retained tokens, on the CPU, against the formulas."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,28 +20,6 @@ from tests.support.kernels import TOLERANCE
 @settings(max_examples=60, deadline=None)
 def test_scores_equal_the_formula(**arguments):
     check_mean_query_scores(mean_query_scores, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("scores", "count", "pool_kernel_size", "retained"),
-    [
-        ([1, 9, 2, 3, 8], 2, 1, [1, 4]),
-        ([1, 9, 2, 0, 0, 0], 3, 3, [0, 1, 2]),
-        ([1, 2, 3, 4, 9], 3, 5, [2, 3, 4]),
-        ([-5, -1, -9, -9], 3, 3, [0, 1, 2]),  # padding is below any score
-        ([3, 1], 2, 7, [0, 1]),
-        ([3, 1], 0, 3, []),
-        ([], 0, 3, []),
-    ],
-)
-def test_selection(scores, count, pool_kernel_size, retained):
-    assert select_retained(torch.tensor(scores, dtype=torch.float32), count, pool_kernel_size).tolist() == retained
-
-
-def test_selection_of_several_requests_is_that_of_each():
-    scores = torch.randint(9, (5, 40)).float()
-    together = select_retained(scores, 17, 3)
-    assert together.tolist() == [select_retained(of_request, 17, 3).tolist() for of_request in scores]
 
 
 @given(

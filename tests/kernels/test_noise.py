@@ -51,15 +51,6 @@ def test_neighbours_along_each_counter_are_uncorrelated(along):
     assert draws.unique().numel() == 20_000
 
 
-def test_a_draw_does_not_depend_on_those_beside_it():
-    seeds, forwards = torch.tensor([3, 9, 3])[:, None], torch.tensor([0, 1, 2])[:, None]
-    positions, tokens = torch.tensor([10, 11, 12])[:, None], torch.arange(40)[None, :]
-    whole = uniform(seeds, forwards, positions, tokens)
-    assert whole.shape == (3, 40)
-    assert torch.equal(uniform(seeds[1:2], forwards[1:2], positions[1:2], tokens[:, 25:]), whole[1:2, 25:])
-    assert whole[2, 33] == uniform(*counters(3, 2, 12, 33))
-
-
 @pytest.mark.parametrize("bits", [-1, 0, 2**63 - 1, -(2**63), 1 << 11, (1 << 11) - 1])
 def test_interval_is_open_whatever_the_bits(monkeypatch, bits):
     monkeypatch.setattr(noise, "_mix", lambda x: torch.full_like(x, bits))

@@ -33,16 +33,6 @@ def llm(engines, tiny_llada):
     assert_nothing_left(llm)
 
 
-def test_abort_while_waiting_and_before_the_first_step(llm):
-    for i in range(12):
-        add(llm, f"r{i}")
-    llm.llm_engine.abort_request(["r11"])
-    llm.llm_engine.step()
-    assert len(runner_of(llm).canvases) == 8
-    llm.llm_engine.abort_request(["r9"])
-    assert set(finish(llm)) == {f"r{i}" for i in (*range(9), 10)}
-
-
 def test_pause_keeps_requests_and_resume_finishes_them(llm):
     expected = list(generate(llm, [PROMPT], params())[0].outputs[0].token_ids)
     core = llm.llm_engine.engine_core.engine_core
@@ -67,15 +57,11 @@ def test_pause_by_abort_drops_what_runs(llm):
     llm.llm_engine.abort_request(["a"])
 
 
-def test_a_request_for_the_trace_is_refused_where_none_is_recorded(engines, tiny_llada):
+def test_the_trace_is_refused_by_name_where_none_is_recorded(engines, tiny_llada):
+    llm = engines(tiny_llada, trace=False)
     with pytest.raises(ValueError, match=r"trace=True: the engine records no trace; start it with trace=True"):
-        generate(engines(tiny_llada, trace=False), [PROMPT], params(trace=True))
-    (output,) = generate(engines(tiny_llada, trace=True), [PROMPT], params(trace=True))
-    assert output.outputs[0].diffusion.refresh_states
-
-
-def test_trace_is_refused_by_name_where_it_was_not_recorded(engines, tiny_llada):
-    (output,) = generate(engines(tiny_llada, trace=False), [PROMPT], params())
+        generate(llm, [PROMPT], params(trace=True))
+    (output,) = generate(llm, [PROMPT], params())
     with pytest.raises(ValueError, match="trace=True"):
         _ = output.outputs[0].diffusion.unmasked_per_step
     assert "trace" not in output.outputs[0].diffusion.to_json()

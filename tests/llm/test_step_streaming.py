@@ -29,10 +29,10 @@ def parameters(**settings):
     return DiffusionParams(**(SETTINGS | settings))
 
 
-def stream(llm, *, kind="DELTA", prompts=(PROMPT,), **settings) -> list:
+def stream(llm, *, prompts=(PROMPT,), **settings) -> list:
     """What a streaming caller of ``LLMEngine`` gets."""
     params = parameters(**({"stream_granularity": "step"} | settings))
-    params.output_kind = RequestOutputKind[kind]
+    params.output_kind = RequestOutputKind.DELTA
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(f"r{i}", {"prompt_token_ids": list(prompt)}, params)
     outputs = []
@@ -120,11 +120,6 @@ def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny
     assert expected.diffusion.unmasked_per_step[0] == []
     assert first.confidences == [None] * 24
     assert all(first.masked)
-
-
-def test_cumulative_outputs_keep_the_text_so_far(engines, tiny_llada):
-    outputs = stream(engines(tiny_llada), kind="CUMULATIVE")
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [0] * 7 + [8] * 8 + [16] * 8 + [24]
 
 
 def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
@@ -282,8 +277,8 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
 # A consumer that is slow
 
 
-def output(tokens=(), *, passes, shown=True, finished=False, index=0):
-    made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None)
+def output(tokens=(), *, passes, shown=True, finished=False):
+    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None)
     made.diffusion = DiffusionFigures(passes, passes, passes, 0)
     made.provisional = SimpleNamespace() if shown else None
     made.has_new_text = bool(tokens) or not shown
@@ -333,15 +328,6 @@ def test_what_waits_stays_in_order_while_it_is_fetched(collector):
     received = asyncio.run(fetch())
     assert passes_of(received) == [1, 3, 5]
     assert [r.finished for r in received] == [False, False, True]
-
-
-def test_choices_overtake_only_their_own_steps(collector):
-    collector.put(output(passes=1, index=0))
-    collector.put(output(passes=1, index=1))
-    collector.put(output([5], passes=2, index=0))
-    collector.put(output([6], passes=2, index=1, finished=True))
-    received = fetched(collector)
-    assert [(o.outputs[0].index, o.outputs[0].token_ids) for o in received] == [(0, [5]), (1, [6])]
 
 
 def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):

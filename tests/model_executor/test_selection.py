@@ -76,9 +76,3 @@ def test_entropies_stay_below_the_budget(value, expected):
 def test_positions_without_entropy_are_all_filled_under_any_bound():
     # Σ p log(p + 1e-10) of a certain token is a little above 0.
     assert chosen("entropy_bound", [0.0, -3.0, 1e-10, 0.0], 0.0) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", PARALLEL_RULES)
-def test_one_candidate_is_always_chosen(kind):
-    for confidence in (0.0, 0.3, 1.0):
-        assert chosen(kind, [-confidence if kind.startswith("entropy_b") else confidence], 0.5) == [0]

@@ -40,11 +40,6 @@ def test_counts_start_anew_with_each_message():
     assert [m["num_canvas_positions"] for m in reported] == [4, 8, 4, 8]
 
 
-def test_two_requests_are_one_batch_and_two_forward_passes():
-    first = next(messages("a", "b"))
-    assert (first["engine_steps"], first["denoising_steps"]) == (1, {"full": 2})
-
-
 def test_pages_and_retained_tokens_come_and_go_with_their_request():
     # Canvas 18, blocks of 4: 14 tokens outside, 4 pages in each of 2 layers.
     reported = list(messages("a", cache_method="dual", page_size=4))

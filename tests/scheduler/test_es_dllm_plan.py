@@ -1,25 +1,15 @@
-"""ES-dLLM's plans as pure functions of a request and its progress."""
+"""ES-dLLM's rule and the layers that drop rows; its plans are those of ``tests/methods/test_random_requests.py``."""
 
 import torch
 
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.scheduler.request import ParallelRule
-from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, StepPlan
 from tests.support.plans import cache_of, plans_of, spec_of
-
-UPDATE, REUSE = RefreshState.UPDATE, RefreshState.REUSE
-NONE, WRITE, READ = RetainedCopy.NONE, RetainedCopy.WRITE, RetainedCopy.READ
-
-
-def plans(parallel: ParallelRule | None = None, **options) -> list[StepPlan]:
-    """Of blocks of 8, 8 and 4 tokens, which take 7, 7 and 6 steps."""
-    spec = spec_of(gen_length=20, steps=20, parallel=parallel, cache=cache_of("es_dllm", **options))
-    return plans_of(spec, "es_dllm", (7, 7, 6))
 
 
 def test_a_threshold_must_be_exceeded():
-    made = plans(ParallelRule("threshold", 0.9))
-    assert {plan.quota.parallel for plan in made} == {ParallelRule("exceeded_threshold", 0.9)}
+    spec = spec_of(parallel=ParallelRule("threshold", 0.9), cache=cache_of("es_dllm"))
+    assert {plan.quota.parallel for plan in plans_of(spec, "es_dllm")} == {ParallelRule("exceeded_threshold", 0.9)}
     exceeded = PARALLEL_RULES["exceeded_threshold"](torch.tensor([0.875, 0.75, 0.5]), 0.75)
     assert exceeded.tolist() == [True, False, False]
 

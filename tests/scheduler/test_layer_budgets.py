@@ -17,12 +17,6 @@ def budgets(kind, average, importance, prompt_length=100, *, num_layers=None, ba
     )
 
 
-def test_uniform():
-    assert budgets("uniform", 7, PROFILE) == [7] * 4
-    assert budgets("uniform", 7, PROFILE, redistribute=True) == [7] * 4
-    assert budgets("uniform", 0, PROFILE) == [0] * 4
-
-
 @pytest.mark.parametrize("importance", [None, [0.0] * 4])
 def test_nothing_known_of_the_layers_is_the_same_for_all(importance):
     for kind in ("uniform", "boundary", "squeeze"):

@@ -1,24 +1,10 @@
-"""SlowFast sampling: where a span ends, and which pass comes next."""
+"""SlowFast sampling: where a span ends. What a pass fills is in ``tests/methods/test_random_requests.py``."""
 
 import pytest
 
 from dllm_engine.scheduler.unmasking import SeenOfBlock, SlowFast, SpanState
 
-START, STOP = 10, 31
-
-
-def run(farthest: list[int], first_masked: int = START, dream: bool = False, **options) -> SpanState:
-    """After passes of a block from 10 to 30 that observed these positions at most and left others masked."""
-    state = SpanState(SlowFast(**options), dream, START, START)
-    for position in farthest:
-        state = state.after(SeenOfBlock(first_masked, position))
-    return state
-
-
-def place(state: SpanState | None) -> tuple[int, ...]:
-    """Where the span starts, and its passes so far."""
-    assert state is not None
-    return state.start, state.num_slow, state.num_fast
+START = 10
 
 
 @pytest.mark.parametrize(
@@ -44,21 +30,10 @@ def place(state: SpanState | None) -> tuple[int, ...]:
     ],
 )
 def test_where_a_span_ends(farthest, options, ends):
+    """After passes that observed these positions at most, and left the block's first masked."""
     for dream, end in zip((False, True), ends, strict=True):
-        state = run(farthest, dream=dream, **options)
+        state = SpanState(SlowFast(**options), dream, START, START)
+        for position in farthest:
+            state = state.after(SeenOfBlock(START, position))
         assert (state.end, state.num_slow, state.num_fast) == (end, len(farthest), 0)
         assert not state.is_slow
-
-
-def test_an_end_that_is_found_early_leaves_the_other_slow_passes():
-    state = run([14, 14], span_steps=4)
-    assert (state.end, state.settled, state.is_slow) == (15, True, True)
-
-
-def test_a_span_is_left_when_it_is_full():
-    assert place(run([14, 14], first_masked=15, span_steps=2)) == (15, 0, 0)
-    # Not before the slow passes are over.
-    assert place(run([14, 14], first_masked=15, span_steps=3)) == (10, 2, 0)
-    assert place(run([14, 14, -1, -1], first_masked=14, span_steps=2)) == (10, 2, 2)
-    state = run([14, 14, -1], first_masked=14, span_steps=2)
-    assert place(state.after(SeenOfBlock(20, -1))) == (15, 0, 0)

@@ -1,4 +1,4 @@
-"""Refreshes that compute less than the canvas, and masks far behind the window that no pass computes."""
+"""Windows of several blocks: refreshes that compute less than the canvas, and masks that no pass computes."""
 
 import pytest
 
@@ -7,33 +7,30 @@ from dllm_engine.scheduler.request import ParallelRule
 from tests.support.plans import FULL_METHODS, cache_of, plan_of
 from tests.support.plans import spec_of as spec
 
-# Blocks 10–18, 18–26, 26–34, 34–42, 42–50.
-FIVE = {"gen_length": 40, "steps": 10}
 
-
-def advanced(method: str, masked: list[list[int]], **options):
-    request = spec(
-        cache=cache_of(method, refresh="response", prompt_refresh_interval=2, **options),
-        parallel=ParallelRule("threshold", 0.9),
-        block_add_threshold=0.5,
-        **FIVE,
-    )
+def advanced(*masked: list[int]):
+    """The running ones of blocks of 8 from 10 to 50, and where the next pass begins, after passes that left so
+    many masks."""
+    cache, rule = cache_of("dual", refresh="response", prompt_refresh_interval=2), ParallelRule("threshold", 0.9)
+    request = spec(cache=cache, parallel=rule, block_add_threshold=0.5, gen_length=40, steps=10)
     progress = Progress.begin(request)
     for left in masked:
         progress.advance(request, progress.num_masked - sum(left), left)
-    return progress.running, plan_of(request, method, progress).span.start
+    return progress.running, plan_of(request, "dual", progress).span.start
 
 
 def test_a_window_over_the_border_of_intervals_computes_the_whole_canvas():
-    assert advanced("dual", [[4]]) == ((0, 2), 10)
-    assert advanced("dual", [[4], [1, 4]]) == ((0, 3), 0)  # block 2 begins an interval
-    assert advanced("dual", [[4], [1, 4], [0, 0, 4]]) == ((2, 4), 0)  # what it follows reached over the border
-    assert advanced("dual", [[4], [0, 4], [0, 4], [0, 4]]) == ((3, 5), 0)
+    assert advanced([4]) == ((0, 2), 10)
+    assert advanced([4], [1, 4]) == ((0, 3), 0)  # block 2 begins an interval
+    assert advanced([4], [1, 4], [0, 0, 4]) == ((2, 4), 0)  # what it follows reached over the border
+    assert advanced([4], [0, 4], [0, 4], [0, 4]) == ((3, 5), 0)
 
 
-def test_a_window_that_ended_before_its_update_leaves_nothing_to_go_on_with():
-    assert advanced("sparse", [[4]]) == ((0, 2), 0)
-    assert advanced("sparse", [[6], [4]]) == ((0, 2), 10)
+def test_no_block_joins_after_the_response_has_ended():
+    request = spec(parallel=ParallelRule("threshold", 0.9), block_add_threshold=0.5)
+    progress = Progress.begin(request)
+    progress.advance(request, 5, [3], ends=True)
+    assert (progress.running, progress.step) == ((0, 1), 1)
 
 
 def test_what_sparse_scores_must_be_computed():

@@ -1,12 +1,9 @@
 """What a checkpoint's folder may hold, and how what it must not hold is refused."""
 
-import json
-
 import pytest
 import torch
 
 from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig, LLaDAMoEConfig
-from dllm_engine.plugin import register
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
@@ -49,12 +46,6 @@ def test_remote_code_beside_the_weights_is_never_executed(engines, tmp_path, fam
     llm = engines(folder, trust_remote_code=trust_remote_code)
     assert tokens_of(llm, PROMPT, gen_length=16, block_length=8, ignore_eos=True) == expected
     assert not executed.exists()
-
-
-def test_sharded_checkpoint_answers_as_the_single_file(engines, tiny_llada, tmp_path):
-    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path / "model"))
-    settings = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
-    assert tokens_of(engines(folder), PROMPT, **settings) == tokens_of(engines(tiny_llada), PROMPT, **settings)
 
 
 def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
@@ -162,28 +153,6 @@ def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
 
 
 # Configuration
-
-
-@pytest.mark.parametrize(
-    "write", [tiny_checkpoints.write_llada, tiny_checkpoints.write_llada_moe, tiny_checkpoints.write_dream]
-)
-def test_config_reads_as_written(tmp_path, engines, write):
-    """The aliases vLLM asks for agree with the file."""
-    from transformers import AutoConfig
-
-    register()
-    folder = write(tmp_path)
-    config, file = AutoConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())
-    assert config.hidden_size == 64
-    assert config.num_attention_heads == 4
-    assert config.num_hidden_layers == 2
-    assert config.intermediate_size == 112
-    assert config.max_position_embeddings == 256
-    assert config.num_key_value_heads == file.get("n_kv_heads", file.get("num_key_value_heads"))
-    assert config.eos_token_id == tiny_checkpoints.EOS
-    assert config.mask_token_id == tiny_checkpoints.MASK
-    assert not config.tie_word_embeddings
-    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():
