@@ -10,7 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams as Match
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate, start_engine
+from tests.support.engines import assert_nothing_left, generate, start_engine, tokens_of
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 MASK = tiny_checkpoints.MASK
@@ -26,9 +26,11 @@ def healthy(llm) -> list[int]:
     return answer(llm)
 
 
+SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+
+
 def answer(llm) -> list[int]:
-    (output,) = generate(llm, [PROMPT], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True))
-    return list(output.outputs[0].token_ids)
+    return tokens_of(llm, PROMPT, **SETTINGS)
 
 
 def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) -> None:
@@ -133,6 +135,16 @@ def test_lora_request(llm, healthy):
         )
     assert_nothing_left(llm)
     assert answer(llm) == healthy
+
+
+def test_the_trace_is_refused_by_name_where_none_is_recorded(engines, tiny_llada):
+    llm = engines(tiny_llada, trace=False)
+    with pytest.raises(ValueError, match=r"trace=True: the engine records no trace; start it with trace=True"):
+        generate(llm, [PROMPT], DiffusionParams(**SETTINGS, trace=True))
+    figures = generate(llm, [PROMPT], DiffusionParams(**SETTINGS))[0].outputs[0].diffusion
+    with pytest.raises(ValueError, match="trace=True"):
+        _ = figures.unmasked_per_step
+    assert "trace" not in figures.to_json()
 
 
 # Engines
