@@ -59,16 +59,6 @@ def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(e
     assert completion.cumulative_logprob == pytest.approx(total)
 
 
-@pytest.mark.parametrize("cache_method", ["sparse", "dkv"])
-def test_asking_changes_no_token(engines, tiny_llada, cache_method):
-    llm = engines(tiny_llada, cache_method=cache_method)
-    for settings in ({}, SAMPLED):
-        without, with_them = complete(llm, **settings), complete(llm, logprobs=2, **settings)
-        assert without.token_ids == with_them.token_ids
-        assert without.logprobs is None
-        assert all(token in of_token for token, of_token in zip(with_them.token_ids, with_them.logprobs, strict=True))
-
-
 def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
     llm = engines(tiny_llada)
     wanted = [None, 0, 4]

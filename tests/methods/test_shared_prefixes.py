@@ -7,7 +7,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
-from tests.support.stepped_engines import abort_all, run_in_steps
+from tests.support.stepped_engines import run_in_steps
 
 MODELS = {"sdar-tiny-a": 4, "llada2-moe-tiny-a": 16}
 """And the block length of requests."""
@@ -49,9 +49,7 @@ def tokens(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"max_num_batched_tokens": 48, "max_num_seqs": 16}], ids=["whole", "in parts"]
-)
+@pytest.mark.parametrize("settings", [{}, IN_PARTS], ids=["whole", "in parts"])
 def test_tokens_are_the_same_with_and_without(engine, settings):
     prompts, params = requests_of(engine.block_length, 1)
     plain = engine(enable_prefix_caching=False)
@@ -68,37 +66,12 @@ def test_tokens_are_the_same_with_and_without(engine, settings):
     assert_nothing_left(llm)
 
 
-def test_steps_are_the_same_however_a_prompt_is_fed(engine):
-    prompts, params = requests_of(engine.block_length, 2)
-    whole = run_in_steps(engine(enable_prefix_caching=False), prompts, params, joins=range(9))
-    parts = run_in_steps(engine(**IN_PARTS), prompts, params, joins=range(9))
-    assert parts.tokens == whole.tokens
-    for part, one in zip(parts.figures, whole.figures, strict=True):
-        assert part.denoising_steps == one.denoising_steps <= part.forward_passes
-        assert [step for step in part.unmasked_per_step if step] == [step for step in one.unmasked_per_step if step]
-    assert any(plan.prefills for plans in parts.plans for plan in plans)
-
-
 def test_an_engine_told_so_feeds_prompts_whole(engine):
     llm = engine(max_num_batched_tokens=200, enable_chunked_prefill=False)
     prompts, asked = [[number] * 120 for number in range(4)], {"gen_length": 4, "ignore_eos": True}
     run = run_in_steps(llm, prompts, [DiffusionParams(block_length=engine.block_length, **asked)] * 4)
     assert not any(plan.prefills for plans in run.plans for plan in plans)
     assert [len(plans) for plans in run.plans[:2]] == [1, 2]
-
-
-def test_nothing_stale_is_read_and_no_page_is_lost_when_requests_are_aborted(engine):
-    prompts, params = requests_of(engine.block_length, 3, count=16)
-    expected = tokens(generate(engine(enable_prefix_caching=False), prompts, params))
-    llm = engine(kv_cache_memory_bytes=1 << 20)
-    pages = scheduler_of(llm).pages
-
-    def check() -> None:
-        assert pages.num_allocated <= pages.num_reserved <= pages.num_pages
-
-    for seed in (1, 2):
-        abort_all(llm, prompts, params, seed=seed)
-        assert run_in_steps(llm, prompts, params, after_step=check).tokens == expected
 
 
 def test_another_block_length_or_salt_shares_nothing(engine):
