@@ -111,13 +111,3 @@ def test_settings_left_out_are_the_familys(engines, tiny_llada, tiny_dream, fami
     }[family]
     llm, length = engines(folder), {"gen_length": 40}
     assert answers(llm, [(PROMPTS[0], length)]) == answers(llm, [(PROMPTS[0], length | named | {"steps": 40})])
-
-
-@pytest.mark.parametrize("gen_length", [33, 40, 65])
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_steps_left_open_are_one_per_token_whatever_the_length(engines, tiny_llada, tiny_dream, family, gen_length):
-    llm = engines(tiny_llada if family == "llada" else tiny_dream)
-    (answer,) = answers(llm, [(PROMPTS[0], {"gen_length": gen_length, "block_length": 32})])
-    assert len(answer.order) == gen_length
-    if family == "llada":
-        assert [len(step) for step in answer.order] == [1] * gen_length
