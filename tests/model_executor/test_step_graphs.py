@@ -100,14 +100,6 @@ def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recordin
     assert {(size.num_requests > 1, size.adds) for size in sizes} >= {(True, False), (True, True)}
 
 
-def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada):
-    settings = {"cache_method": "sparse", "steps_per_dispatch": 4}
-    expected = answers(engines(tiny_llada, page_size=4, **settings))
-    llm, recorder = recording(tiny_llada, **settings)
-    assert answers(llm) == expected
-    assert recorder.num_replayed
-
-
 @pytest.mark.parametrize(("method", "family"), recordable())
 def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType, FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
@@ -154,20 +153,6 @@ def assert_empty(scheduler) -> None:
     assert scheduler.pages.num_reserved == scheduler.pages.num_allocated == 0
 
 
-def test_request_runs_its_steps_and_returns_a_block_at_a_time():
-    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
-    scheduler.add_request(request("a"))
-    received, figures = [], []
-    while scheduler.has_unfinished_requests():
-        _, outputs = step(scheduler, runner)
-        received.append([(o.new_token_ids, o.finish_reason) for o in outputs[0].outputs] if outputs else [])
-        figures += [o.kv_transfer_params["diffusion"] for o in outputs[0].outputs] if outputs else []
-    assert received == [[], [([10, 11, 12, 13], None)], [], [([14, 15, 16, 17], FinishReason.LENGTH)]]
-    counts = [(f["forward_passes"], f["tokens_unmasked"], f["tokens_computed"]) for f in figures]
-    assert counts == [(2, 4, 36), (4, 8, 72)], "they accumulate over the response"
-    assert_empty(scheduler)
-
-
 # Order
 
 
@@ -309,19 +294,6 @@ def test_id_in_use_is_refused_and_can_be_used_again_afterwards():
 
 
 # Pause
-
-
-def test_paused_new_finishes_what_runs_and_admits_nothing():
-    scheduler, runner = scheduler_with("a", max_num_seqs=2)
-    step(scheduler, runner)
-    scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    scheduler.add_request(request("b"))
-    assert scheduler.pause_state == PauseState.PAUSED_NEW
-    assert run(scheduler, runner)[0] == [["a"]] * 3
-    assert not scheduler.has_unfinished_requests()
-    scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert run(scheduler, runner)[0] == [["b"]] * 4
-    assert_empty(scheduler)
 
 
 def test_throttled_prefills_admit_nothing():
