@@ -313,9 +313,7 @@ def launch(module: ModuleType, heads: int, kv_heads: int, dim: int, dtype: torch
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype"), [(32, 32, 128, BFLOAT16), (14, 2, 96, BFLOAT16), (28, 4, 256, FLOAT32)]
 )
-@pytest.mark.parametrize(
-    "module", [slots, eviction, features, rotary, similarity, voting], ids=lambda m: m.__name__[-8:]
-)
+@pytest.mark.parametrize("module", [slots, eviction, features, rotary, similarity, voting])
 def test_launches_compile_for_a_gpu(monkeypatch, module, heads, kv_heads, dim, dtype):
     kernels = compile_launches(monkeypatch, module)
     launch(module, heads, kv_heads, dim, dtype)
