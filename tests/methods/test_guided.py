@@ -193,7 +193,8 @@ def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine,
 
 
 def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
-    """The demo guide with its tokens renumbered reads the same text as other ids, and says the same."""
+    """The demo guide with its tokens renumbered reads the same text as other ids, and says the same; in fewer passes
+    than without."""
     copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")
     asked = [
         [{"role": "user", "content": example.prompt}] for task in TASKS for example in make_examples(task, 3, seed=8)
@@ -203,6 +204,9 @@ def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
         llm = engines("demo", guide_model=guide, skip_tokenizer_init=False)
         params = DiffusionParams(gen_length=32, block_length=8)
         answers.append([output.outputs[0] for output in llm.chat(asked, params, use_tqdm=False)])
+    params.guided = False
+    unguided = sum(o.outputs[0].diffusion.forward_passes for o in llm.chat(asked, params, use_tqdm=False))
+    assert sum(answer.diffusion.forward_passes for answer in answers[1]) < 0.6 * unguided
     assert runner_of(llm).guide.shape.tokens_per_token == 2.0, "it is read as text"
     for same, other in zip(*answers, strict=True):
         assert other.text == same.text
@@ -353,18 +357,6 @@ def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(ValueError, match="'gpt2' cannot guide; guides are Qwen2ForCausalLM, LlamaForCausalLM"):
         start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(tmp_path))
-
-
-def test_the_demo_guide_answers_in_few_passes(engines):
-    llm = engines("demo", guide_model="demo", skip_tokenizer_init=False)
-    asked = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
-    params = DiffusionParams(gen_length=32, block_length=8)
-    (output,) = llm.chat(asked, params, use_tqdm=False)
-    assert "Ida=07, Tom=48" in output.outputs[0].text
-    unguided = DiffusionParams(gen_length=32, block_length=8, guided=False)
-    (other,) = llm.chat(asked, unguided, use_tqdm=False)
-    assert other.outputs[0].text == output.outputs[0].text
-    assert output.outputs[0].diffusion.forward_passes < other.outputs[0].diffusion.forward_passes
 
 
 def test_a_guide_keeps_to_a_constraint(engine):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
 
@@ -347,13 +347,6 @@ def test_one_client_alone_gets_the_stats():
     _, outputs = step(scheduler, runner)
     assert set(outputs) == {0, 2}
     assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1
-
-
-def test_events_of_a_request_are_queued_then_scheduled():
-    scheduler, runner = scheduler_with(request("a", gen_length=4, steps=1), log_stats=True)
-    _, outputs = step(scheduler, runner)
-    events = [event.type for event in outputs[0].outputs[0].events]
-    assert events == [EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED]
 
 
 def test_finished_ids_go_to_the_client_that_asked():
