@@ -68,11 +68,7 @@ DREAMS = SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_m
         ({}, {}, {"slow_fast": None}),
         ({}, {"slow_fast": {}}, {"slow_fast": SlowFast()}),
         ({}, {"family": DREAM, "slow_fast": {"slow_minimum": 3}}, {"slow_fast": DREAMS}),
-        (
-            {"slow_fast": '{"fast_threshold": 0.5}'},
-            {},
-            {"parallel": ("slow_fast", 0.5), "unmasking": "low_confidence"},
-        ),
+        ({"slow_fast": '{"fast_threshold": 0.5}'}, {}, {"parallel": ("slow_fast", 0.5), "unmasking": "low_confidence"}),
         ({"slow_fast": {}}, THRESHOLD, {"slow_fast": None}),
     ],
     ids=str,

@@ -26,12 +26,7 @@ WHOLE_BLOCKS = {"gen_length": 18}
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [
-        ("llada", {}),
-        ("dream", {}),
-        ("sdar", {"block_length": 4, "steps": 9} | WHOLE_BLOCKS),
-        ("llada2", WHOLE_BLOCKS),
-    ],
+    [("llada", {}), ("dream", {}), ("sdar", {"block_length": 4, "steps": 9} | WHOLE_BLOCKS), ("llada2", WHOLE_BLOCKS)],
 )
 def test_a_trainer_can_compute_the_logprobs_again_from_the_order(engines, request, family, settings):
     """Without a cache, or with an exact one, each pass sees what was committed before it and masks elsewhere, as a

@@ -34,8 +34,7 @@ def test_what_is_given_is_certain_and_may_be_left_out(engines, tiny_llada):
 
 
 @pytest.mark.parametrize(
-    ("cache_method", "sampled"),
-    [("none", {}), ("none", {"temperature": 1.5, "seed": 2, "top_k": 30}), ("es_dllm", {})],
+    ("cache_method", "sampled"), [("none", {}), ("none", {"temperature": 1.5, "seed": 2, "top_k": 30}), ("es_dllm", {})]
 )
 def test_no_end_token_stands_where_something_given_follows(engines, tiny_llada, cache_method, sampled):
     llm = engines(tiny_llada, cache_method=cache_method)

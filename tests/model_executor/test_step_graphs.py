@@ -197,11 +197,7 @@ def test_requests_and_rows_are_padded_to_few_sizes():
 
 def test_the_recorder_would_notice_the_host():
     ones = torch.ones(3)
-    for run in (
-        lambda: ones * int(ones.sum()),
-        lambda: ones + torch.tensor([1.0, 2.0, 3.0]),
-        lambda: ones[ones > 0],
-    ):
+    for run in (lambda: ones * int(ones.sum()), lambda: ones + torch.tensor([1.0, 2.0, 3.0]), lambda: ones[ones > 0]):
         with torch.inference_mode(), pytest.raises(AssertionError, match=r"device|host"):
             StandInRecorder()(run)
 
