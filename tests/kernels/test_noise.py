@@ -65,16 +65,12 @@ def test_of_equal_tokens_top_p_takes_the_first_and_top_k_all():
     assert kept(1.0, 99) == list(range(8))
 
 
-def test_filters_that_make_no_sense_are_refused():
-    logits = torch.zeros(2, 9)
+def test_what_makes_no_sense_is_refused():
+    logits, rows = torch.zeros(2, 9), torch.zeros(3, 2, dtype=torch.int64)
     refused("temperature=0.0, top_p=0.9, top_k=1", filtered_logits, logits, 0.0, 0.9, 1, -1)
     refused("top_p=0.0", filtered_logits, logits, 1.0, 0.0, 1, -1)
     refused("top_k=-1", filtered_logits, logits, 1.0, 0.9, -1, -1)
     refused("forbidden_token=9 is not a column", filtered_logits, logits, 1.0, 0.9, 1, 9)
-
-
-def test_draws_that_make_no_sense_are_refused():
-    logits, rows = torch.zeros(2, 9), torch.zeros(3, 2, dtype=torch.int64)
     refused("temperature=0.0 is not above 0", noise.gumbel_max, logits, *rows, 0, 0.0, -1)
     refused("forbidden_token=9 is not a column", noise.gumbel_max, logits, *rows, 0, 1.0, 9)
     refused(r"counters \[1\] torch.int64 are not", noise.gumbel_max, logits, *rows[:, :1], 0, 1.0, 3)

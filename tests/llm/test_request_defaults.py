@@ -104,16 +104,31 @@ def test_those_of_a_guide(defaults, asked, expected):
     assert (spec.parallel is None) == (expected is not None or "threshold" not in asked)
 
 
-def test_slow_fast_sampling_of_several_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"block_add_threshold=0.1 and slow_fast=\{\}: SlowFast sampling runs"):
-        resolved({}, slow_fast={}, block_add_threshold=0.1)
+BLOCKS = {"block_add_threshold": 0.2, "ignore_eos": True}
 
 
-def test_what_a_request_names_itself_is_not_fitted():
-    with pytest.raises(InvalidRequestError, match="block_length=32 is out of range"):
-        resolved({"block_length": 4}, gen_length=16, block_length=32)
-    with pytest.raises(InvalidRequestError, match="steps=2 is out of range"):
-        resolved({"block_length": 4}, gen_length=16, steps=2)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        # Nothing is fitted that a request names itself.
+        ({"block_length": 32}, "block_length=32 is out of range"),
+        ({"steps": 2}, "steps=2 is out of range"),
+        (BLOCKS | {"slow_fast": {}}, r"block_add_threshold=0.2 and slow_fast=\{\}: SlowFast sampling runs"),
+        (BLOCKS, "block_add_threshold=0.2: several blocks at once need a rule of parallel unmasking"),
+        # A policy that ignores the threshold.
+        (BLOCKS | THRESHOLD | {"unmasking": "random"}, "several blocks at once need a rule"),
+        (BLOCKS | THRESHOLD | {"steps_per_block": 2}, "steps_per_block=2: blocks that run at once share their steps"),
+        (BLOCKS | THRESHOLD | {"block_add_threshold": 1.5}, "block_add_threshold=1.5"),
+        (BLOCKS | THRESHOLD | {"block_add_threshold": -0.1}, "block_add_threshold=-0.1"),
+        (BLOCKS | THRESHOLD | {"early_stop": True}, "early_stop=True: the request has no end token"),
+        (BLOCKS | {"entropy_threshold": -1.0}, "entropy_threshold=-1.0"),
+        (BLOCKS | {"entropy_threshold": 1.0, "unmasking": "entropy"}, "choose low_entropy"),
+    ],
+    ids=str,
+)
+def test_what_a_request_cannot_have_is_named(asked, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        resolved({"block_length": 4}, gen_length=16, **asked)
 
 
 @pytest.mark.parametrize(
