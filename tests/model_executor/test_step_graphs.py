@@ -103,13 +103,8 @@ def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recordin
 @pytest.mark.parametrize(("method", "family"), recordable())
 def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
-    asked = [
-        {"gen_length": 24},
-        {"block_length": 3},
-        {"threshold": 0.3},
-        {"temperature": 0.5, "seed": 2},
-        {"unmasking": "entropy"},
-    ]
+    asked = [{"gen_length": 24}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}]
+    asked += [{"unmasking": "entropy"}]
     params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
     prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
     checkpoint = request.getfixturevalue(f"tiny_{'dream' if family in ('llada', 'llada_moe') else family}")

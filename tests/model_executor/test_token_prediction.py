@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
 from dllm_engine.model_executor.unmasking.constrained import best_of_class
+from tests.support.engines import generate, runner_of
 from tests.support.plans import spec_of
 
 VOCAB = 150
@@ -224,6 +226,24 @@ def test_a_probability_is_a_number_just_where_the_logits_are(settings):
     logits[4, MASK] = torch.inf
     found = predict(logits, settings)
     assert (found.probability < torch.inf).tolist() == [False, False, False, True, False, True]
+
+
+# Rows through the head
+
+
+@pytest.mark.parametrize("cache_method", ["none", "dllm_cache"])
+@pytest.mark.parametrize(("family", "rows"), [("llada", [8, 6, 4, 2] * 2), ("dream", [1, 7, 5, 3] * 2)])
+def test_logits_are_made_for_the_masked_positions_of_the_block_alone(
+    engines, request, monkeypatch, family, rows, cache_method
+):
+    """What may be unmasked in the current block, and nothing at a finished one. (Dream's first step of a block is about
+    its first position.)"""
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
+    predictor, found = runner_of(llm).predictor, []
+    compute = predictor.compute_logits
+    monkeypatch.setattr(predictor, "compute_logits", lambda hidden: found.append(len(hidden)) or compute(hidden))
+    generate(llm, [[3, 1, 4, 1, 5]], DiffusionParams(gen_length=16, block_length=8, steps=8, ignore_eos=True))
+    assert found == rows
 
 
 # Constraints
