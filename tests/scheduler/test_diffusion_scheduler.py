@@ -340,24 +340,15 @@ def test_stats_count_running_and_waiting_requests():
     assert make_scheduler().make_stats() is None
 
 
-def test_one_client_alone_gets_the_stats():
-    scheduler, runner = scheduler_with(
-        request("a", client=0, gen_length=4, steps=1), request("b", client=2, gen_length=4, steps=1), log_stats=True
-    )
-    _, outputs = step(scheduler, runner)
-    assert set(outputs) == {0, 2}
-    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1
-
-
 def test_finished_ids_go_to_the_client_that_asked():
-    scheduler, runner = scheduler_with(
-        request("a", client=1, gen_length=4, steps=1), request("b", client=2), include_finished_set=True
-    )
+    requests = [request(name, client=client, gen_length=4, steps=1) for client, name in enumerate("abc")]
+    scheduler, runner = scheduler_with(*requests[:2], include_finished_set=True, log_stats=True)
     _, outputs = step(scheduler, runner)
-    assert outputs[1].finished_requests == {"a"}
-    assert 2 not in outputs
+    assert [outputs[client].finished_requests for client in (0, 1)] == [{"a"}, {"b"}]
+    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1, "one gets the stats"
+    scheduler.add_request(requests[2])
     _, outputs = step(scheduler, runner)
-    assert not outputs or outputs[2].finished_requests is None
+    assert {client for client, per_client in outputs.items() if per_client.finished_requests} == {2}
 
 
 # Refreshes beside smaller requests
