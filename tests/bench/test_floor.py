@@ -57,13 +57,6 @@ def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
     assert found == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]
 
 
-def test_a_batch_of_plans_is_a_shape():
-    plans = [plan_of("dual", 3), plan_of("dual", 0)]
-    shape = PassShape.of_plans(plans, [BLOCK, CANVAS], [CANVAS, CANVAS], head_rows=13)
-    assert shape == PassShape(((BLOCK, CANVAS), (CANVAS, CANVAS)), 13)
-    assert shape.num_rows == BLOCK + CANVAS
-
-
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
 def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, family, monkeypatch):
     model, rows_of, names = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model, Counter(), []

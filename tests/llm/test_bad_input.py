@@ -33,10 +33,10 @@ def answer(llm) -> list[int]:
     return tokens_of(llm, PROMPT, **SETTINGS)
 
 
-def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) -> None:
+def refuse(llm, healthy, *fragments: str, prompt=PROMPT, params=None, **settings) -> None:
     """The request fails with a message that holds all ``fragments``, and the engine answers as before."""
     with pytest.raises((ValueError, VLLMValidationError)) as error:
-        generate(llm, [PROMPT if prompt is None else prompt], params or DiffusionParams(**settings))
+        generate(llm, [prompt], params or DiffusionParams(**settings))
     for fragment in fragments:
         assert fragment in str(error.value), str(error.value)
     assert_nothing_left(llm)
@@ -59,7 +59,7 @@ def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) 
     ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length", "150", "5000", "-1"],
 )
 def test_prompt_that_cannot_be_served(llm, healthy, prompt, gen_length, fragments):
-    refuse(llm, healthy, prompt, None, *fragments, gen_length=gen_length)
+    refuse(llm, healthy, *fragments, prompt=prompt, gen_length=gen_length)
 
 
 def test_prompt_embeddings(llm, healthy):
@@ -99,7 +99,7 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
-    refuse(llm, healthy, None, None, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
+    refuse(llm, healthy, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
 
 
 @pytest.mark.parametrize(
@@ -115,25 +115,20 @@ def test_what_is_not_supported_is_named(llm, healthy, settings):
         params = DiffusionParams(gen_length=8, block_length=8)
         setattr(params, name, value)
         named = name if isinstance(value, list | dict) else f"{name}={value}"
-        refuse(llm, healthy, None, params, named, "not supported")
+        refuse(llm, healthy, named, "not supported", params=params)
 
 
 def test_beam_search(llm, healthy):
-    with pytest.raises(ValueError, match="beam search is not supported"):
-        llm.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
-    with pytest.raises(ValueError, match="beam search is not supported"):
-        vllm.LLM.beam_search(llm, [{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
+    for search in (type(llm).beam_search, vllm.LLM.beam_search):
+        with pytest.raises(ValueError, match="beam search is not supported"):
+            search(llm, [{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
     assert answer(llm) == healthy
 
 
 def test_lora_request(llm, healthy):
+    adapter = {"lora_request": LoRARequest("adapter", 1, "/nowhere")}
     with pytest.raises((ValueError, VLLMValidationError), match=r"lora_request: .* lora_path"):
-        llm.generate(
-            [{"prompt_token_ids": PROMPT}],
-            DiffusionParams(gen_length=8),
-            lora_request=LoRARequest("adapter", 1, "/nowhere"),
-            use_tqdm=False,
-        )
+        llm.generate([{"prompt_token_ids": PROMPT}], DiffusionParams(gen_length=8), **adapter, use_tqdm=False)
     assert_nothing_left(llm)
     assert answer(llm) == healthy
 

@@ -29,31 +29,22 @@ def cut(full) -> int:
     return next(i for i in range(9, 15) if full[i] not in full[:i])
 
 
-@pytest.fixture(scope="module")
-def ending(engines, tmp_path_factory, full, cut):
-    """The same model, but the token at ``cut`` is its end token."""
-    return engines(tiny_checkpoints.write_llada(tmp_path_factory.mktemp("ending"), eos_token_id=full[cut]))
-
-
-def test_response_ends_at_the_end_token_of_a_finished_block(ending, full, cut):
-    completion = complete(ending)
-    assert list(completion.token_ids) == full[: cut + 1]
-    assert completion.finish_reason == "stop"
+@pytest.mark.parametrize(
+    "stated",
+    [
+        lambda end: {"eos_token_id": end},
+        lambda end: {"eos_token_id": [149, end]},
+        lambda end: {"end_of_turn_token_id": end},
+    ],
+    ids=["the end token", "one of several", "that of a turn"],
+)
+def test_a_response_ends_at_the_end_token_of_a_finished_block(engines, tmp_path, full, cut, stated):
+    llm = engines(tiny_checkpoints.write_llada(tmp_path, **stated(full[cut])))
+    completion = complete(llm)
+    assert (list(completion.token_ids), completion.finish_reason) == (full[: cut + 1], "stop")
     assert completion.diffusion.forward_passes == 16, "the blocks behind it are not computed"
-
-
-def test_ignore_eos_returns_the_full_length(ending, full):
-    completion = complete(ending, ignore_eos=True)
-    assert list(completion.token_ids) == full
-    assert completion.finish_reason == "length"
-    assert completion.diffusion.forward_passes == 32
-
-
-@pytest.mark.parametrize("key", ["eos_token_id", "end_of_turn_token_id"])
-def test_one_of_several_end_tokens_and_that_of_a_turn_end_too(engines, tmp_path, full, cut, key):
-    ends = [149, full[cut]] if key == "eos_token_id" else full[cut]
-    folder = tiny_checkpoints.write_llada(tmp_path, **{key: ends})
-    assert list(complete(engines(folder)).token_ids) == full[: cut + 1]
+    whole = complete(llm, ignore_eos=True)
+    assert (list(whole.token_ids), whole.finish_reason, whole.diffusion.forward_passes) == (full, "length", 32)
 
 
 def test_stop_token_ends_and_is_named(engines, tiny_llada, full, cut):
@@ -81,18 +72,6 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, promp
         assert len(generate(llm, [prompt], params)[0].outputs[0].token_ids) == expected
     figures = generate(llm, [prompt], None)[0].outputs[0].diffusion  # ends where the model does
     assert figures.tokens_computed == figures.forward_passes * (prompt_length + expected)
-
-
-def test_plain_sampling_params_decode_like_diffusion_params(engines, tiny_llada, tiny_dream):
-    for folder in (tiny_llada, tiny_dream):
-        llm = engines(folder)
-        plain = SamplingParams(
-            max_tokens=24, temperature=0, ignore_eos=True, extra_args={"block_length": 8, "steps": 12}
-        )
-        own = DiffusionParams(gen_length=24, block_length=8, steps=12, ignore_eos=True)
-        (one,), (other,) = generate(llm, [PROMPT], plain), generate(llm, [PROMPT], own)
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        assert one.outputs[0].diffusion == other.outputs[0].diffusion
 
 
 def test_parameters_survive_the_wire():

@@ -112,12 +112,10 @@ SETTINGS = [
 
 def assert_same(got, expected) -> None:
     assert torch.equal(got.token, expected.token)
-    torch.testing.assert_close(got.probability, expected.probability)
-    torch.testing.assert_close(got.negative_entropy, expected.negative_entropy)
-    torch.testing.assert_close(got.margin, expected.margin)
-    torch.testing.assert_close(got.logprobs.token, expected.logprobs.token)
-    torch.testing.assert_close(got.logprobs.top, expected.logprobs.top)
-    assert torch.equal(got.logprobs.rank, expected.logprobs.rank)
+    for name in ("probability", "negative_entropy", "margin"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+    for name in ("token", "top", "rank"):
+        torch.testing.assert_close(getattr(got.logprobs, name), getattr(expected.logprobs, name))
     rows = slice(6, None)  # the first ones hold ties
     assert torch.equal(got.logprobs.top_tokens[rows], expected.logprobs.top_tokens[rows])
 

@@ -19,25 +19,6 @@ def spec(prompt_length: int, gen_length: int, family=SDAR, **options) -> Decodin
     return resolve_decoding(params, prompt_length, family, EngineOptions())
 
 
-@pytest.mark.parametrize(
-    ("prompt_length", "gen_length", "spans", "masks"),
-    [
-        (8, 8, [(8, 12), (12, 16)], 8),
-        (6, 8, [(6, 8), (8, 12), (12, 16)], 10),  # the prompt's rest heads the first block; two masks behind
-        (3, 1, [(3, 4)], 1),
-        (1, 1, [(1, 4)], 3),  # shorter than a block
-        (7, 5, [(7, 8), (8, 12)], 5),
-    ],
-)
-def test_blocks_are_counted_from_the_start_of_the_canvas(prompt_length, gen_length, spans, masks):
-    request = spec(prompt_length, gen_length)
-    assert [request.block_span(block) for block in range(request.num_blocks)] == spans
-    assert request.canvas_length == spans[-1][1]
-    assert request.response_span == (prompt_length, prompt_length + gen_length)
-    assert request.num_masks == request.steps == masks
-    assert request.num_sent == gen_length
-
-
 @pytest.mark.parametrize(("family", "expected"), [(SDAR, 4), (LLADA2, 32), (DREAM, 3)])
 def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(family, expected):
     assert spec(5, 3, family).block_length == expected

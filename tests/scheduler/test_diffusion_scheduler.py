@@ -156,12 +156,6 @@ def assert_empty(scheduler) -> None:
 # Order
 
 
-def test_place_is_taken_as_soon_as_a_request_ends():
-    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", max_num_seqs=2)
-    ran, _, _ = run(scheduler, runner)
-    assert [sorted(ids) for ids in ran] == [["long", "short"]] * 2 + [["long", "next"]] * 2 + [["next"]] * 2
-
-
 def test_priority_goes_before_arrival_and_arrival_breaks_ties():
     scheduler, runner = make_scheduler(max_num_seqs=1, policy="priority"), StandInRunner()
     for name, priority in (("late", 5), ("soon too", 1), ("soon", 1), ("sooner", -1)):
@@ -217,14 +211,6 @@ def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
     assert step(scheduler, runner)[0] == ["running"]
 
 
-@pytest.mark.parametrize(("max_rows", "together"), [(35, ["a"]), (36, ["a", "b"])])
-def test_requests_run_together_when_their_rows_fit_exactly(max_rows, together):
-    scheduler, runner = make_scheduler(max_rows=max_rows), StandInRunner()
-    scheduler.add_request(request("a"))  # 18 rows each
-    scheduler.add_request(request("b"))
-    assert step(scheduler, runner)[0] == together
-
-
 def test_canvas_beyond_the_budget_is_refused_and_others_go_on():
     scheduler, runner = scheduler_with(request("large", prompt_length=11), "fits", max_rows=18)
     _, tokens, reasons = run(scheduler, runner)
@@ -245,18 +231,6 @@ def test_pages_are_reserved_at_admission_and_held_until_the_end():
 
 
 # Abort
-
-
-def test_abort_while_running_tells_the_runner_and_frees_the_place():
-    scheduler, runner = scheduler_with("a", "b", max_num_seqs=1, page_demand=lambda spec: 3)
-    step(scheduler, runner)
-    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
-    assert scheduler.pages.num_reserved == 0
-    output = scheduler.schedule()
-    assert output.finished_req_ids == {"a"}
-    assert list(output.plans) == ["b"]
-    scheduler.update_from_output(output, runner.execute(output))
-    assert scheduler.schedule().finished_req_ids == set(), "told once"
 
 
 def test_abort_in_the_middle_of_a_step_drops_its_result():

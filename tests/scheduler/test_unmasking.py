@@ -11,17 +11,9 @@ from dllm_engine.scheduler.unmasking import (
     SpanState,
     split_steps,
     timestep_count,
-    timestep_ratio,
     uniform_count,
 )
 from tests.oracles import decoding as plain
-
-
-def test_timestep_ratio_is_the_share_of_the_remaining_tokens():
-    assert timestep_ratio(4, 0) == pytest.approx(0.24975, abs=1e-6)
-    assert timestep_ratio(4, 2) == pytest.approx(1 - 0.25075 / 0.5005, abs=1e-6)
-    assert timestep_ratio(4, 3) == 1.0
-    assert timestep_ratio(1, 0) == 1.0
 
 
 @settings(deadline=None)
