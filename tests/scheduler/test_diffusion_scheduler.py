@@ -156,6 +156,12 @@ def assert_empty(scheduler) -> None:
 # Order
 
 
+def test_place_is_taken_as_soon_as_a_request_ends():
+    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", max_num_seqs=2)
+    ran, _, _ = run(scheduler, runner)
+    assert [sorted(ids) for ids in ran] == [["long", "short"]] * 2 + [["long", "next"]] * 2 + [["next"]] * 2
+
+
 def test_priority_goes_before_arrival_and_arrival_breaks_ties():
     scheduler, runner = make_scheduler(max_num_seqs=1, policy="priority"), StandInRunner()
     for name, priority in (("late", 5), ("soon too", 1), ("soon", 1), ("sooner", -1)):
