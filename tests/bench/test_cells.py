@@ -19,17 +19,11 @@ from dllm_engine.bench.floor import PassShape
 from dllm_engine.bench.plain import PlainDecoder, PlainResponse
 from dllm_engine.bench.subject import Unmasking
 from dllm_engine.checkpoints import load_config
-from dllm_engine.evaluation.answering import Memory, visible_tokens
+from dllm_engine.evaluation.answering import Memory
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.engines import assert_nothing_left, generate, runner_of
-
-
-def test_visible_tokens_end_before_the_end_token():
-    assert visible_tokens([5, 6, 1, 7, 1], frozenset({1})) == (5, 6)
-    assert visible_tokens([5, 6], frozenset({1})) == (5, 6)
-    assert visible_tokens([1, 5], frozenset({1})) == ()
 
 
 @pytest.mark.parametrize(

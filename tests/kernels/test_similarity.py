@@ -72,19 +72,12 @@ def test_rounding_does_not_tell_unchanged_rows_apart():
 
 def test_errors_name_what_does_not_fit():
     fresh, pages, slots = torch.zeros(4, 2, 8), torch.zeros(3, 6, 8), torch.zeros(4, 2, dtype=torch.int64)
-    refused(
-        r"fresh \[4, 2, 8\], pages \[3, 6, 8\], slots \[4, 1\] do not belong",
-        similarity_sums,
-        fresh,
-        pages,
-        slots[:, :1],
-    )
+    refused(r"pages \[3, 6, 8\], slots \[4, 1\] do not belong", similarity_sums, fresh, pages, slots[:, :1])
     refused(r"pages \[3, 12, 4\]", similarity_sums, fresh, pages.view(3, 12, 4), slots)
     refused(r"pages \[0, 6, 8\]: there is no page", similarity_sums, fresh, pages[:0], slots)
     refused("a page is not contiguous", similarity_sums, fresh, torch.zeros(3, 8, 6).mT, slots)
-    refused(
-        "not whole slots from the next", similarity_sums, fresh, torch.zeros(3, 50)[:, :48].unflatten(1, (6, 8)), slots
-    )
+    apart = torch.zeros(3, 50)[:, :48].unflatten(1, (6, 8))
+    refused("not whole slots from the next", similarity_sums, fresh, apart, slots)
     refused(r"differ in type: torch\.float16, torch\.float32", similarity_sums, fresh.half(), pages, slots)
     refused(r"sums \[2, 4\] are not \[3, num_rows\]", cosine, torch.zeros(2, 4))
     refused(r"sums \[2, 4\] are not \[3, num_rows\]", negative_distance, torch.zeros(2, 4))

@@ -50,8 +50,8 @@ def plain(llm, **settings):
 @pytest.mark.parametrize("cache_method", ["none", "sparse"])
 def test_every_step_shows_the_running_block(engines, request, family, cache_method, rule):
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
-    expected = plain(llm, **rule)
-    completions = [output.outputs[0] for output in stream(llm, **rule)]
+    expected = plain(llm, logprobs=0, **rule)
+    completions = [output.outputs[0] for output in stream(llm, logprobs=0, **rule)]
     blocks = [completion.provisional for completion in completions]
     num_passes = expected.diffusion.forward_passes
     assert (num_passes == 24) == (not rule)
@@ -66,6 +66,16 @@ def test_every_step_shows_the_running_block(engines, request, family, cache_meth
             assert masked == (filled[i] > n)
             assert token == (MASK if masked else expected.token_ids[i])
             assert (masked and confidence is None) or 0 < confidence <= 1
+            if not masked:  # that of the step that committed it
+                assert confidence == pytest.approx(math.exp(expected.logprobs[i][token].logprob), rel=1e-4)
+    # The response and its figures are those without streaming by step.
+    assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
+    assert [token for c in completions for token in c.token_ids] == list(expected.token_ids)
+    assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
+    assert completions[-1].finish_reason == "length"
+    assert completions[-1].diffusion == expected.diffusion
+    assert [c.diffusion.forward_passes for c in completions] == list(range(1, num_passes + 1))
+    assert rule or not completions[0].diffusion.trace, "it would grow with every chunk"
     assert_nothing_left(llm)
 
 
@@ -84,31 +94,6 @@ def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(engines,
     (expected,) = generate(llm, [prompt], parameters(gen_length=9, block_length=4))
     assert [token for c in outputs for token in c.token_ids] == list(expected.outputs[0].token_ids)
     assert blocks[-1].token_ids == list(expected.outputs[0].token_ids)[6:]
-
-
-def test_the_response_and_its_figures_are_those_without_streaming_by_step(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    expected = plain(llm, logprobs=1)
-    completions = [output.outputs[0] for output in stream(llm, logprobs=1)]
-    assert [token for c in completions for token in c.token_ids] == list(expected.token_ids)
-    assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
-    assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
-    assert completions[-1].finish_reason == "length"
-    assert completions[-1].diffusion == expected.diffusion
-    assert [c.diffusion.forward_passes for c in completions] == list(range(1, 25))
-    assert not completions[0].diffusion.trace, "it would grow with every chunk"
-
-
-def test_a_committed_position_keeps_the_confidence_of_its_step(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    expected = plain(llm, logprobs=0)
-    last = {}
-    for output in stream(llm):
-        block = output.outputs[0].provisional
-        if not any(block.masked):
-            last |= dict(enumerate(block.confidences, start=block.start))
-    for i, (token, of_token) in enumerate(zip(expected.token_ids, expected.logprobs, strict=True)):
-        assert last[i] == pytest.approx(math.exp(of_token[token].logprob), rel=1e-4)
 
 
 def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):

@@ -75,17 +75,10 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, request, method
         page_bytes = runner_of(llm).pages.memory[0].nbytes
         assert demand.bytes == reserved * page_bytes
         assert pages_of_pool(MEMORY, page_bytes) == scheduler_of(llm).pages.num_pages
-
-
-@pytest.mark.parametrize("method", FULL_METHODS)
-def test_rows_of_a_step_are_the_mean_of_what_a_scheduler_plans(engines, tiny_llada, method):
-    """Whole blocks, so that each step unmasks one token."""
-    llm = engines(tiny_llada, cache_method=method, page_size=PAGE_SIZE)
+    # Rows of a step are the mean of what a scheduler plans, where each step of whole blocks unmasks one token.
     response = 2 * BLOCK_LENGTH
-    assert (
-        plan(deployment(tiny_llada, method, response=response)).demand.rows_per_step
-        == run_one(llm, response)[2] / response
-    )
+    mean = plan(deployment(model, method, response=response)).demand.rows_per_step
+    assert mean == run_one(llm, response)[2] / response
 
 
 @pytest.mark.parametrize(

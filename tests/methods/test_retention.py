@@ -49,20 +49,6 @@ def counts(retained: list[list[list[int]]]) -> list[list[int]]:
 # Scorers
 
 
-@pytest.mark.parametrize("scorer", SCORERS)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_scorer_retains_its_share_of_the_candidates(ask, model, scorer):
-    retained = ask("sparse", model, scorer=scorer, retention_ratio=0.4).traces["retained_positions"]
-    assert len(retained) == 3
-    for block, layers in enumerate(retained):
-        outside = set(range(61)) - set(range(37 + 8 * block, 45 + 8 * block))
-        assert len(layers) == 4
-        for positions in layers:
-            assert len(positions) == int(53 * 0.4)
-            assert positions == sorted(set(positions))
-            assert set(positions) <= outside
-
-
 def test_scorers_disagree(ask, per_head):
     sparse = [ask("sparse", scorer=scorer, retention_ratio=0.4).traces["retained_positions"] for scorer in SCORERS]
     maskkv = [per_head(scorer=scorer, **EVEN) for scorer in [*SCORERS, "h2o"]]
