@@ -34,13 +34,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from inner_time import InnerTime, InnerTimes
 from program import Rows, add_model_arguments, argument_parser, finish_requests, parse, report, start_engine
 from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor, PassShape
-from dllm_engine.bench.passes import Dispatch, InnerTime, InnerTimes, observed_step, runner_of
+from dllm_engine.bench.passes import Dispatch, observed_step, runner_of
 from dllm_engine.structured_output.automata import automaton_of
 from dllm_engine.structured_output.build import Limits
 from dllm_engine.structured_output.grammar import grammar_of

@@ -8,9 +8,11 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions, request_options
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
 from dllm_engine.scheduler.options.resolve import end_token_ids, resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.structured_output.requests import constrained
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -136,6 +138,15 @@ def check_integer(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name}={value!r} must be an integer")
     if not -(1 << 63) <= value < 1 << 63:
         raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
+
+
+def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
+    """The parameters with a length, and with an automaton for what the text must match."""
+    params = constrained(params, tokenizer, vllm_config)
+    if params.max_tokens is None:
+        params = params.clone()
+        params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)
+    return params
 
 
 def open_gen_length(params: SamplingParams, prompt_length: int, model_config: Any) -> int:

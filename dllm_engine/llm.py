@@ -10,52 +10,26 @@ import vllm
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
-from dllm_engine.admission import open_gen_length
+from dllm_engine.admission import settled_params
 from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.families import check_profiled, family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.structured_output.requests import constrained
 
 
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
 
-    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise.
-
-    Args:
-        model: a checkpoint's folder or Hugging Face name, ``"demo"`` or ``"demo-blocks"``.
-        cache_method: which cache to use; ``dllm models`` lists them.
-        cache_options: options of the cache method; ``"paper"`` for those of its paper.
-        page_size: tokens per page of one layer.
-        dense_attention: library for attention without pages, ``"flash"`` (vLLM's), ``"sdpa"`` (PyTorch) or
-            ``"xformers"``; ``"auto"`` takes ``"flash"`` where it can be had.
-        refresh_ratio: rows of its FULL and UPDATE steps that a long request may run per row of short ones beside it; a
-            smaller ratio evens the gaps between their blocks, None bounds nothing.
-        steps_per_dispatch: denoising steps that workers run on their own while nobody waits and no block is complete;
-            None for 8 on a GPU and 1 on a CPU.
-        guide_model: a small autoregressive model that checks drafts (Guided Diffusion), or ``"demo"`` for the demo
-            model's. With another tokenizer than the model's it reads them as text.
-        guide_tokens_per_token: tokens of such a guide that pages are reserved for per token of the model.
-        lora_path: folder of a LoRA adapter (PEFT) to merge into the weights while they are loaded.
-        cuda_graphs: record REUSE steps as CUDA graphs, so that a GPU does not wait for kernels to be launched; for the
-            cache methods ``prefix``, ``dual``, ``sparse``, ``freecache`` and ``delayed``. None: where that is possible,
-            unless ``enforce_eager`` is set.
-        batch_invariant: compute every request on its own, so that not a bit of its response depends on the batch;
-            slower with several requests.
-        max_automaton_states: most states of the automaton of a request's ``structured_outputs``.
-        max_automaton_seconds: longest time that building such an automaton may take.
-        request_defaults: ``block_length``, ``steps``, ``unmasking``, ``threshold``, ``retention_ratio`` of requests
-            that name none.
-        trace: record per forward pass what was unmasked and computed (``outputs[i].diffusion``).
+    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise. ``model`` may be
+    ``"demo"`` or ``"demo-blocks"`` too. Its other keywords are engine options; docs/reference.md has their values.
 
     Raises:
         ValueError: an unknown or out-of-range option, named with its value and range.
@@ -206,12 +180,10 @@ class LLM(vllm.LLM):
         self._resolve(params, prompt_length=1)
 
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
-        params = constrained(params, self.llm_engine.input_processor.tokenizer, self.llm_engine.vllm_config)
-        if params.max_tokens is None:
-            params = params.clone()
-            params.max_tokens = open_gen_length(params, prompt_length, self.model_config)
-        engine = EngineOptions.from_vllm_config(self.llm_engine.vllm_config)
-        return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), engine)
+        engine = self.llm_engine
+        params = settled_params(params, prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
+        options = EngineOptions.from_vllm_config(engine.vllm_config)
+        return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), options)
 
     def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> dict[str, list[float]]:
         """How much each layer changes its tokens in a forward pass over a prompt and a masked response.
@@ -269,6 +241,10 @@ class LLM(vllm.LLM):
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
         return params
+
+
+_OWN_OPTIONS = [name for name in inspect.signature(LLM.__init__).parameters if name in EngineOptions.model_fields]
+LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OWN_OPTIONS)
 
 
 def _argument_names() -> set[str]:

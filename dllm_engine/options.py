@@ -1,6 +1,7 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
@@ -42,6 +43,15 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
         else:
             lines.append(f"{what} {name or what}={value}: {message}".lstrip())
     return "; ".join(lines)
+
+
+def with_meanings(text: str | None, heading: str, options: type[BaseModel], names: Iterable[str]) -> str:
+    """A class's docstring, and behind it what some of its ``options`` mean."""
+    lines = [
+        textwrap.fill(f"{name}: {options.model_fields[name].description}", 108, subsequent_indent="    ")
+        for name in names
+    ]
+    return f"{text}\n    {heading}:\n" + textwrap.indent("\n".join(lines), " " * 8)
 
 
 def checkpoint_section(hf_config: object) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any, Literal
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA
-from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions, parse_request_options
+from dllm_engine.options import EngineOptions, with_meanings
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
 from dllm_engine.scheduler.options.resolve_unmasking import resolve_unmasking
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
@@ -23,10 +24,7 @@ class DiffusionParams(SamplingParams):
 
     temperature: float = 0.0
     top_p: float = 1.0
-    """Sample from the smallest set of likeliest tokens whose probabilities reach this sum. It applies to greedy
-    requests too: Dream's confidences are those of the filtered distribution."""
     top_k: int = 0
-    """Sample from this many likeliest tokens; 0 or -1 means all. It applies to greedy requests as ``top_p`` does."""
     extra_args: dict[str, Any] | None = None
     """Filled from the fields below; what the caller puts there as well is kept."""
     max_tokens: int | None = None
@@ -35,90 +33,34 @@ class DiffusionParams(SamplingParams):
     """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or what fits the context if that
     is less."""
     block_length: int | None = None
-    """Response tokens denoised together, at most ``gen_length``. The last block may be shorter. SDAR and LLaDA2 attend
-    by blocks of this length, counted from the prompt's first token; it may be longer than the response."""
     steps: int | None = None
-    """Denoising steps over the whole response, at most ``gen_length``. Blocks share them by their length; each block
-    gets at least one."""
     steps_per_block: int | None = None
-    """Denoising steps of each block, in place of ``steps``; a block of fewer tokens takes a step for each. With a rule
-    of parallel unmasking, each step fills at least what the schedule of so many steps does. ``entropy_budget`` takes no
-    such count."""
     tokens_per_step: int | None = None
-    """Tokens that each step unmasks, in place of ``steps`` and of a family's schedule, or with a rule of parallel
-    unmasking the least (d2Cache)."""
     unmasking: str | None = None
-    """Unmasking policy: which masked positions are filled first. With a rule of parallel unmasking, the default is the
-    policy that measures what the rule needs."""
     certainty_sigma: float | None = None
-    """Weight the confidences by how many tokens near a position are known, with a Gaussian of this many tokens as the
-    measure of near (the certainty prior of d2Cache). For policies that measure a probability or a margin."""
     threshold: float | None = None
-    """Parallel unmasking (Fast-dLLM): fill every position of the block with at least this probability. For the policies
-    ``low_confidence`` and ``maskgit_plus``. Other policies, if named, ignore it and keep their fixed count, as in
-    Fast-dLLM's code."""
     factor: float | None = None
-    """Parallel unmasking (Fast-dLLM): fill the n most probable positions, for the largest n with (n + 1) · (1 − n-th
-    probability) < ``factor``. For ``low_confidence`` and ``maskgit_plus``; other policies are refused."""
     entropy_bound: float | None = None
-    """Parallel unmasking (EB-Sampler): fill the lowest-entropy positions while their total, excluding the largest,
-    stays within this bound (in nats). For the policies ``entropy`` and ``low_entropy``."""
     entropy_budget: float | None = None
-    """Parallel unmasking (SDAR): fill the lowest-entropy positions while their total, including the last one, stays
-    below this budget (in nats). For the policies ``entropy`` and ``low_entropy``."""
     margin: float | None = None
-    """Parallel unmasking: fill every position whose two likeliest tokens differ in probability by at least this. For
-    the policy ``topk_margin``."""
     entropy_threshold: float | None = None
-    """Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in nats; Dream: below it). For the
-    policy ``low_entropy``."""
     slow_fast: dict[str, Any] | None = None
-    """Parallel unmasking (SlowFast sampling): slow passes look how far the model is confident, fast ones fill that span
-    and leave out what lies behind it. A dictionary of options; those left out are as in the authors' code for the
-    family, ``{}`` is all of them. For the policy ``low_confidence``."""
     block_add_threshold: float | None = None
-    """Several blocks at once (d3LLM): the next block joins the running ones once this share of the last one is decided.
-    0: one more block in every step; 1 or unset: one block at a time. Needs a rule of parallel unmasking."""
     suffix_blocks: int | None = None
-    """Masked blocks behind the running ones that a step computes (DPad). Unset: all of them. Cache methods that keep
-    the whole canvas refuse it."""
     early_stop: bool | None = None
-    """Give up everything behind the first end token as soon as it is decided, though tokens before it are masked still
-    (d3LLM)."""
     retention_ratio: float | None = None
-    """Share to retain for this request, at most the engine's ``retention_ratio``, for which pages are reserved. Cache
-    methods that evict nothing refuse it."""
     delay_eos: bool | None = None
-    """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM).
-    Works with every cache method. Without a cache, it also selects the rest of ES-dLLM's sampler."""
     guided: bool | None = None
-    """Guided Diffusion: the engine's guide model decides what a step fills. Schedules, unmasking policies and rules
-    then have no effect."""
     speculation_length: int | None = None
-    """Masked positions that are drafted and checked by the guide in a step, within the running block."""
     guide_top_k: int | None = None
-    """A draft passes if it is among this many best tokens of the guide."""
     guide_threshold: float | None = None
-    """Beside the drafts that pass, which end at the first that does not, also fill every drafted position whose token
-    has a probability above this, wherever it lies. It adds to the passing ones and holds none of them back."""
     guide_fallback: str | None = None
-    """Whose token fills the first position when no draft passes."""
     guide_correction: bool | None = None
-    """Replace the drafts that pass by the guide's tokens."""
     stream_granularity: Literal["block", "step"] | None = None
-    """What a streamed response shows: finished blocks, or also the running block after each step
-    (``outputs[i].provisional``)."""
     response_template: list[int | None] | None = None
-    """The response with given tokens: a token id where one is given, None where the model fills one in. ``gen_length``
-    is its length then; leave it unset."""
     return_given: bool | None = None
-    """False: leave the given tokens of ``response_template`` out of what is returned, and of ``gen_length``."""
     return_order: bool | None = None
-    """Return for each token the forward pass that committed it and its log-probability then, as
-    ``outputs[i].diffusion.committed_at`` and ``committed_logprobs``."""
     trace: bool | None = None
-    """Over HTTP: return the trace, which the engine must record (``trace=True``). In Python, ``outputs[i].diffusion``
-    has it whenever the engine records it."""
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
@@ -177,6 +119,11 @@ class DiffusionParams(SamplingParams):
         The wire omits fields that hold their default, and the receiver would fill in the defaults of another class.
         """
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+
+
+DiffusionParams.__doc__ = with_meanings(
+    DiffusionParams.__doc__, "Beside vLLM's fields", RequestOptions, RequestOptions.model_fields
+)
 
 
 def check_place(fields: Iterable[str]) -> None:

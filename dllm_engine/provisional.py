@@ -158,7 +158,7 @@ class BlockChanges:
         self._known = now
         form["positions"] = [block.start + i for i in changed]
         form["token_ids"] = [block.token_ids[i] for i in changed]
-        form["confidences"] = [_rounded(block.confidences[i]) for i in changed]
+        form["confidences"] = [c and round(c, 4) for c in (block.confidences[i] for i in changed)]
         if block.pieces is not None and block.special is not None:
             form["pieces"] = [block.pieces[i] for i in changed]
             form["special"] = [block.start + i for i in changed if block.special[i]]
@@ -173,7 +173,3 @@ class BlockChanges:
         """Whether a guess moved by a whole percent."""
         known = self._percents[i]
         return confidence is not None and (known is None or abs(100 * confidence - known) >= 1)
-
-
-def _rounded(confidence: float | None) -> float | None:
-    return None if confidence is None else round(confidence, 4)

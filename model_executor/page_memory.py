@@ -68,10 +68,10 @@ class PageView:
         """Numbers of the heads, int64."""
         return torch.arange(self.num_kv_heads, device=self.keys.device)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor, first_token: int = 0) -> None:
-        """Write keys and values ``[n, num_kv_heads, head_dim]`` as tokens ``first_token`` … of the pages in a table
+    def append(self, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor) -> None:
+        """Write keys and values ``[n, num_kv_heads, head_dim]`` as the first tokens of the pages in a table
         ``[num_pages]``."""
-        tokens = torch.arange(first_token, first_token + k.shape[0], device=k.device)
+        tokens = torch.arange(k.shape[0], device=k.device)
         self.write_tokens(k, v, page_table[tokens // self.page_size].long() * self.page_size + tokens % self.page_size)
 
 

@@ -98,7 +98,7 @@ class Commits(NamedTuple):
     """Their log-probabilities then."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class StepReport:
     """What a step did to one request."""
 

@@ -132,8 +132,8 @@ class Progress:
         joining, left = self.running.stop, self.masked[-1]
         if joining == spec.num_blocks or self.ended:
             return False
-        decided = 1 - left / spec.block_span(joining - 1).size
-        if left and (spec.block_add_threshold is None or decided < spec.block_add_threshold):
+        enough = spec.block_add_threshold
+        if left and (enough is None or 1 - left / spec.block_span(joining - 1).size < enough):
             return False
         if self.step:
             self.before, self.steps_before, self.step = self.running, self.step, 0

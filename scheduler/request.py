@@ -76,11 +76,11 @@ class DecodingSpec:
     block_length: int
     steps: int
     """Denoising steps over the whole response, at least one per block and at most one per token."""
-    schedule: ScheduleKind
-    unmasking: str
-    temperature: float
-    top_p: float
-    top_k: int
+    schedule: ScheduleKind = "uniform"
+    unmasking: str = "low_confidence"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
     """0: all tokens."""
     shifts_logits: bool = False
     """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
@@ -188,7 +188,14 @@ class DecodingSpec:
 
     def span_of(self, blocks: Blocks) -> Span:
         """Canvas positions of neighbouring blocks."""
-        return Span(self.block_span(blocks.first).start, self.block_span(blocks.stop - 1).stop)
+        if blocks not in self._spans:
+            self._spans[blocks] = Span(self.block_span(blocks.first).start, self.block_span(blocks.stop - 1).stop)
+        return self._spans[blocks]
+
+    @cached_property
+    def _spans(self) -> dict[Blocks, Span]:
+        """What ``span_of`` has returned: every step asks for its blocks several times."""
+        return {}
 
     def predicting_span(self, blocks: Blocks) -> Span:
         """The rows that predict these blocks: their own, or with shifted logits those one before."""

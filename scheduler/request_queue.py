@@ -57,7 +57,7 @@ class RequestQueue(SchedulerInterface):
         self.family = family_of(vllm_config.model_config.hf_config)
         self.hf_config = vllm_config.model_config.hf_config
         scheduling = vllm_config.scheduler_config
-        self.max_num_running = scheduling.max_num_seqs
+        self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
         self.max_rows = scheduling.max_num_batched_tokens
         self.log_stats = log_stats
         self.method = self.options.method

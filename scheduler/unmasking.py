@@ -138,7 +138,8 @@ def timestep_count(num_masked: int, steps: int, step: int) -> int:
     return int(product)
 
 
-_MOST = (1 << 31) - 1
+MOST_TOKENS = (1 << 31) - 1
+"""More than any model's context or vocabulary holds."""
 
 
 class SlowFast(BaseModel):
@@ -147,12 +148,12 @@ class SlowFast(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    span_steps: int = Field(default=6, ge=1, le=_MOST)
+    span_steps: int = Field(default=6, ge=1, le=MOST_TOKENS)
     """Slow passes at the beginning of each span."""
     span_threshold: float = Field(default=0.3, ge=0, le=1)
     """A slow pass estimates that the span ends behind the farthest masked position of the block with this
     confidence."""
-    span_window: int = Field(default=2, ge=1, le=_MOST)
+    span_window: int = Field(default=2, ge=1, le=MOST_TOKENS)
     """Latest estimates that are compared, and of which the mean is the end where none is stable."""
     span_variance: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Variance of these estimates below which the last one is the end; for Dream the sample variance, at most."""
@@ -160,9 +161,9 @@ class SlowFast(BaseModel):
     """A slow pass fills every position from the span's start to the block's end with this confidence, or the best."""
     fast_threshold: float = Field(default=0.9, ge=0, le=1)
     """A fast pass fills every position of the span with this confidence, or the best."""
-    slow_minimum: int = Field(default=1, ge=1, le=_MOST)
+    slow_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
     """Where fewer positions than this reach ``slow_threshold``, only the best one is filled."""
-    fast_minimum: int = Field(default=1, ge=1, le=_MOST)
+    fast_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
     """Where fewer positions than this reach ``fast_threshold``, only the best one is filled."""
 
 

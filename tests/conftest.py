@@ -37,7 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 IN_ONE_PROCESS = {
     "tests/distributed/test_ray_tensor_parallel.py": "tests/distributed/test_ray_examples.py",
-    "tests/distributed/test_adaptive_tensor_parallel.py": "tests/distributed/test_tensor_parallel.py",
     "tests/distributed/test_guided_tensor_parallel.py": "tests/distributed/test_tensor_parallel.py",
     "tests/serving/test_async.py": "tests/distributed/test_tensor_parallel.py",
     "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
@@ -126,38 +125,20 @@ def reference_checkpoints() -> Path:
     return Path(__file__).parent / "reference" / "checkpoints"
 
 
-@pytest.fixture(scope="session")
-def tiny_llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random LLaDA checkpoint: vocabulary 150, canvas up to 256."""
-    return tiny_checkpoints.write_llada(tmp_path_factory.mktemp("llada"))
+def checkpoint(family: str, **config: Any) -> Any:
+    """A random checkpoint: vocabulary 150, canvas up to 256."""
+
+    @pytest.fixture(scope="session", name=f"tiny_{family}")
+    def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        write = getattr(tiny_checkpoints, f"write_{family}")
+        return write(tmp_path_factory.mktemp(family.replace("_", "-")), **config)
+
+    return written
 
 
-@pytest.fixture(scope="session")
-def tiny_llada_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random LLaDA-MoE checkpoint: six experts, a dense layer, vocabulary 150, canvas up to 256."""
-    folder = tmp_path_factory.mktemp("llada-moe")
-    return tiny_checkpoints.write_llada_moe(folder, **tiny_checkpoints.ALL_KINDS_OF_EXPERTS)
-
-
-@pytest.fixture(scope="session")
-def tiny_sdar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random SDAR checkpoint: blocks of 4, vocabulary 150, canvas up to 256."""
-    return tiny_checkpoints.write_sdar(tmp_path_factory.mktemp("sdar"))
-
-
-@pytest.fixture(scope="session")
-def tiny_sdar_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random SDAR-MoE checkpoint: blocks of 4, six experts, a dense layer, vocabulary 150, canvas up to 256."""
-    return tiny_checkpoints.write_sdar_moe(tmp_path_factory.mktemp("sdar-moe"), mlp_only_layers=[0])
-
-
-@pytest.fixture(scope="session")
-def tiny_llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random LLaDA2 checkpoint: blocks of 8, eight experts, a dense layer, vocabulary 150, canvas up to 256."""
-    return tiny_checkpoints.write_llada2(tmp_path_factory.mktemp("llada2"))
-
-
-@pytest.fixture(scope="session")
-def tiny_dream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Dream checkpoint: grouped queries, vocabulary 150, canvas up to 256."""
-    return tiny_checkpoints.write_dream(tmp_path_factory.mktemp("dream"))
+tiny_llada = checkpoint("llada")
+tiny_dream = checkpoint("dream")  # grouped queries
+tiny_llada_moe = checkpoint("llada_moe", **tiny_checkpoints.ALL_KINDS_OF_EXPERTS)  # six experts
+tiny_sdar = checkpoint("sdar")  # blocks of 4
+tiny_sdar_moe = checkpoint("sdar_moe", mlp_only_layers=[0])  # blocks of 4, six experts, a dense layer
+tiny_llada2 = checkpoint("llada2")  # blocks of 8, eight experts, a dense layer

@@ -12,8 +12,8 @@ from tqdm import tqdm
 from dllm_engine.bench.cells import (
     PLAIN,
     Cell,
-    CellFigures,
     Sample,
+    cell_figures,
     measure_floors,
     run_engine,
     run_plain,
@@ -62,7 +62,7 @@ class Benchmark:
         groups = self.groups()
         rates: MachineRates | None = None
         plain: PlainDecoder | None = None
-        cells: list[CellFigures] = []
+        cells: list[dict[str, Any]] = []
         with tqdm(total=len(groups) * (s.repeats + 1), desc=s.model, unit="round", leave=False) as bar:
             for number, methods in enumerate(groups):
                 self.stop()
@@ -87,7 +87,7 @@ class Benchmark:
             "seed": s.seed,
             "groups": [list(methods) for methods in groups],
             "rates": rates.to_json(),
-            "cells": [asdict(cell) for cell in cells],
+            "cells": cells,
         }
 
     def _start(self, methods: Sequence[str]) -> tuple[torch.device, torch.dtype]:
@@ -109,7 +109,7 @@ class Benchmark:
                     for method in methods:
                         yield Cell(method, unmasking, batch, prompt)
 
-    def _measure(self, group: int, plain: PlainDecoder | None, rates: MachineRates, bar: Any) -> list[CellFigures]:
+    def _measure(self, group: int, plain: PlainDecoder | None, rates: MachineRates, bar: Any) -> list[dict[str, Any]]:
         """Round 0 warms up."""
         subject, engines = self.subject, self._running
         tokenizer = None if subject.has_random_weights else next(iter(engines.values())).get_tokenizer()
@@ -131,7 +131,7 @@ class Benchmark:
                     made.append(sample)
             bar.update()
         random = subject.has_random_weights
-        return [CellFigures.of(cell, group, made, has_random_weights=random) for cell, made in samples.items()]
+        return [cell_figures(cell, group, made, has_random_weights=random) for cell, made in samples.items()]
 
     def stop(self) -> None:
         """End the engines before others start: a device holds one group at a time."""

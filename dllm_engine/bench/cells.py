@@ -1,6 +1,6 @@
 """One cell of a benchmark: a cache method (or the plain baseline), a way of unmasking, a batch and a prompt length.
 
-A cell is measured several times; ``CellFigures`` are what its samples amount to. The clock of a sample stands still
+A cell is measured several times; ``cell_figures`` says what its samples amount to. The clock of a sample stands still
 while the instrument looks, so records cost no measured time.
 """
 
@@ -8,7 +8,7 @@ import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -167,121 +167,66 @@ class Distribution:
         return cls(median, p90, p99, len(values))
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """Steps of one kind and batch shape."""
-
-    steps: int
-    """That were timed, over all samples."""
-    median_seconds: float
-    floor_seconds: float
-    """Median over the samples."""
-    time_over_floor: float
-    """Median over the samples of a sample's median step over its floor; 1 is the best there can be."""
-    rows: int
-    """Computed in a step, of all requests together."""
-    keys: int
-    """That a row attends to; of the last request, where they differ."""
-    head_rows: int
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], kind: str) -> "StepFigures | None":
-        timed: list[float] = []
-        ratios, floors = [], []
-        shape = None
-        for sample in samples:
-            if kind not in sample.floors:
-                continue
-            shape, floor = sample.floors[kind]
-            seconds = [s for made, s in sample.steps[kind] if made.requests == shape.requests]
-            timed += seconds
-            floors.append(floor)
-            ratios.append(statistics.median(seconds) / floor)
-        if shape is None:
-            return None
-        return cls(
-            steps=len(timed),
-            median_seconds=statistics.median(timed),
-            floor_seconds=statistics.median(floors),
-            time_over_floor=statistics.median(ratios),
-            rows=shape.num_rows,
-            keys=shape.requests[-1][1],
-            head_rows=shape.head_rows,
-        )
+def step_figures(samples: Sequence[Sample], kind: str) -> dict[str, float] | None:
+    """Of the steps of one kind and batch shape that were timed: medians over the samples, of times and of a sample's
+    median step over its floor. ``keys``: that a row attends to; of the last request, where they differ."""
+    timed: list[float] = []
+    ratios, floors = [], []
+    shape = None
+    for sample in samples:
+        if kind not in sample.floors:
+            continue
+        shape, floor = sample.floors[kind]
+        seconds = [s for made, s in sample.steps[kind] if made.requests == shape.requests]
+        timed += seconds
+        floors.append(floor)
+        ratios.append(statistics.median(seconds) / floor)
+    if shape is None:
+        return None
+    return {
+        "steps": len(timed),
+        "median_seconds": statistics.median(timed),
+        "floor_seconds": statistics.median(floors),
+        "time_over_floor": statistics.median(ratios),
+        "rows": shape.num_rows,
+        "keys": shape.requests[-1][1],
+        "head_rows": shape.head_rows,
+    }
 
 
-@dataclass(frozen=True)
-class CellFigures:
-    """What a cell's samples amount to. Times in seconds, memory in bytes."""
-
-    method: str
-    unmasking: str
-    batch: int
-    prompt: int
-    group: int
-    """Cells of one group were measured in turns."""
-    samples: int
-    tokens_per_second: float
-    """Visible tokens of all requests over the time until all were answered; median over the samples."""
-    tokens_per_second_lowest: float
-    tokens_per_second_highest: float
-    visible_tokens: float
-    """Per request, mean."""
-    first_block: Distribution
-    latency: Distribution
-    block_gap: Distribution | None
-    forward_passes: float
-    """Per request, mean."""
-    tokens_per_forward: float
-    """Unmasked, to the end of the last block."""
-    rows_computed: float
-    """Per request, mean."""
-    rows_per_token: float
-    """Computed per visible token."""
-    weight_bytes: int
-    page_bytes: int
-    working_bytes: int
-    """The most at once beyond weights and pages; median over the samples."""
-    process_bytes: int
-    """The whole process, with every engine in it; the most over the samples."""
-    repetition: float | None
-    """Mean over the responses; None where the weights are random."""
-    whole: StepFigures | None
-    """Steps over the whole canvas: FULL, and UPDATE of all."""
-    reuse: StepFigures | None
-
-    @classmethod
-    def of(cls, cell: Cell, group: int, samples: Sequence[Sample], *, has_random_weights: bool) -> "CellFigures":
-        requests = [request for sample in samples for request in sample.requests]
-        costs, memories = [r.cost for r in requests], [sample.memory for sample in samples]
-        rates = [sum(len(r.visible) for r in sample.requests) / sample.seconds for sample in samples]
-        visible = sum(len(r.visible) for r in requests)
-        rows, passes = sum(cost.tokens_computed for cost in costs), sum(cost.forward_passes for cost in costs)
-        repetitions = [rate for r in requests if (rate := repetition_rate(r.visible)) is not None]
-        gaps = [b - a for r in requests for a, b in itertools.pairwise(r.block_times)]
-        return cls(
-            method=cell.method,
-            unmasking=cell.unmasking.text,
-            batch=cell.batch,
-            prompt=cell.prompt,
-            group=group,
-            samples=len(samples),
-            tokens_per_second=statistics.median(rates),
-            tokens_per_second_lowest=min(rates),
-            tokens_per_second_highest=max(rates),
-            visible_tokens=visible / len(requests),
-            first_block=Distribution.of_values([r.block_times[0] for r in requests]),
-            latency=Distribution.of_values([r.block_times[-1] for r in requests]),
-            block_gap=Distribution.of_values(gaps) if gaps else None,
-            forward_passes=passes / len(requests),
-            tokens_per_forward=sum(cost.tokens_unmasked for cost in costs) / passes,
-            rows_computed=rows / len(requests),
-            rows_per_token=rows / max(visible, 1),
-            weight_bytes=memories[0].weight_bytes,
-            page_bytes=max(memory.page_bytes for memory in memories),
-            working_bytes=int(statistics.median(memory.working_bytes for memory in memories)),
-            process_bytes=max(memory.process_bytes for memory in memories),
-            repetition=None if has_random_weights or not repetitions else statistics.mean(repetitions),
-            whole=StepFigures.of(samples, "whole"),
-            reuse=StepFigures.of(samples, "reuse"),
-        )
+def cell_figures(cell: Cell, group: int, samples: Sequence[Sample], *, has_random_weights: bool) -> dict[str, Any]:
+    """What a cell's samples amount to, as ``report.HOW`` says. Cells of one ``group`` were measured in turns. Passes,
+    rows and visible tokens are means per request; ``process_bytes`` is the whole process, with every engine in it."""
+    requests = [request for sample in samples for request in sample.requests]
+    costs, memories = [r.cost for r in requests], [sample.memory for sample in samples]
+    rates = [sum(len(r.visible) for r in sample.requests) / sample.seconds for sample in samples]
+    visible = sum(len(r.visible) for r in requests)
+    rows, passes = sum(cost.tokens_computed for cost in costs), sum(cost.forward_passes for cost in costs)
+    repetitions = [rate for r in requests if (rate := repetition_rate(r.visible)) is not None]
+    gaps = [b - a for r in requests for a, b in itertools.pairwise(r.block_times)]
+    return {
+        "method": cell.method,
+        "unmasking": cell.unmasking.text,
+        "batch": cell.batch,
+        "prompt": cell.prompt,
+        "group": group,
+        "samples": len(samples),
+        "tokens_per_second": statistics.median(rates),
+        "tokens_per_second_lowest": min(rates),
+        "tokens_per_second_highest": max(rates),
+        "visible_tokens": visible / len(requests),
+        "first_block": asdict(Distribution.of_values([r.block_times[0] for r in requests])),
+        "latency": asdict(Distribution.of_values([r.block_times[-1] for r in requests])),
+        "block_gap": asdict(Distribution.of_values(gaps)) if gaps else None,
+        "forward_passes": passes / len(requests),
+        "tokens_per_forward": sum(cost.tokens_unmasked for cost in costs) / passes,
+        "rows_computed": rows / len(requests),
+        "rows_per_token": rows / max(visible, 1),
+        "weight_bytes": memories[0].weight_bytes,
+        "page_bytes": max(memory.page_bytes for memory in memories),
+        "working_bytes": int(statistics.median(memory.working_bytes for memory in memories)),
+        "process_bytes": max(memory.process_bytes for memory in memories),
+        "repetition": None if has_random_weights or not repetitions else statistics.mean(repetitions),
+        "whole": step_figures(samples, "whole"),
+        "reuse": step_figures(samples, "reuse"),
+    }

@@ -104,7 +104,8 @@ def _bars(axes: Axes, bars: Bars, cells: list[dict[str, Any]], batches: list[int
             if bars.stacked:
                 left += value
             else:
-                axes.annotate(f" {_short(value)}", (value, middle), size=5.5, color=MUTED, va="center")
+                text = f" {value:,.0f}" if value >= 100 else f" {value:.3g}"
+                axes.annotate(text, (value, middle), size=5.5, color=MUTED, va="center")
     if bars.best is not None:
         axes.axvline(bars.best, color=INK, linewidth=0.8, linestyle=":")
     axes.margins(x=0.12)
@@ -112,7 +113,3 @@ def _bars(axes: Axes, bars: Bars, cells: list[dict[str, Any]], batches: list[int
     axes.tick_params(length=0, labelsize=7.5, labelcolor=MUTED)
     axes.grid(axis="x", color=LINE, linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

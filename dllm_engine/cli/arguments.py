@@ -5,10 +5,14 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
 
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
 _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
@@ -87,90 +91,49 @@ def key_value(text: str) -> tuple[str, Any]:
     return key, json_value(value)
 
 
-Options = dict[str, tuple[Any, str, str]]
-"""Options as arguments, by name: what reads a value (a tuple: one of these; ``bool``: none is given), its name in the
-help, and its meaning."""
 ONE = "one"
 """The unmasking rule of one token per step."""
-_COUNTS: Options = {
-    "steps": (whole_number, "N", "denoising steps of the response, at most and by default one per token"),
-    "steps_per_block": (whole_number, "N", "denoising steps of each block instead"),
-    "tokens_per_step": (whole_number, "N", "fill so many positions in each step, or at least"),
-}
-_PARALLEL: Options = {
-    "threshold": (float, "P", "fill every position at least this sure, not a fixed count a step"),
-    "factor": (float, "F", "fill the n surest positions with (n+1)·(1 − n-th probability) < F"),
-    "entropy_bound": (float, "NATS", "fill positions whose entropies add up to little"),
-    "entropy_budget": (float, "NATS", "the same, but the largest of them counts as well"),
-    "margin": (float, "P", "fill every position whose two likeliest tokens differ by this"),
-    "entropy_threshold": (float, "NATS", "fill every position whose entropy is at most this"),
-    "slow_fast": (json_value, "JSON", "SlowFast sampling with these options; {} for its defaults"),
-}
-RULES = (*_COUNTS, *_PARALLEL)
+RULES = ("steps", "steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS)
 """Options that another unmasking rule may set."""
-_MORE_OF_RULE: Options = {
-    "certainty_sigma": (
-        float, "TOKENS", "prefer positions near known tokens; so many tokens away is near (default: no preference)",
-    ),
-    "block_add_threshold": (
-        float, "SHARE",
-        "let the next block join the running ones once this share of the last one is decided (default: blocks run one "
-        "at a time)",
-    ),
-    "suffix_blocks": (
-        whole_number, "N", "compute no more than so many masked blocks behind the running ones (default: all)",
-    ),
-}  # fmt: skip
-MORE_OF_RULE = tuple(_MORE_OF_RULE)
+MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")
 """Options that may follow an unmasking rule."""
 GUIDED = "guided"
 """The unmasking rule that leaves the choice to a guide, whose model may be its value."""
-_GUIDING: Options = {
-    "speculation_length": (whole_number, "N", "masked positions that the guide checks in a step (default: 32)"),
-    "guide_top_k": (whole_number, "K", "a draft passes among the guide's K best (default: 1)"),
-    "guide_threshold": (
-        float, "P", "beside the drafts that pass up to the first that does not, also fill those more probable than P",
-    ),
-    "guide_fallback": (("guide", "draft"), "", "whose token is filled where no draft passes (default: guide)"),
-    "guide_correction": (bool, "", "fill what passes with the guide's own tokens"),
-}  # fmt: skip
-GUIDING = tuple(_GUIDING)
+GUIDING = GUIDE_OPTIONS
 """Arguments about how a guide decides, under the names of request options; they may follow that rule."""
-_FIRST: Options = {
-    "block_length": (
-        whole_number, "N", "response tokens denoised together (default: the checkpoint's, else the family's)",
-    ),
-    "unmasking": (str, "POLICY", "which positions are filled first; see `dllm models`"),
-}  # fmt: skip
-_OTHERS: Options = {
-    "early_stop": (bool, "", "give up what is behind the first end token as soon as it is decided"),
-    GUIDED: (bool, "", "let the guide decide what is filled (default: where there is a --guide-model)"),
-}
-DENOISING = (*_FIRST, *RULES, *MORE_OF_RULE, *_OTHERS, *GUIDING)
+DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", GUIDED, *GUIDING)
 """Arguments about how a response is denoised, under the names of request options."""
+_READ: dict[Any, tuple[Any, str]] = {
+    int: (whole_number, "N"),
+    float: (float, "R"),
+    dict[str, Any]: (json_value, "JSON"),
+}
+"""What reads a value of an option, and its name in the help."""
 
 
-def add_options(group: "argparse._ActionsContainer", options: Options) -> None:
-    """An argument per option; None where it is not given."""
-    for name, (read, metavar, meaning) in options.items():
+def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], names: Iterable[str]) -> None:
+    """Options as arguments, with what their model says of each; None where it is not given."""
+    for name in names:
+        field = options.model_fields[name]
+        kind, *_ = get_args(field.annotation) or (field.annotation,)
+        read, metavar = _READ.get(kind, (kind, name.split("_")[-1].upper()))
         how: dict[str, Any] = {"type": read, "metavar": metavar}
-        if read is bool:
+        if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
-        elif isinstance(read, tuple):
-            how = {"choices": read}
+        elif get_origin(kind) is Literal:
+            how = {"choices": get_args(kind)}
+        meaning, _, without = " ".join((field.description or "").split()).replace("``", "`").partition("None: ")
+        default = without.rstrip(".") if field.default is None else str(field.default)
+        meaning = (meaning[0].lower() + meaning[1:].rstrip(". ")).replace("%", "%%")
+        meaning = f"{meaning} (default: {default})" if default else meaning
         group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)
 
 
 def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     """Options of requests; a request can set them itself under the same names."""
-    add_options(group, _FIRST | _COUNTS | _MORE_OF_RULE)
-    add_options(group.add_mutually_exclusive_group(), _PARALLEL)
-    add_options(group, _OTHERS | _GUIDING)
-
-
-def add_guiding_arguments(group: "argparse._ArgumentGroup") -> None:
-    """How a guide decides: options of requests."""
-    add_options(group, _GUIDING)
+    alternatives = group.add_mutually_exclusive_group()
+    for name in DENOISING:
+        add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
 
 
 def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str]]:

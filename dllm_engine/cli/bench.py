@@ -12,19 +12,20 @@ from dllm_engine.cli.arguments import (
     GUIDING,
     ONE,
     RULES,
-    add_guiding_arguments,
     add_options,
     parse_rule,
     positive_int,
     positive_ints,
     split_names,
 )
-from dllm_engine.cli.engine import DTYPES, add_engine_arg, engine_settings, given
+from dllm_engine.cli.engine import DTYPES, add_engine_arg, given
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.evaluation.result_file import check_folder_of, read_results
+from dllm_engine.evaluation.tradeoff_plot import can_plot
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet
 from dllm_engine.scheduler.methods import methods_for
+from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
@@ -102,8 +103,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     what.add_argument("--no-baseline", action="store_true", help="leave out the plain PyTorch model")
     guide = parser.add_argument_group("guide")
-    add_options(guide, engine_settings(*GUIDE_SETTINGS))
-    add_guiding_arguments(guide)
+    add_options(guide, EngineOptions, GUIDE_SETTINGS)
+    add_options(guide, RequestOptions, GUIDING)
     how = parser.add_argument_group("how")
     how.add_argument("--repeats", type=positive_int, metavar="N", help="measured rounds (default: 3)")
     how.add_argument(
@@ -140,8 +141,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--quick measures without a guide; leave it out, or --guide-model {args.guide_model}")
         args.output = args.output or QUICK_OUTPUT
         if args.plots is None:
-            args.plots, note = (QUICK_PLOTS, None) if _can_plot() else (None, _PLOTS_NEED)
-    if args.plots is not None and not _can_plot():
+            args.plots, note = (QUICK_PLOTS, None) if can_plot() else (None, _PLOTS_NEED)
+    if args.plots is not None and not can_plot():
         raise ValueError(f"--plots {args.plots}: {_PLOTS_NEED}")
     check_folder_of(args.output)
     wanted = [filled(args, preset) for preset in (QUICK if args.quick else ({},))]
@@ -168,12 +169,6 @@ def filled(args: argparse.Namespace, preset: dict[str, Any]) -> argparse.Namespa
 _PLOTS_NEED = "matplotlib is not installed; run pip install 'dllm-engine[bench]'"
 
 
-def _can_plot() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
-
-
 def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Report:
     be_quiet()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the instrument looks inside the engine
@@ -189,6 +184,10 @@ def _measure(wanted: list[argparse.Namespace], clock: str, command: str) -> Repo
             benchmarks[number - 1].stop()
         runs.append(benchmark.run())
     return {"schema": SCHEMA, "command": command, "machine": provenance(), "how": HOW, "runs": runs}
+
+
+_SAME = ("model", "response", "block_length", "shared_prefix", "repeats", "seed", "dtype", "max_model_len")
+"""Arguments that are settings of the same name."""
 
 
 def settings(args: argparse.Namespace) -> "BenchSettings":
@@ -208,20 +207,13 @@ def settings(args: argparse.Namespace) -> "BenchSettings":
         raise ValueError(f"--{next(iter(guiding)).replace('_', '-')}: there is no guide; give --guide-model")
     asked = guiding if args.guide_model is not None else None
     return BenchSettings(
-        model=args.model,
         methods=methods,
         unmaskings=tuple(_unmasking(text, asked) for text in split_names(args.unmasking)),
         batches=tuple(args.batch),
         prompts=tuple(args.prompt),
-        response=args.response,
-        block_length=block,
-        shared_prefix=args.shared_prefix,
-        repeats=args.repeats,
-        seed=args.seed,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
         baseline=not args.no_baseline,
         engine_args=guide | dict(args.engine_arg),
+        **{name: getattr(args, name) for name in _SAME},
     )
 
 

@@ -4,13 +4,12 @@ import argparse
 import os
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import (
     DENOISING,
     STRUCTURE,
-    Options,
     add_denoising_arguments,
     add_options,
     json_schema,
@@ -60,21 +59,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the tokens outside the running block that pages keep, for cache methods that evict; short for "
         "--cache-option retention_ratio=R",
     )
-    add_options(group, engine_settings(*GUIDE_SETTINGS, "page_size"))
-
-
-def engine_settings(*names: str) -> Options:
-    """Engine options as arguments, with what ``EngineOptions`` says of each."""
-    made: Options = {}
-    for name in names:
-        field = EngineOptions.model_fields[name]
-        kind, *_ = get_args(field.annotation) or (field.annotation,)
-        read, metavar = {int: (positive_int, "N"), float: (float, "R")}.get(kind, (kind, name.split("_")[-1].upper()))
-        meaning, _, without = " ".join((field.description or "").split()).replace("``", "`").partition("None: ")
-        default = without.rstrip(".") if field.default is None else str(field.default)
-        meaning = meaning[0].lower() + meaning[1:].rstrip(". ")
-        made[name] = read, metavar, f"{meaning} (default: {default})" if default else meaning
-    return made
+    add_options(group, EngineOptions, (*GUIDE_SETTINGS, "page_size"))
 
 
 def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
@@ -117,7 +102,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
             "--model", default=DEMO_MODEL, help="folder or Hugging Face name of a checkpoint (default: the demo model)"
         )
     add_model_arguments(group)
-    add_options(group, engine_settings("cuda_graphs", "batch_invariant"))
+    add_options(group, EngineOptions, ("cuda_graphs", "batch_invariant"))
     parser.set_defaults(batch_invariant=False)
     add_engine_arg(group)
     if with_cache:

@@ -20,11 +20,11 @@ from dllm_engine.cli.engine import (
     add_cache_arguments,
     add_model,
     cache_options,
-    engine_settings,
     given,
 )
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
+from dllm_engine.scheduler.options.request_fields import with_defaults
 from dllm_engine.text import one_line
 from dllm_engine.tuning.trials import chosen_setting
 from dllm_engine.vllm_hooks import server_start
@@ -59,7 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_denoising_arguments(requests)
     other = parser.add_argument_group("other")
-    add_options(other, engine_settings(*OTHER_SETTINGS))
+    add_options(other, EngineOptions, OTHER_SETTINGS)
     other.add_argument(
         ADDITIONAL_CONFIG,
         metavar="JSON",
@@ -191,9 +191,6 @@ def above_settings(options: dict[str, Any], args: argparse.Namespace) -> dict[st
     A model of another name may be a copy of the same one, or tuned further, so it is a warning and no error. Raises
     ``ValueError`` for a file that holds no chosen setting.
     """
-    check_release()  # what knows which request options exclude each other needs it
-    from dllm_engine.scheduler.options.request_options import with_defaults
-
     model, chosen = chosen_setting(args.settings, args.settings_batch)
     if model != args.model:
         print(

@@ -129,26 +129,6 @@ def hole_examples(task: str, count: int, seed: int) -> list[tuple[Example, str, 
     return made
 
 
-def exact_match(response: str, example: Example) -> bool:
-    """Whether the stripped response is exactly the expected answer."""
-    return response.strip() == example.answer
-
-
-def item_matches(response: str, example: Example) -> int:
-    """Count the items of the answer that the response gets right.
-
-    A recalled item counts wherever it stands in the response; a word of a list task only at its own place; a chat
-    reply is a single item.
-    """
-    response = response.strip()
-    if example.task == "chat":
-        return int(exact_match(response, example))
-    if example.task in LIST_TASKS:
-        return sum(given == item for given, item in zip(response.split(), example.items, strict=False))
-    given = {part.strip() for part in re.split(r"[.,]", response)}
-    return sum(item in given for item in example.items)
-
-
 def _chat(rng: random.Random) -> Example:
     prompt, answer = rng.choice(CHAT_LINES)
     return Example("chat", prompt, answer, (answer,))

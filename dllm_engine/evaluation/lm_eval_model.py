@@ -19,7 +19,7 @@ from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import RequestOptions
+from dllm_engine.scheduler.options.request_fields import RequestOptions
 
 DIFFUSION_OPTIONS = ("gen_length", *(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k")))
 """Decoding options that lm_eval has no name for."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,14 +34,17 @@ class TradeoffPoint(NamedTuple):
     is_chosen: bool = False
 
 
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def plot_beside(output: Path) -> Path | None:
     """Where the plot of a result file goes; None, with a word why, where none can be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        print(f"no plot will be drawn: {NEEDS_MATPLOTLIB}", file=sys.stderr)
-        return None
-    return output.with_suffix(".png")
+    if can_plot():
+        return output.with_suffix(".png")
+    print(f"no plot will be drawn: {NEEDS_MATPLOTLIB}", file=sys.stderr)
+    return None
 
 
 def new_figure(width: float, height: float) -> "Figure":

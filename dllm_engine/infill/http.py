@@ -3,7 +3,8 @@
 from typing import Any
 
 from dllm_engine.infill.template import filled_in, response_template
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions, parse_request_options
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
 
 OPENAI_LENGTH = 16
 """Tokens of a completion that names no ``max_tokens``, by OpenAI's documentation."""

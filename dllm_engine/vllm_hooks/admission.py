@@ -3,7 +3,7 @@
 That is ``InputProcessor.process_inputs``, which every front end calls with the prompt and the parameters.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -11,15 +11,15 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_integer, check_request, open_gen_length
+from dllm_engine.admission import check_integer, check_request, settled_params
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
-from dllm_engine.structured_output.requests import constrained, is_prepared, prepare
-from dllm_engine.vllm_hooks.patch import is_ours
+from dllm_engine.structured_output.requests import is_prepared, prepare
+from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 
 class CheckedPrompt(dict[str, Any]):
@@ -28,33 +28,37 @@ class CheckedPrompt(dict[str, Any]):
     request: EngineCoreRequest | None = None
 
 
-def checked_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(
-        self: Any, request_id: str, prompt: Any, params: Any, supported_tasks: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not is_ours(self) or not isinstance(params, SamplingParams):
-            return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
-        if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
-            # vLLM modifies a request, so this one is used once only.
-            request, prompt.request = prompt.request, None
-            request.request_id = request_id
-            return request
-        if kwargs.get("lora_request") is not None:
-            raise InvalidRequestError(
-                "lora_request: an adapter serves all requests of an engine; leave it out, and start an engine with the "
-                "adapter's folder as lora_path"
-            )
-        prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
-        is_constrained = params.structured_outputs is not None
-        params = _checked_params(self, prompt, params)
-        check_integer("priority", kwargs.get("priority"))
-        request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
-        _check_can_be_sent(request)
-        if is_constrained:
-            count_request()
+def process_checked_inputs(
+    process_inputs: Original,
+    self: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    supported_tasks: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not is_ours(self) or not isinstance(params, SamplingParams):
+        return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+    if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
+        # vLLM modifies a request, so this one is used once only.
+        request, prompt.request = prompt.request, None
+        request.request_id = request_id
         return request
-
-    return checked
+    if kwargs.get("lora_request") is not None:
+        raise InvalidRequestError(
+            "lora_request: an adapter serves all requests of an engine; leave it out, and start an engine with the "
+            "adapter's folder as lora_path"
+        )
+    prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
+    is_constrained = params.structured_outputs is not None
+    params = _checked_params(self, prompt, params)
+    check_integer("priority", kwargs.get("priority"))
+    request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+    _check_can_be_sent(request)
+    if is_constrained:
+        count_request()
+    return request
 
 
 def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -> SamplingParams:
@@ -66,10 +70,7 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
     max_model_len, config = model_config.max_model_len, model_config.hf_config
     if isinstance(params, DiffusionParams):
         params = params.to_sampling_params()
-    params = constrained(params, input_processor.tokenizer, vllm_config)
-    if params.max_tokens is None:
-        params = params.clone()
-        params.max_tokens = open_gen_length(params, len(prompt_token_ids), model_config)
+    params = settled_params(params, len(prompt_token_ids), input_processor.tokenizer, vllm_config)
     engine = EngineOptions.from_vllm_config(vllm_config)
     spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
     if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
@@ -109,56 +110,51 @@ def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, 
     return rendered
 
 
-def checked_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
+def generate_if_valid(
+    generate: Original, self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+) -> AsyncGenerator[Any, None]:
     """Check a request when ``AsyncLLM.generate`` is called. vLLM checks it when the first result is asked for; by then
     a streamed response already has the status 200."""
 
-    def generate_if_valid(
-        self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        def checked() -> AsyncGenerator[Any, None]:
-            of_prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
-            return generate(self, of_prompt, sampling_params, request_id, **kwargs)
+    def checked() -> AsyncGenerator[Any, None]:
+        of_prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
+        return generate(self, of_prompt, sampling_params, request_id, **kwargs)
 
-        async def checked_when_built() -> AsyncGenerator[Any, None]:
-            await prepare(structured, self.input_processor.tokenizer, self.vllm_config)
-            async with aclosing(checked()) as outputs:
-                async for output in outputs:
-                    yield output
+    async def checked_when_built() -> AsyncGenerator[Any, None]:
+        await prepare(structured, self.input_processor.tokenizer, self.vllm_config)
+        async with aclosing(checked()) as outputs:
+            async for output in outputs:
+                yield output
 
-        structured = getattr(sampling_params, "structured_outputs", None) if is_ours(self) else None
-        return checked() if structured is None or is_prepared(structured, self.vllm_config) else checked_when_built()
-
-    return generate_if_valid
+    structured = getattr(sampling_params, "structured_outputs", None) if is_ours(self) else None
+    return checked() if structured is None or is_prepared(structured, self.vllm_config) else checked_when_built()
 
 
-def with_automaton(render: Callable[..., Any]) -> Callable[..., Any]:
+async def render_and_build(render: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's server renders a request's prompt, settles what its answer must match and then checks the request. Build
     the automaton in between: it takes seconds, in which the server must answer others."""
-
-    async def render_and_build(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        rendered = await render(self, request, *args, **kwargs)
-        if is_ours(self):
-            params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
-            extract = getattr(request, "extract_structured_outputs", None)
-            structured = extract() if extract else getattr(params, "structured_outputs", None)
-            if structured is not None:
-                await prepare(structured, self.renderer.tokenizer, self.renderer.config)
-        return rendered
-
-    return render_and_build
+    rendered = await render(self, request, *args, **kwargs)
+    if is_ours(self):
+        params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
+        extract = getattr(request, "extract_structured_outputs", None)
+        structured = extract() if extract else getattr(params, "structured_outputs", None)
+        if structured is not None:
+            await prepare(structured, self.renderer.tokenizer, self.renderer.config)
+    return rendered
 
 
-def checked_respond(respond: Callable[..., Any]) -> Callable[..., Any]:
+def respond_if_valid(
+    respond: Original,
+    self: Any,
+    request_id: str,
+    engine_input: Any,
+    sampling_params: SamplingParams,
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[Any, None]:
     """``/v1/responses`` calls ``generate`` inside a generator, so its request is checked when that one is made."""
-
-    def respond_if_valid(
-        self: Any, request_id: str, engine_input: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        engine_input = _checked_prompt(self.engine_client, engine_input, sampling_params, request_id, kwargs)
-        return respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
-
-    return respond_if_valid
+    engine_input = _checked_prompt(self.engine_client, engine_input, sampling_params, request_id, kwargs)
+    return respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
 
 _REQUEST_ARGUMENTS = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
@@ -179,32 +175,22 @@ def _checked_prompt(
     return checked
 
 
-def explained_greedy(verify: Callable[..., None]) -> Callable[..., None]:
+def explain_greedy(verify: Original, self: SamplingParams) -> None:
     """vLLM refuses several responses to a greedy request without saying what to do about it."""
-
-    def verify_greedy(self: SamplingParams) -> None:
-        if self.n > 1:
-            raise InvalidRequestError(
-                f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "
-                f"leave n at 1"
-            )
-        verify(self)
-
-    return verify_greedy
+    if self.n > 1:
+        raise InvalidRequestError(
+            f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "
+            f"leave n at 1"
+        )
+    verify(self)
 
 
-def refused_beam_search(beam_search: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_beam_search(beam_search: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's beam search asks for one token at a time with its alternatives. The engine would serve that, but it means
     nothing: a diffusion model has no prefix to extend."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self):
-            raise InvalidRequestError(
-                "beam search is not supported for diffusion models; use n with a temperature above 0"
-            )
-        return beam_search(self, *args, **kwargs)
-
-    return refuse
+    if is_ours(self):
+        raise InvalidRequestError("beam search is not supported for diffusion models; use n with a temperature above 0")
+    return beam_search(self, *args, **kwargs)
 
 
 _serves_diffusion = False
@@ -221,24 +207,22 @@ def limit_responses(response_limit: int | None) -> None:
     _serves_diffusion, _response_limit = True, response_limit
 
 
-def unclipped_max_tokens(clipping: Callable[..., int]) -> Callable[..., int]:
+def refuse_clipping(
+    clipping: Original, max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
+) -> int:
     """Refuse a ``max_tokens`` that vLLM's server would silently shorten, to the rest of the context or to the
     ``max_new_tokens`` of its generation config."""
-
-    def get_max_tokens(max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any) -> int:
-        if not _serves_diffusion or max_tokens is None:
-            return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
-        if input_length + max_tokens > max_model_len:
-            raise InvalidRequestError(
-                f"prompt ({input_length} tokens) and max_tokens={max_tokens} need a canvas of "
-                f"{input_length + max_tokens}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
-            )
-        if _response_limit is not None and max_tokens > _response_limit:
-            raise InvalidRequestError(
-                f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
-                f"generation config)"
-            )
-        # Our default of max_new_tokens is only for requests that state no length.
-        return max_tokens
-
-    return get_max_tokens
+    if not _serves_diffusion or max_tokens is None:
+        return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+    if input_length + max_tokens > max_model_len:
+        raise InvalidRequestError(
+            f"prompt ({input_length} tokens) and max_tokens={max_tokens} need a canvas of "
+            f"{input_length + max_tokens}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
+        )
+    if _response_limit is not None and max_tokens > _response_limit:
+        raise InvalidRequestError(
+            f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
+            f"generation config)"
+        )
+    # Our default of max_new_tokens is only for requests that state no length.
+    return max_tokens

@@ -1,6 +1,5 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -21,10 +20,13 @@ from dllm_engine.model_executor.models.configs import unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, RequestOptions, with_defaults
+from dllm_engine.scheduler.options.request_fields import RequestOptions, with_defaults
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.patch import Original
+from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
 from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
 
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
     "cuda": "dllm_engine.check.worker.CheckedGPUWorker",
@@ -63,7 +64,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         from vllm.platforms import current_platform
 
         keep_our_warnings()  # vLLM has set up logging anew for this engine
-        _refuse_unsupported(vllm_config)
+        refuse_unsupported(vllm_config)
         check_quantization(vllm_config.model_config, current_platform.device_type)
         # Weights or a tokenizer that cannot be read are refused before any process is started for them.
         model_config = vllm_config.model_config
@@ -85,6 +86,13 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         # A step computes the whole canvas at once, or a block of it where prompts are fed in parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
         num_rows = family_of(model_config.hf_config).longest_canvas(longest)
+        if (limit := scheduler.max_num_scheduled_tokens) is not None:
+            if limit < num_rows:
+                raise ValueError(
+                    f"max_num_scheduled_tokens={limit} is less than the {num_rows} rows of the longest canvas; raise "
+                    f"it or lower max_model_len={model_config.max_model_len}"
+                )
+            scheduler.max_num_batched_tokens = min(scheduler.max_num_batched_tokens, limit)
         scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, num_rows)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = worker_class
@@ -110,18 +118,14 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         end_on_signals_while_loading()
 
 
-def refusing_stray_options(original: Callable[["VllmConfig"], None]) -> Callable[["VllmConfig"], None]:
+def refuse_stray_options(original: Original, self: "VllmConfig") -> None:
     """Refuse our options for a model that is none of ours; vLLM would ignore them."""
-
-    def try_verify_and_update_config(self: "VllmConfig") -> None:
-        model, additional = self.model_config, self.additional_config
-        is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
-        if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
-            found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
-            raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
-        original(self)
-
-    return try_verify_and_update_config
+    model, additional = self.model_config, self.additional_config
+    is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
+    if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
+        found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
+        raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
+    original(self)
 
 
 def _settle_engine_options(vllm_config: "VllmConfig") -> None:
@@ -181,45 +185,6 @@ def _with_guide_shape(options: EngineOptions, model_config: "ModelConfig") -> En
         Retokenizer.between(model_config, guide)
         logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
     return with_shape(options, same_tokens=same_tokens)
-
-
-def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
-    from vllm.platforms import current_platform
-
-    parallel, offload = vllm_config.parallel_config, vllm_config.offload_config
-    has_experts = vllm_config.model_config.is_moe
-    leave_unset = "leave it unset"
-    use_tensors = "use tensor_parallel_size to split a model over GPUs, data_parallel_size for more requests"
-    refused = {
-        "pipeline_parallel_size": (parallel.pipeline_parallel_size > 1, use_tensors),
-        "decode_context_parallel_size": (parallel.decode_context_parallel_size > 1, use_tensors),
-        "prefill_context_parallel_size": (parallel.prefill_context_parallel_size > 1, use_tensors),
-        # vLLM's experts for CPUs do not ask which of them a rank holds, and read beyond them.
-        "enable_expert_parallel": (
-            parallel.enable_expert_parallel and (not has_experts or current_platform.is_cpu()),
-            "it is for models with experts, on GPUs; " + use_tensors,
-        ),
-        # With experts, its ranks would wait for each other in every step, also those without requests.
-        "data_parallel_size": (parallel.data_parallel_size > 1 and has_experts, "start one server for each"),
-        "enable_eplb": (parallel.enable_eplb, leave_unset),
-        "enable_batch_sharded_sampling": (bool(parallel.enable_batch_sharded_sampling), leave_unset),
-        "enable_dbo": (parallel.enable_dbo, leave_unset),
-        "ubatch_size": (parallel.ubatch_size > 0, leave_unset),
-        "cpu_offload_gb": (offload.uva.cpu_offload_gb > 0, use_tensors),
-        "offload_group_size": (offload.prefetch.offload_group_size > 0, use_tensors),
-        "enable_lora": (
-            vllm_config.lora_config is not None,
-            "an adapter serves all requests of an engine: name its folder as lora_path",
-        ),
-        "speculative_config": (vllm_config.speculative_config is not None, leave_unset),
-        "kv_transfer_config": (vllm_config.kv_transfer_config is not None, leave_unset),
-        "kv_events_config": (vllm_config.kv_events_config is not None, leave_unset),
-        "ec_transfer_config": (vllm_config.ec_transfer_config is not None, leave_unset),
-        "enable_prompt_embeds": (vllm_config.model_config.enable_prompt_embeds, leave_unset),
-    }
-    for name, (wanted, instead) in refused.items():
-        if wanted:
-            raise ValueError(f"{name} is not supported for diffusion models; {instead}")
 
 
 def _generation_config(model_config: "ModelConfig") -> dict[str, Any]:

@@ -5,7 +5,7 @@ shuts down. vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only pl
 users would have to list every other plugin there too. So ours are added together with vLLM's routes.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -17,6 +17,7 @@ from dllm_engine import playground
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
+from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 from dllm_engine.vllm_hooks.shutdown import RefuseWhileShuttingDown
 
@@ -37,24 +38,25 @@ class KeyCheck(AuthenticationMiddleware):
         return self.app(scope, receive, send)
 
 
-def extended_app(register_api_routers: Callable[..., None]) -> Callable[..., None]:
-    def register(
-        args: Any, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
-    ) -> None:
-        register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
-        if not getattr(model_config, "is_dllm_engine", False):
-            return
-        app.router.routes[:] = [
-            route for route in app.router.routes if getattr(route, "path", "") not in REMOVED_ROUTES
-        ]
-        serve_tool_calls(args)
-        # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
-        app.add_middleware(BodyCheck)
-        if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
-            app.add_middleware(KeyCheck, tokens=keys)
-        app.add_middleware(RefuseWhileShuttingDown)
-        options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
-        if options.playground:
-            playground.add_route(app, options, family_of(model_config.hf_config))
-
-    return register
+def extend_app(
+    register_api_routers: Original,
+    args: Any,
+    app: Any,
+    supported_tasks: Any,
+    model_config: Any = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> None:
+    register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
+    if not getattr(model_config, "is_dllm_engine", False):
+        return
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in REMOVED_ROUTES]
+    serve_tool_calls(args)
+    # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
+    app.add_middleware(BodyCheck)
+    if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
+        app.add_middleware(KeyCheck, tokens=keys)
+    app.add_middleware(RefuseWhileShuttingDown)
+    options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
+    if options.playground:
+        playground.add_route(app, options, family_of(model_config.hf_config))

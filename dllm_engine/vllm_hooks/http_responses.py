@@ -24,8 +24,9 @@ from dllm_engine.figures import PER_TOKEN, ErrorReason
 from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
 from dllm_engine.scheduler.messages import PROVISIONAL_KEY
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH, RequestOptions
-from dllm_engine.vllm_hooks.patch import is_ours
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
+from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 DIFFUSION = "diffusion"
 _EVENT, _DONE = "data: ", "[DONE]"
@@ -139,51 +140,53 @@ async def stream_with_fields(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def completion_stream(stream_completion: Callable[..., Any]) -> Callable[..., Any]:
-    def completion_stream_generator(
-        self: Any,
-        request: Any,
-        engine_inputs: Any,
-        result_generator: Any,
-        request_id: str,
-        created_time: int,
-        model_name: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> AsyncGenerator[str, None]:
-        def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-            return stream_completion(
-                self, request, engine_inputs, results, request_id, created_time, model_name, *args, **kwargs
-            )
-
-        if not is_ours(self):
-            return events(result_generator)
-        _settle_length(request)
-        num_choices = request.n or 1
-        head = {"id": request_id, "object": "text_completion", "created": created_time, "model": model_name}
-        fields = StreamFields(head, with_trace=_asks_for_trace(request))
-        return stream_with_fields(
-            events, result_generator, lambda r: [(c.index + r[0] * num_choices, c) for c in r[1].outputs], fields
+def stream_completion_with_fields(
+    stream_completion: Original,
+    self: Any,
+    request: Any,
+    engine_inputs: Any,
+    result_generator: Any,
+    request_id: str,
+    created_time: int,
+    model_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[str, None]:
+    def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        return stream_completion(
+            self, request, engine_inputs, results, request_id, created_time, model_name, *args, **kwargs
         )
 
-    return completion_stream_generator
+    if not is_ours(self):
+        return events(result_generator)
+    _settle_length(request)
+    num_choices = request.n or 1
+    head = {"id": request_id, "object": "text_completion", "created": created_time, "model": model_name}
+    fields = StreamFields(head, with_trace=_asks_for_trace(request))
+    return stream_with_fields(
+        events, result_generator, lambda r: [(c.index + r[0] * num_choices, c) for c in r[1].outputs], fields
+    )
 
 
-def chat_stream(stream_chat: Callable[..., Any]) -> Callable[..., Any]:
-    def chat_completion_stream_generator(
-        self: Any, request: Any, result_generator: Any, request_id: str, model_name: str, *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[str, None]:
-        def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-            return stream_chat(self, request, results, request_id, model_name, *args, **kwargs)
+def stream_chat_with_fields(
+    stream_chat: Original,
+    self: Any,
+    request: Any,
+    result_generator: Any,
+    request_id: str,
+    model_name: str,
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[str, None]:
+    def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        return stream_chat(self, request, results, request_id, model_name, *args, **kwargs)
 
-        if not is_ours(self):
-            return events(result_generator)
-        created = int(time.time())  # as vLLM's own chunks, which say when the stream began
-        head = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model_name}
-        fields = StreamFields(head, with_trace=_asks_for_trace(request))
-        return stream_with_fields(events, result_generator, lambda r: [(c.index, c) for c in r.outputs], fields)
-
-    return chat_completion_stream_generator
+    if not is_ours(self):
+        return events(result_generator)
+    created = int(time.time())  # as vLLM's own chunks, which say when the stream began
+    head = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model_name}
+    fields = StreamFields(head, with_trace=_asks_for_trace(request))
+    return stream_with_fields(events, result_generator, lambda r: [(c.index, c) for c in r.outputs], fields)
 
 
 def _settle_length(request: Any) -> None:
@@ -192,82 +195,74 @@ def _settle_length(request: Any) -> None:
         request.max_tokens = DEFAULT_GEN_LENGTH
 
 
-def whole_completion(to_response: Callable[..., Any]) -> Callable[..., Any]:
-    def request_output_to_completion_response(
-        self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        _settle_length(request)
-        response = to_response(self, final_res_batch, request, *args, **kwargs)
-        completions = [completion for result in final_res_batch for completion in result.outputs]
-        for choice, completion in zip(response.choices, completions, strict=True):
-            _set_fields(self, choice, completion, request)
-        return response
-
-    return request_output_to_completion_response
+def complete_with_fields(
+    to_response: Original, self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    _settle_length(request)
+    response = to_response(self, final_res_batch, request, *args, **kwargs)
+    completions = [completion for result in final_res_batch for completion in result.outputs]
+    for choice, completion in zip(response.choices, completions, strict=True):
+        _set_fields(self, choice, completion, request)
+    return response
 
 
-def whole_chat(to_response: Callable[..., Any]) -> Callable[..., Any]:
-    async def chat_completion_full_generator(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        completions: dict[int, Any] = {}
+async def complete_chat_with_fields(
+    to_response: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+) -> Any:
+    completions: dict[int, Any] = {}
 
-        async def noted() -> AsyncGenerator[Any, None]:
-            async for result in result_generator:
-                completions.update((completion.index, completion) for completion in result.outputs)
-                yield result
+    async def noted() -> AsyncGenerator[Any, None]:
+        async for result in result_generator:
+            completions.update((completion.index, completion) for completion in result.outputs)
+            yield result
 
-        response = await to_response(self, request, noted(), *args, **kwargs)
-        for choice in getattr(response, "choices", ()):  # an error has none
-            _set_fields(self, choice, completions[choice.index], request)
-        return response
-
-    return chat_completion_full_generator
+    response = await to_response(self, request, noted(), *args, **kwargs)
+    for choice in getattr(response, "choices", ()):  # an error has none
+        _set_fields(self, choice, completions[choice.index], request)
+    return response
 
 
-def explaining_errors(raise_if_error: Callable[..., None]) -> Callable[..., None]:
+def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | None, request_id: str) -> None:
     """vLLM's check of a finish reason, which becomes HTTP status 500 or an event in a stream."""
-
-    def raise_with_reason(self: Any, finish_reason: str | None, request_id: str) -> None:
-        if isinstance(finish_reason, ErrorReason):
-            raise GenerationError(finish_reason.explanation)
-        raise_if_error(self, finish_reason, request_id)
-
-    return raise_with_reason
+    if isinstance(finish_reason, ErrorReason):
+        raise GenerationError(finish_reason.explanation)
+    raise_if_error(self, finish_reason, request_id)
 
 
-def ending_responses_stream(stream: Callable[..., Any]) -> Callable[..., Any]:
+async def end_responses_stream(
+    stream: Original,
+    self: Any,
+    request: Any,
+    sampling_params: Any,
+    result_generator: AsyncIterator[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> AsyncGenerator[Any, None]:
     """vLLM's stream of ``/v1/responses`` has no event for an error: an error would break the stream off."""
+    failure, last = None, -1
 
-    async def responses_stream_generator(
-        self: Any, request: Any, sampling_params: Any, result_generator: AsyncIterator[Any], *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        failure, last = None, -1
-
-        async def noted() -> AsyncGenerator[Any, None]:
-            nonlocal failure
-            try:
-                async for context in result_generator:
-                    outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
-                    reasons = (output.finish_reason for output in outputs)
-                    failure = next((r.explanation for r in reasons if isinstance(r, ErrorReason)), None)
-                    yield context
-            except (GenerationError, EngineDeadError) as error:
-                failure = str(error)
-                raise
-
+    async def noted() -> AsyncGenerator[Any, None]:
+        nonlocal failure
         try:
-            async for event in stream(self, request, sampling_params, noted(), *args, **kwargs):
-                last = event.sequence_number
-                yield event
-        except (ValidationError, EngineDeadError):
-            if failure is None or not is_ours(self):
-                raise
-            yield ResponseErrorEvent(
-                type="error", code="server_error", message=failure, param=None, sequence_number=last + 1
-            )
+            async for context in result_generator:
+                outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
+                reasons = (output.finish_reason for output in outputs)
+                failure = next((r.explanation for r in reasons if isinstance(r, ErrorReason)), None)
+                yield context
+        except (GenerationError, EngineDeadError) as error:
+            failure = str(error)
+            raise
 
-    return responses_stream_generator
+    try:
+        async for event in stream(self, request, sampling_params, noted(), *args, **kwargs):
+            last = event.sequence_number
+            yield event
+    except (ValidationError, EngineDeadError):
+        if failure is None or not is_ours(self):
+            raise
+        yield ResponseErrorEvent(
+            type="error", code="server_error", message=failure, param=None, sequence_number=last + 1
+        )
 
 
 def _asks_for_trace(request: Any) -> bool:

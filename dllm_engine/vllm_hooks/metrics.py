@@ -1,40 +1,34 @@
 """Metrics of diffusion engines in vLLM's front ends. Engines of other models are untouched."""
 
-from collections.abc import Callable
 from typing import Any
 
 from dllm_engine.metrics import DiffusionMetrics
 from dllm_engine.scheduler.engine_stats import take_stats
 from dllm_engine.structured_output.automata import take_counts
-from dllm_engine.vllm_hooks.patch import is_ours
+from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 
-def registering_metrics(init: Callable[..., None]) -> Callable[..., None]:
-    def init_with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, vllm_config, *args, **kwargs)
-        if is_ours(vllm_config):
-            classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
-            self.diffusion = DiffusionMetrics(classes, ["model_name", "engine"], self.per_engine_labelvalues)
-
-    return init_with_metrics
+def init_with_metrics(init: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, vllm_config, *args, **kwargs)
+    if is_ours(vllm_config):
+        classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+        self.diffusion = DiffusionMetrics(classes, ["model_name", "engine"], self.per_engine_labelvalues)
 
 
-def recording_metrics(record: Callable[..., None]) -> Callable[..., None]:
+def record_with_metrics(
+    record: Original,
+    self: Any,
+    scheduler_stats: Any,
+    iteration_stats: Any,
+    mm_cache_stats: Any = None,
+    engine_idx: int | None = None,
+) -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    def record_with_metrics(
-        self: Any,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int | None = None,
-    ) -> None:
-        message = take_stats(scheduler_stats)
-        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-        if message is not None:
-            counts = take_counts()
-            for logger in self.stat_loggers:
-                if isinstance(logger, PrometheusStatLogger):
-                    logger.diffusion.record(message | counts, engine_idx or 0)
-
-    return record_with_metrics
+    message = take_stats(scheduler_stats)
+    record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+    if message is not None:
+        counts = take_counts()
+        for logger in self.stat_loggers:
+            if isinstance(logger, PrometheusStatLogger):
+                logger.diffusion.record(message | counts, engine_idx or 0)

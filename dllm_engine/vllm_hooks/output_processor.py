@@ -7,38 +7,38 @@ one output per finished block and one of the running block wait. Each keeps its 
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader
 from dllm_engine.scheduler.messages import FIGURES_KEY, PROVISIONAL_KEY
+from dllm_engine.vllm_hooks.patch import Original
 
 # From the engine's message to the completion
 
 
-def processing_messages(process_outputs: Callable[..., Any]) -> Callable[..., Any]:
-    def process(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        settled, shown = [], []
-        for output in engine_core_outputs:
-            message = output.kv_transfer_params or {}
-            state = self.request_states.get(output.request_id)
-            if state is not None and FIGURES_KEY in message:
-                _note(state, message)
-                output.kv_transfer_params = None
-            if output.new_token_ids or output.finish_reason is not None or PROVISIONAL_KEY not in message:
-                settled.append(output)
-            elif state is not None:
-                request_output = _output_without_tokens(state)
-                if state.queue is not None:
-                    state.queue.put(request_output)
-                else:
-                    shown.append(request_output)
-        processed = process_outputs(self, settled, *args, **kwargs)
-        processed.request_outputs[:0] = shown
-        return processed
-
-    return process
+def process_messages(
+    process_outputs: Original, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    settled, shown = [], []
+    for output in engine_core_outputs:
+        message = output.kv_transfer_params or {}
+        state = self.request_states.get(output.request_id)
+        if state is not None and FIGURES_KEY in message:
+            _note(state, message)
+            output.kv_transfer_params = None
+        if output.new_token_ids or output.finish_reason is not None or PROVISIONAL_KEY not in message:
+            settled.append(output)
+        elif state is not None:
+            request_output = _output_without_tokens(state)
+            if state.queue is not None:
+                state.queue.put(request_output)
+            else:
+                shown.append(request_output)
+    processed = process_outputs(self, settled, *args, **kwargs)
+    processed.request_outputs[:0] = shown
+    return processed
 
 
 def _note(state: Any, message: dict[str, Any]) -> None:
@@ -60,46 +60,37 @@ def _output_without_tokens(state: Any) -> Any:
     return state._new_request_output(request.external_req_id, [completion], False)
 
 
-def with_figures(new_completion_output: Callable[..., Any]) -> Callable[..., Any]:
-    def make_completion(self: Any, *args: Any, **kwargs: Any) -> Any:
-        completion = new_completion_output(self, *args, **kwargs)
-        completion.diffusion = getattr(self, "diffusion", None)
-        completion.provisional = vars(self).pop("provisional", None)
-        if completion.diffusion is not None and completion.diffusion.error is not None:
-            completion.finish_reason = ErrorReason(completion.diffusion.error)
-        return completion
-
-    return make_completion
+def complete_with_figures(new_completion_output: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    completion = new_completion_output(self, *args, **kwargs)
+    completion.diffusion = getattr(self, "diffusion", None)
+    completion.provisional = vars(self).pop("provisional", None)
+    if completion.diffusion is not None and completion.diffusion.error is not None:
+        completion.finish_reason = ErrorReason(completion.diffusion.error)
+    return completion
 
 
-def merging_figures(merge: Callable[..., None]) -> Callable[..., None]:
-    def merge_with_figures(self: Any, next_output: Any, aggregate: bool) -> None:
-        merge(self, next_output, aggregate)
-        latest = {completion.index: completion for completion in next_output.outputs}
-        for completion in self.outputs:
-            if completion.index in latest:
-                completion.diffusion = getattr(latest[completion.index], "diffusion", None)
-
-    return merge_with_figures
+def merge_with_figures(merge: Original, self: Any, next_output: Any, aggregate: bool) -> None:
+    merge(self, next_output, aggregate)
+    latest = {completion.index: completion for completion in next_output.outputs}
+    for completion in self.outputs:
+        if completion.index in latest:
+            completion.diffusion = getattr(latest[completion.index], "diffusion", None)
 
 
 # What waits for a slow consumer
 
 
-def putting_latest(put: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    def put_latest(self: Any, output: Any) -> None:
-        backlog = vars(self).setdefault("dllm_backlog", deque())
-        nothing_waits = self.output is None or isinstance(self.output, Exception)
-        if nothing_waits or isinstance(output, Exception):
-            put(self, output)
-        elif backlog or _shows_block(self.output) or _shows_block(output):
-            waiting = [other for other in (self.output, *backlog) if not _is_overtaken(other, output)]
-            self.output, *rest = *waiting, output
-            self.dllm_backlog = deque(rest)
-        else:
-            put(self, output)
-
-    return put_latest
+def put_latest(put: Original, self: Any, output: Any) -> None:
+    backlog = vars(self).setdefault("dllm_backlog", deque())
+    nothing_waits = self.output is None or isinstance(self.output, Exception)
+    if nothing_waits or isinstance(output, Exception):
+        put(self, output)
+    elif backlog or _shows_block(self.output) or _shows_block(output):
+        waiting = [other for other in (self.output, *backlog) if not _is_overtaken(other, output)]
+        self.output, *rest = *waiting, output
+        self.dllm_backlog = deque(rest)
+    else:
+        put(self, output)
 
 
 def _shows_block(output: Any) -> bool:
@@ -115,18 +106,12 @@ def _is_overtaken(waiting: Any, output: Any) -> bool:
     )
 
 
-def getting_one(get: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
-    async def get_one(self: Any) -> Any:
-        return _fetched(self, await get(self))
-
-    return get_one
+async def get_one(get: Original, self: Any) -> Any:
+    return _fetched(self, await get(self))
 
 
-def getting_one_nowait(get_nowait: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def get_one_nowait(self: Any) -> Any:
-        return _fetched(self, get_nowait(self))
-
-    return get_one_nowait
+def get_one_nowait(get_nowait: Original, self: Any) -> Any:
+    return _fetched(self, get_nowait(self))
 
 
 def _fetched(collector: Any, output: Any) -> Any:
@@ -138,19 +123,15 @@ def _fetched(collector: Any, output: Any) -> Any:
 # What is aborted
 
 
-def dropping_parents(abort_requests: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def abort_with_parents(abort_requests: Original, self: Any, request_ids: Iterable[str], internal: bool) -> list[str]:
     """A request with ``n`` > 1 is a parent of ``n`` children. When it is aborted by the id that its caller gave, vLLM
     drops the children only and keeps the parent forever."""
-
-    def abort(self: Any, request_ids: Iterable[str], internal: bool) -> list[str]:
-        request_ids = list(request_ids)
-        children = request_ids if internal else [i for name in request_ids for i in self.external_req_ids.get(name, ())]
-        states = [self.request_states[child] for child in children if child in self.request_states]
-        parents = {state.parent_req for state in states if state.parent_req is not None}
-        aborted = abort_requests(self, request_ids, internal)
-        for parent in parents:
-            if self.request_states.keys().isdisjoint(parent.child_requests):
-                self.parent_requests.pop(parent.request_id, None)
-        return aborted
-
-    return abort
+    request_ids = list(request_ids)
+    children = request_ids if internal else [i for name in request_ids for i in self.external_req_ids.get(name, ())]
+    states = [self.request_states[child] for child in children if child in self.request_states]
+    parents = {state.parent_req for state in states if state.parent_req is not None}
+    aborted = abort_requests(self, request_ids, internal)
+    for parent in parents:
+        if self.request_states.keys().isdisjoint(parent.child_requests):
+            self.parent_requests.pop(parent.request_id, None)
+    return aborted

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 Scope = Literal["attribute", "every_import", "if_imported"]
+Original = Callable[..., Any]
+"""What vLLM has where a function of ours takes its place."""
 _MARK = "_dllm_engine_patch"
 
 
@@ -30,9 +32,9 @@ class Patch:
 
     target: str
     """``module:attribute`` or ``module:Class.attribute``."""
-    factory: str
-    """``module:function`` of ours, relative to this package. It takes the original and returns the replacement, whose
-    named parameters must be the original's first ones."""
+    replacement: str
+    """``module:function`` of ours, relative to this package. It is called with the original and what the original is
+    called with; the parameters that it names must be the original's first ones."""
     why: str
     scope: Scope = "attribute"
     """``every_import``: also in modules of vLLM that have imported the function by name. ``if_imported``: only if the
@@ -90,14 +92,20 @@ def _original(patch: Patch, module_name: str, path: str) -> tuple[Any, str, Any]
 
 def _replacement(patch: Patch, original: Any) -> Any:
     """Our function for an original; raises where the original takes other parameters."""
-    factory_module, _, factory_name = patch.factory.partition(":")
-    factory: Callable[[Any], Any] = getattr(import_module(f"{__package__}.{factory_module}"), factory_name)
-    replacement = factory(original)
-    named = inspect.signature(replacement).parameters.values()
+    module, _, name = patch.replacement.partition(":")
+    ours: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), name)
+    signature = inspect.signature(ours)
+    named = list(signature.parameters.values())[1:]
     expected = [parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     found = list(inspect.signature(original).parameters)
     if found[: len(expected)] != expected:
         raise _unfit(patch, f"it takes ({', '.join(found)}), not ({', '.join(expected)}, …)")
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    # vLLM reads what some of its methods take.
+    replacement.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return replacement
 
 

@@ -1,6 +1,6 @@
 """Refuses request bodies that vLLM's request classes fail at, or of which they would ignore parts.
 
-``BodyCheck`` sees bodies before vLLM parses them; ``checked_fields`` sees vLLM's request objects.
+``BodyCheck`` sees bodies before vLLM parses them; ``create_if_known`` sees vLLM's request objects.
 """
 
 import json
@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import check_place
-from dllm_engine.vllm_hooks.patch import is_ours
+from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -94,16 +94,12 @@ def error_response(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, fi
     return JSONResponse(error.model_dump(), status_code=status)
 
 
-def checked_fields(create: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+async def create_if_known(create: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
-
-    async def create_if_known(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self):
-            check_place(request.model_extra or ())
-            settle_template(request, self)
-        return await create(self, request, *args, **kwargs)
-
-    return create_if_known
+    if is_ours(self):
+        check_place(request.model_extra or ())
+        settle_template(request, self)
+    return await create(self, request, *args, **kwargs)
 
 
 def leave_completion_length_open() -> None:

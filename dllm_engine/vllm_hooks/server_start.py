@@ -9,13 +9,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
+
+from dllm_engine.vllm_hooks.patch import Original
 
 INTERRUPTED, STOPPED = 130, 0
 """Exit statuses after Ctrl-C and after SIGTERM, with which a supervisor stops a server."""
@@ -56,21 +57,17 @@ def address_error(error: Exception, host: str, port: int) -> AddressError:
     )
 
 
-def naming_address(setup_server: Callable[..., Any]) -> Callable[..., Any]:
+def name_address(setup_server: Original, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """vLLM's ``setup_server`` binds the socket before the model is loaded; an error becomes one sentence."""
-
-    def setup(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        try:
-            made = setup_server(args, *rest, **kwargs)
-        except (OSError, OverflowError) as error:
-            if args.uds:
-                raise
-            raise SystemExit(f"dllm: error: {address_error(error, args.host or '', args.port)}") from error
-        if signal.getsignal(signal.SIGINT) is end_now:
-            signal.signal(signal.SIGTERM, end_now)  # vLLM has just replaced ours
-        return made
-
-    return setup
+    try:
+        made = setup_server(args, *rest, **kwargs)
+    except (OSError, OverflowError) as error:
+        if args.uds:
+            raise
+        raise SystemExit(f"dllm: error: {address_error(error, args.host or '', args.port)}") from error
+    if signal.getsignal(signal.SIGINT) is end_now:
+        signal.signal(signal.SIGTERM, end_now)  # vLLM has just replaced ours
+    return made
 
 
 def end_on_signals() -> None:

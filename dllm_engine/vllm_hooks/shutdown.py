@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.request_bodies import Message, error_response
 from dllm_engine.vllm_hooks.server_start import SIGNALS, address_error, end_now
 
@@ -78,27 +79,23 @@ class RefuseWhileShuttingDown:
             await self.app(scope, receive, send_with_hint)
 
 
-def with_graceful_shutdown(serve_http: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+async def serve_gracefully(serve_http: Original, app: Any, *args: Any, **kwargs: Any) -> Awaitable[Any]:
     """vLLM's ``serve_http`` without the gaps. The awaitable that it returns is awaited after everything else."""
-
-    async def serve(app: Any, *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        engine = app.state.engine_client
-        if engine is None:  # a server that only renders prompts
-            return await serve_http(app, *args, **kwargs)
-        shutdown = GracefulShutdown(app, engine)
-        try:
-            closing = await serve_http(app, *args, timeout_graceful_shutdown=LAST_BYTES_S, **kwargs)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            # Another server took the port while this one loaded.
-            raise SystemExit(f"dllm: error: {address_error(error, kwargs['host'] or '', kwargs['port'])}") from error
-        except psutil.Error:
-            # vLLM asks for the command of a process that has the port. That may be a worker that ends at this moment.
-            closing = app.state.server.shutdown()
-        return closing if shutdown.was_asked_for or not engine.errored else _fail_after(closing)
-
-    return serve
+    engine = app.state.engine_client
+    if engine is None:  # a server that only renders prompts
+        return await serve_http(app, *args, **kwargs)
+    shutdown = GracefulShutdown(app, engine)
+    try:
+        closing = await serve_http(app, *args, timeout_graceful_shutdown=LAST_BYTES_S, **kwargs)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # Another server took the port while this one loaded.
+        raise SystemExit(f"dllm: error: {address_error(error, kwargs['host'] or '', kwargs['port'])}") from error
+    except psutil.Error:
+        # vLLM asks for the command of a process that has the port. That may be a worker that ends at this moment.
+        closing = app.state.server.shutdown()
+    return closing if shutdown.was_asked_for or not engine.errored else _fail_after(closing)
 
 
 class GracefulShutdown:

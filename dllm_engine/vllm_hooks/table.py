@@ -5,99 +5,100 @@ change is not in the table, because it is no function: the default of ``max_toke
 (``request_bodies.py``).
 """
 
+from dllm_engine.vllm_hooks import refused_settings
 from dllm_engine.vllm_hooks.patch import Patch, Private
 
 EVERY_PROCESS = (
     Patch(
         "vllm.config.vllm:VllmConfig.try_verify_and_update_config",
-        "engine_config:refusing_stray_options",
+        "engine_config:refuse_stray_options",
         "refuse options of diffusion engines for a model that is none",
     ),
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-        "admission:checked_inputs",
+        "admission:process_checked_inputs",
         "check a request before it enters the engine",
     ),
     Patch(
         "vllm.entrypoints.serve.utils.api_utils:get_max_tokens",
-        "admission:unclipped_max_tokens",
+        "admission:refuse_clipping",
         "refuse a length that vLLM would silently shorten",
         scope="every_import",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestState._new_completion_output",
-        "output_processor:with_figures",
+        "output_processor:complete_with_figures",
         "attach the figures to the completion",
     ),
     Patch(
         "vllm.outputs:RequestOutput.add",
-        "output_processor:merging_figures",
+        "output_processor:merge_with_figures",
         "keep the latest figures where outputs are merged",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-        "output_processor:processing_messages",
+        "output_processor:process_messages",
         "take figures and the running block out of the engine's messages",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.put",
-        "output_processor:putting_latest",
+        "output_processor:put_latest",
         "drop the steps that a slow consumer was overtaken by, never text",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get",
-        "output_processor:getting_one",
+        "output_processor:get_one",
         "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
-        "output_processor:getting_one_nowait",
+        "output_processor:get_one_nowait",
         "hand on one by one what waits for a slow consumer",
     ),
     Patch(
         "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__",
-        "metrics:registering_metrics",
+        "metrics:init_with_metrics",
         "register the metrics of diffusion engines",
     ),
     Patch(
         "vllm.v1.metrics.loggers:StatLoggerManager.record",
-        "metrics:recording_metrics",
+        "metrics:record_with_metrics",
         "record the metrics of diffusion engines",
     ),
     Patch(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor._post_init_executor",
-        "engine_core.shared_memory:unnaming_in_engine",
+        "engine_core.shared_memory:unname_in_engine",
         "leave no shared memory behind when the engine is killed, and no engine when its front end is",
     ),
     Patch(
         "vllm.v1.executor.multiproc_executor:WorkerProc.worker_busy_loop",
-        "engine_core.shared_memory:unnaming_in_worker",
+        "engine_core.shared_memory:unname_in_worker",
         "leave no shared memory behind when a worker is killed",
     ),
     Patch(
         "vllm.v1.engine.core:EngineCore.collective_rpc",
-        "engine_core.weights:guarding_weights",
+        "engine_core.weights:guard_weights",
         "let no response come from two sets of weights",
     ),
     Patch(
         "vllm.v1.engine.core:EngineCore.sleep",
-        "engine_core.weights:guarding_sleep",
+        "engine_core.weights:sleep_if_possible",
         "refuse what a CPU cannot do, and what would lose the pages of running requests",
     ),
     Patch(
         "vllm.v1.engine.core:EngineCore.release_kv_cache_memory",
-        "engine_core.weights:guarding_pages",
+        "engine_core.weights:release_if_unused",
         "keep the pages of running requests",
     ),
     Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",
-        "http_app:extended_app",
+        "http_app:extend_app",
         "add the playground, the check of request bodies and the refusals of a server that ends",
     ),
     *(
         Patch(
             f"vllm.entrypoints.{module}:setup_server",
-            "server_start:naming_address",
+            "server_start:name_address",
             "say in a sentence that a port is in use",
             scope="if_imported",
         )
@@ -110,25 +111,25 @@ SERVING = (
     *(
         Patch(
             f"vllm.renderers.online_renderer:OnlineRenderer.preprocess_{kind}",
-            "admission:with_automaton",
+            "admission:render_and_build",
             "build what structured output needs before the request is checked, while others are served",
         )
         for kind in ("chat", "completion")
     ),
     Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
-        "admission:checked_generate",
+        "admission:generate_if_valid",
         "refuse a streamed request before its response starts with status 200",
     ),
     Patch(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
-        "admission:checked_respond",
+        "admission:respond_if_valid",
         "refuse a request to /v1/responses before its response starts",
     ),
     *(
         Patch(
             f"vllm.entrypoints.openai.{method}",
-            "request_bodies:checked_fields",
+            "request_bodies:create_if_known",
             "refuse options of ours in the wrong place, which vLLM would ignore",
         )
         for method in (
@@ -140,55 +141,55 @@ SERVING = (
     ),
     Patch(
         "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
-        "admission:explained_greedy",
+        "admission:explain_greedy",
         "say what several responses to a prompt need",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
-        "output_processor:dropping_parents",
+        "output_processor:abort_with_parents",
         "forget a request with n > 1 when all of its responses were aborted",
     ),
     *(
         Patch(
             f"vllm.entrypoints.generate.beam_search.{method}.beam_search",
-            "admission:refused_beam_search",
+            "admission:refuse_beam_search",
             "refuse beam search, which means nothing without a prefix to extend",
         )
         for method in ("offline:BeamSearchOfflineMixin", "online:BeamSearchOnlineMixin")
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-        "http_responses:completion_stream",
+        "http_responses:stream_completion_with_fields",
         "add figures and provisional blocks to the chunks of a completion",
     ),
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
-        "http_responses:chat_stream",
+        "http_responses:stream_chat_with_fields",
         "add figures and provisional blocks to the chunks of a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
-        "http_responses:whole_completion",
+        "http_responses:complete_with_fields",
         "add figures to a completion",
     ),
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-        "http_responses:whole_chat",
+        "http_responses:complete_chat_with_fields",
         "add figures to a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.responses_stream_generator",
-        "http_responses:ending_responses_stream",
+        "http_responses:end_responses_stream",
         "end a stream of /v1/responses that fails with an event that says why",
     ),
     Patch(
         "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error",
-        "http_responses:explaining_errors",
+        "http_responses:raise_with_reason",
         "tell a client why its request ended with an error",
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:serve_http",
-        "shutdown:with_graceful_shutdown",
+        "shutdown:serve_gracefully",
         "answer every client when the server ends, with an exit status that says why",
         scope="if_imported",
     ),
@@ -268,22 +269,15 @@ PRIVATE = (
     Private("vllm.config.scheduler", "SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling", _SETTINGS),
     Private("vllm.config.scheduler", "SchedulerConfig.enable_chunked_prefill SchedulerConfig.policy", _SETTINGS),
     Private("vllm.config.scheduler", "SchedulerConfig.max_num_batched_tokens SchedulerConfig.max_num_seqs", _SETTINGS),
+    Private("vllm.config.scheduler", "SchedulerConfig.max_num_scheduled_tokens", _SETTINGS),
+    Private("vllm.config.scheduler", "SchedulerConfig.max_num_active_seqs", _SETTINGS),
     Private("vllm.config.cache", "CacheConfig.enable_prefix_caching CacheConfig.kv_cache_memory_bytes", _SETTINGS),
-    Private("vllm.config.cache", "CacheConfig.num_gpu_blocks", _SETTINGS),
+    Private("vllm.config.cache", "CacheConfig.num_gpu_blocks CacheConfig.user_specified_block_size", _SETTINGS),
     Private("vllm.config.parallel", "ParallelConfig.worker_cls", _SETTINGS),
     Private("vllm.config.parallel", "ParallelConfig.distributed_executor_backend", _SETTINGS),
-    Private(
-        "vllm.config.parallel",
-        "ParallelConfig.tensor_parallel_size ParallelConfig.pipeline_parallel_size ParallelConfig.enable_dbo "
-        "ParallelConfig.decode_context_parallel_size ParallelConfig.prefill_context_parallel_size "
-        "ParallelConfig.enable_expert_parallel ParallelConfig.enable_batch_sharded_sampling ParallelConfig.ubatch_size",
-        "to refuse what diffusion models do not support",
-    ),
-    Private(
-        "vllm.config.offload",
-        "UVAOffloadConfig.cpu_offload_gb PrefetchOffloadConfig.offload_group_size",
-        "to refuse what diffusion models do not support",
-    ),
+    Private("vllm.config.parallel", "ParallelConfig.tensor_parallel_size", _SETTINGS),
+    Private("vllm.utils.torch_utils", "resolve_kv_cache_dtype_string", _SETTINGS),
+    *refused_settings.USES,
     Private("vllm.tokenizers", "cached_tokenizer_from_config", _SETTINGS),
     Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends

@@ -9,18 +9,16 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain, shortened
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
     DEFAULTABLE_OPTIONS,
     GUIDE_OPTIONS,
     PARALLEL_OPTIONS,
-    InvalidRequestError,
     RequestOptions,
-    constraint_in,
-    request_options,
     with_defaults,
 )
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, constraint_in, request_options
 from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, resolve_unmasking
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule

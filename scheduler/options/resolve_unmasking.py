@@ -1,13 +1,8 @@
 """How a request's options become an unmasking policy and a rule of parallel unmasking."""
 
 from dllm_engine.families import ModelFamily
-from dllm_engine.scheduler.options.request_options import (
-    COUNT_OPTIONS,
-    PARALLEL_OPTIONS,
-    InvalidRequestError,
-    RequestOptions,
-    read_slow_fast,
-)
+from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
 

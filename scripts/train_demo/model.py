@@ -4,6 +4,7 @@ Its checkpoint folder has the layout of the published LLaDA checkpoints: config,
 with chat template, model card.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dllm_engine.demo.tasks import CITIES, MAX_PAIRS, NAMES, Example, exact_match, item_matches
+from dllm_engine.demo.tasks import CITIES, LIST_TASKS, MAX_PAIRS, NAMES, Example
 
 from .checkpoint import (
     CARD_ROWS,
@@ -176,6 +177,26 @@ class Score:
     exact: float
     items: float
     prompt_tokens: float
+
+
+def exact_match(response: str, example: Example) -> bool:
+    """Whether the stripped response is exactly the expected answer."""
+    return response.strip() == example.answer
+
+
+def item_matches(response: str, example: Example) -> int:
+    """Count the items of the answer that the response gets right.
+
+    A recalled item counts wherever it stands in the response; a word of a list task only at its own place; a chat
+    reply is a single item.
+    """
+    response = response.strip()
+    if example.task == "chat":
+        return int(exact_match(response, example))
+    if example.task in LIST_TASKS:
+        return sum(given == item for given, item in zip(response.split(), example.items, strict=False))
+    given = {part.strip() for part in re.split(r"[.,]", response)}
+    return sum(item in given for item in example.items)
 
 
 def evaluate(model: DemoModel, tokenizer: Tokenizer, row: Evaluation, count: int) -> Score:

@@ -6,10 +6,10 @@ import torch
 from dllm_engine import DiffusionParams
 from dllm_engine.bench.cells import (
     Cell,
-    CellFigures,
     Distribution,
     RequestSample,
     Sample,
+    cell_figures,
     measure_floors,
     repetition_rate,
     run_engine,
@@ -19,17 +19,11 @@ from dllm_engine.bench.floor import PassShape
 from dllm_engine.bench.plain import PlainDecoder, PlainResponse
 from dllm_engine.bench.subject import Unmasking
 from dllm_engine.checkpoints import load_config
-from dllm_engine.evaluation.answering import Memory, visible_tokens
+from dllm_engine.evaluation.answering import Memory
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.engines import assert_nothing_left, generate, runner_of
-
-
-def test_visible_tokens_end_before_the_end_token():
-    assert visible_tokens([5, 6, 1, 7, 1], frozenset({1})) == (5, 6)
-    assert visible_tokens([5, 6], frozenset({1})) == (5, 6)
-    assert visible_tokens([1, 5], frozenset({1})) == ()
 
 
 @pytest.mark.parametrize(
@@ -65,25 +59,25 @@ def test_figures_of_made_up_samples():
 
     samples = [sample(2.0, 0.2, 0.1, 5), sample(4.0, 0.3, 0.1, 9), sample(1.0, 0.4, 0.4, 7)]
     cell = Cell("dual", Unmasking("one", {}), 2, 24)
-    figures = CellFigures.of(cell, 0, samples, has_random_weights=False)
-    assert (figures.method, figures.unmasking, figures.batch, figures.prompt) == ("dual", "one", 2, 24)
+    figures = cell_figures(cell, 0, samples, has_random_weights=False)
+    assert (figures["method"], figures["unmasking"], figures["batch"], figures["prompt"]) == ("dual", "one", 2, 24)
     # Eight visible tokens in each sample.
-    assert figures.tokens_per_second == 4.0
-    assert (figures.tokens_per_second_lowest, figures.tokens_per_second_highest) == (2.0, 8.0)
-    assert figures.visible_tokens == 4.0
-    assert figures.latency.median == 1.5
-    assert figures.latency.of == 6
-    assert figures.block_gap.median == 1.0
-    assert figures.tokens_per_forward == 2.0
-    assert figures.rows_computed == 160
-    assert figures.rows_per_token == 40
-    assert (figures.weight_bytes, figures.page_bytes, figures.working_bytes) == (300, 64, 7)
-    assert figures.repetition == 0.0
+    assert figures["tokens_per_second"] == 4.0
+    assert (figures["tokens_per_second_lowest"], figures["tokens_per_second_highest"]) == (2.0, 8.0)
+    assert figures["visible_tokens"] == 4.0
+    assert figures["latency"]["median"] == 1.5
+    assert figures["latency"]["of"] == 6
+    assert figures["block_gap"]["median"] == 1.0
+    assert figures["tokens_per_forward"] == 2.0
+    assert figures["rows_computed"] == 160
+    assert figures["rows_per_token"] == 40
+    assert (figures["weight_bytes"], figures["page_bytes"], figures["working_bytes"]) == (300, 64, 7)
+    assert figures["repetition"] == 0.0
     # Steps of the same requests count, whatever their head rows: medians 0.4, 0.6 and 0.8 over their floors.
-    assert figures.reuse.time_over_floor == pytest.approx(4.0)
-    assert (figures.reuse.rows, figures.reuse.keys, figures.reuse.head_rows) == (16, 32, 10)
-    assert figures.whole is None
-    assert CellFigures.of(cell, 0, samples, has_random_weights=True).repetition is None
+    assert figures["reuse"]["time_over_floor"] == pytest.approx(4.0)
+    assert (figures["reuse"]["rows"], figures["reuse"]["keys"], figures["reuse"]["head_rows"]) == (16, 32, 10)
+    assert figures["whole"] is None
+    assert cell_figures(cell, 0, samples, has_random_weights=True)["repetition"] is None
 
 
 def test_a_cell_is_measured_on_an_engine(engines, tiny_llada):

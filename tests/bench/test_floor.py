@@ -57,39 +57,17 @@ def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
     assert found == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]
 
 
-def test_a_batch_of_plans_is_a_shape():
-    plans = [plan_of("dual", 3), plan_of("dual", 0)]
-    shape = PassShape.of_plans(plans, [BLOCK, CANVAS], [CANVAS, CANVAS], head_rows=13)
-    assert shape == PassShape(((BLOCK, CANVAS), (CANVAS, CANVAS)), 13)
-    assert shape.num_rows == BLOCK + CANVAS
-
-
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
 def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, family, monkeypatch):
-    model = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model
-    rows_of: Counter[tuple[str, int]] = Counter()
-
-    def count(name, linear):
-        forward = linear.forward
-
-        def counting(x, *rest):
-            rows_of[name, x.shape[0]] += 1
-            return forward(x, *rest)
-
-        monkeypatch.setattr(linear, "forward", counting)
-
-    names = []
+    model, rows_of, names = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model, Counter(), []
     for i, layer in enumerate(model.layers):
-        for name in (*ATTENTION, *(MLP if hasattr(layer.mlp, "down_proj") else EXPERTS)):
-            count(f"{i}.{name}", layer.get_submodule(name))
-            names.append((f"{i}.{name}", 72))
-    apply = model.lm_head.quant_method.apply
-
-    def counting_head(head, x, *rest):
-        rows_of["head", x.shape[0]] += 1
-        return apply(head, x, *rest)
-
-    monkeypatch.setattr(model.lm_head.quant_method, "apply", counting_head)
+        for part in (*ATTENTION, *(MLP if hasattr(layer.mlp, "down_proj") else EXPERTS)):
+            names.append(f"{i}.{part}")
+            count = lambda _, inputs, name=names[-1]: rows_of.update([(name, len(inputs[0]))])  # noqa: E731
+            request.addfinalizer(layer.get_submodule(part).register_forward_pre_hook(count).remove)
+    head = model.lm_head.quant_method
+    apply = head.apply
+    monkeypatch.setattr(head, "apply", lambda of, x, *rest: rows_of.update([("head", len(x))]) or apply(of, x, *rest))
     seconds = Floor(model, PassShape(((8, 56), (8, 56), (56, 56)), head_rows=5)).seconds()
     assert seconds > 0
-    assert rows_of == dict.fromkeys([*names, ("head", 5)], 1)
+    assert rows_of == dict.fromkeys([*((name, 72) for name in names), ("head", 5)], 1)

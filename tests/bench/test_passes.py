@@ -4,9 +4,10 @@ import time
 
 import pytest
 
+from benchmarks.inner_time import InnerTime
 from dllm_engine import DiffusionParams
 from dllm_engine.bench.floor import PassShape
-from dllm_engine.bench.passes import InnerTime, observed_step
+from dllm_engine.bench.passes import observed_step
 from tests.support.engines import assert_nothing_left, runner_of
 
 PROMPT, RESPONSE, BLOCK = 24, 16, 8

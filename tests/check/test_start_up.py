@@ -3,7 +3,6 @@
 The device is a pretended one, where each operator's plain kernel stands in for the one that it would launch.
 """
 
-import importlib
 import json
 import logging
 import pkgutil
@@ -13,30 +12,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dllm_engine.kernels
 from dllm_engine.check import operators, start_up
 from dllm_engine.check.operators import Sizes
 from dllm_engine.check.start_up import DENSE, check_kernels_once, take_right_kernels
+from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.kernels import attention
-from dllm_engine.kernels._operator import Operator, plain_on_cuda
+from dllm_engine.kernels._operator import plain_on_cuda
 from dllm_engine.kernels.dense_backends import BACKENDS, attend_with_sdpa
 from dllm_engine.kernels.features import read_features
 from dllm_engine.kernels.slots import write_slots
+from dllm_engine.kernels.triton.tiles import tiles_by_rule
 from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.model_executor.workers.gpu import DiffusionGPUWorker
 from dllm_engine.vllm_hooks.engine_config import WORKER_CLASSES
 from tests.support.engines import runner_of
+from tests.support.kernels import all_operators
 from tests.support.pretended_cuda import CUDA, pretended_cuda
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, vocab_size=150, slots_per_page=16)
-modules = [f"dllm_engine.kernels.{module.name}" for module in pkgutil.iter_modules(dllm_engine.kernels.__path__)]
-OPERATORS = {
-    value.name: value
-    for module in modules
-    for value in vars(importlib.import_module(module)).values()
-    if isinstance(value, Operator)
-}
-
+OPERATORS = all_operators()
 PAGED_CASES = operators._PAGED_CASES
 
 
@@ -121,26 +115,13 @@ def test_kernels_that_are_right_stay(with_pages):
     assert with_pages.file.name.startswith("kernels-")
 
 
-def test_the_second_start_runs_nothing_and_knows_the_same(device):
-    device.launch("voting_scores", wrong_scores)
-    found = device.run()
-    assert list(found) == ["voting_scores"]
-    assert device.launches
-    assert device.run() == found
-    assert not device.launches
-
-
-def test_an_engine_that_was_there_before_does_not_hide_a_wrong_kernel(device):
-    device.launch("voting_scores", wrong_scores)
-    device.run()
-    assert "voting_scores" in device.run(dtype=torch.bfloat16)
-    assert plain_on_cuda == {"voting_scores"}
-
-
-def test_what_an_engine_before_replaced_stays_replaced(device):
+def test_what_an_engine_before_replaced_stays_replaced_and_is_found_again(device):
     plain_on_cuda.add("rotate_")
     assert device.run() == {}
-    assert plain_on_cuda == {"rotate_"}
+    device.launch("voting_scores", wrong_scores)
+    device.run(dtype=torch.float16)
+    assert "voting_scores" in device.run(dtype=torch.bfloat16)
+    assert plain_on_cuda == {"rotate_", "voting_scores"}
 
 
 @pytest.mark.parametrize("changed", [{"torch": "2"}, {"uuid": "2"}, {"driver": "2"}])
@@ -186,16 +167,12 @@ def test_only_a_guide_attends_with_limits(with_pages):
 def test_a_damaged_file_counts_for_nothing(device, content):
     device.launch("voting_scores", wrong_scores)
     found = device.run()
+    stored = json.loads(device.file.read_text())
     device.file.write_text(content)
     assert device.run() == found
     assert device.launches
     assert json.loads(device.file.read_text())["key"]["processor"] == "GPU 1"
-
-
-def test_results_of_something_else_count_for_nothing(device):
-    device.launch("voting_scores", wrong_scores)
-    found = device.run()
-    stored = json.loads(device.file.read_text())
+    # Nor do results of something else.
     device.file.write_text(json.dumps({"key": {}, "results": dict.fromkeys(stored["results"], "")}))
     assert device.run() == found
     device.file.write_text(json.dumps({**stored, "results": dict.fromkeys(stored["results"], "")}))
@@ -268,11 +245,13 @@ class TestOfAnEngine:
         device.launch("voting_scores", wrong_scores)
         device.launch("write_slots", no_kernel)
         device.monkeypatch.setitem(BACKENDS, "flash", lambda *arguments: lambda q, *others: torch.zeros_like(q))
-        for _ in range(2):  # the second time from the file
+        for runs in (True, False):  # the second time from the file
+            device.launches.clear()
             warnings.clear()
             plain_on_cuda.clear()
             attention._attend = None
             take()
+            assert bool(device.launches) == runs
             assert plain_on_cuda == {"voting_scores", "write_slots"}
             assert attention._attend is attend_with_sdpa
             first, second, third = warnings
@@ -283,11 +262,8 @@ class TestOfAnEngine:
             assert third.startswith(f"The kernel of {DENSE} fails its check")
             assert third.endswith("Run `dllm check` and report what it says")
         with pretended_cuda(device.monkeypatch):
-            q, k, lse = (
-                torch.randn(3, 4, 8, device=CUDA),
-                torch.randn(9, 4, 8, device=CUDA),
-                torch.ones(3, 4, device=CUDA),
-            )
+            q, k = torch.randn(3, 4, 8, device=CUDA), torch.randn(9, 4, 8, device=CUDA)
+            lse = torch.ones(3, 4, device=CUDA)
             assert voting_scores(q, k, lse).equal(voting_scores.kernel(q, k, lse))
 
     def test_what_fails_on_another_rank_is_replaced_on_all(self, device, take, monkeypatch, warnings):
@@ -321,3 +297,15 @@ class TestOfAnEngine:
         take(torch.device("cpu"))
         assert not device.launches
         assert not (device.folder / "dllm").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("model", RELEASED_CONFIGS)
+def test_attention_is_checked_with_every_tile_of_a_released_model(model, dtype):
+    sizes = Sizes.of_model(load_config(model))
+    sharing = sizes.num_heads // sizes.num_kv_heads
+
+    def tiles(rows):
+        return tiles_by_rule(rows * sharing, sizes.head_dim, dtype)
+
+    assert {tiles(max(rows)) for rows, _ in operators.PAGED} == {tiles(rows) for rows in range(1, 1025)}

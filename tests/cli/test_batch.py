@@ -36,18 +36,13 @@ def test_blank_lines_are_skipped_but_counted(tmp_path):
     assert read_input(file) == [InputLine(0, b'{"prompt": "a"}'), InputLine(3, b'{"prompt": "b"}')]
 
 
-@pytest.mark.parametrize(
-    ("text", "request_"),
-    [
-        (b'{"prompt": "a"}', BatchRequest(prompt="a")),
-        (b'{"prompt": "", "id": "x"}', BatchRequest(id="x", prompt="")),
-        (b'{"prompt": "a", "answer": "b", "id": 7}', BatchRequest(id=7, prompt="a")),
-        (
-            b'{"messages": [{"role": "user", "content": "a", "name": "Tom"}]}',
-            BatchRequest(messages=[{"role": "user", "content": "a", "name": "Tom"}]),
-        ),
-    ],
-)
+MESSAGES = {"messages": [{"role": "user", "content": "a", "name": "Tom"}]}
+PARSED = {b'{"prompt": "a"}': BatchRequest(prompt="a"), b'{"prompt": "", "id": "x"}': BatchRequest(id="x", prompt="")}
+PARSED |= {b'{"prompt": "a", "answer": "b", "id": 7}': BatchRequest(id=7, prompt="a")}
+PARSED |= {json.dumps(MESSAGES).encode(): BatchRequest(**MESSAGES)}
+
+
+@pytest.mark.parametrize(("text", "request_"), PARSED.items())
 def test_requests_are_parsed(text, request_):
     assert InputLine(0, text).parse() == request_
 
@@ -85,18 +80,14 @@ def test_a_run_cut_at_any_byte_goes_on_to_one_record_per_line(output):
         assert output.read_bytes() == complete
 
 
-def test_records_in_any_order_count(output):
+def test_records_in_any_order_count_and_lines_added_to_the_input_are_done_later(output):
     with ResultFile(output, LINES, SETTINGS) as results:
         results.append([results.record(LINES[2], text=""), results.record(LINES[0], error="too long")])
     with ResultFile(output, LINES, SETTINGS) as results:
         assert results.pending == [LINES[1]]
         assert (results.num_resumed, results.num_errors) == (2, 1)
-
-
-def test_lines_added_to_the_input_are_done_later(output):
-    write(output, LINES[:2])
-    write(output, LINES)
-    assert indices(output) == [0, 1, 3]
+    write(output, [*LINES, InputLine(4, b'{"prompt": "Say 4"}')])
+    assert indices(output) == [3, 0, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -113,31 +104,20 @@ def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings
     with pytest.raises(ValueError, match=problem):
         ResultFile(output, lines, settings)
     assert output.read_bytes() == before
+    output.write_bytes(before * 2)
+    with pytest.raises(ValueError, match="second record of input line 0"):
+        ResultFile(output, LINES, SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"my notes",
-        b"my notes\n",
-        b'{"a": 1}\n',
-        b'{"index": "x", "input_hash": 1, "settings_hash": 1}\n',
-        b"\n",
-        b"7\n",
-    ],
-)
+NO_OUTPUT = [b"my notes", b"my notes\n", b'{"a": 1}\n', b'{"index": "x", "input_hash": 1, "settings_hash": 1}\n']
+
+
+@pytest.mark.parametrize("content", [*NO_OUTPUT, b"\n", b"7\n"])
 def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
     output.write_bytes(content)
     with pytest.raises(ValueError, match="not a record"):
         ResultFile(output, LINES, SETTINGS)
     assert output.read_bytes() == content
-
-
-def test_a_doubled_record_is_refused(output):
-    write(output, LINES[:1])
-    output.write_bytes(output.read_bytes() * 2)
-    with pytest.raises(ValueError, match="second record of input line 0"):
-        ResultFile(output, LINES, SETTINGS)
 
 
 def test_two_runs_cannot_write_one_file(output):

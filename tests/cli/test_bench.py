@@ -16,20 +16,17 @@ def parsed(*arguments):
     return build_parser().parse_args(["bench", *arguments])
 
 
+def settings_of(*arguments):
+    return bench.settings(bench.filled(parsed(*arguments), {}))
+
+
 @pytest.fixture
 def shared_engines(engines, monkeypatch):
     """The benchmark's engines are those of the session: one that ends takes vLLM's process groups along."""
 
     def start(self, method):
-        return engines(
-            self.settings.model,
-            cache_method=method,
-            skip_tokenizer_init=False,
-            max_num_seqs=4,
-            max_model_len=256,
-            trace=False,
-            kv_cache_memory_bytes=64 << 20,
-        )
+        limits = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+        return engines(self.settings.model, cache_method=method, skip_tokenizer_init=False, trace=False, **limits)
 
     monkeypatch.setattr(Subject, "start", start)
 
@@ -71,12 +68,12 @@ def test_a_run_prints_a_table_and_writes_figures(shared_engines, tmp_path, capsy
 
 def test_a_guide_is_measured_beside_one_token_a_step(monkeypatch):
     asked = ["--methods", "none,dual", "--guide-model", "demo", "--guide-top-k", "2"]
-    made = Benchmark(bench.settings(bench.filled(parsed(*asked), {})))
+    made = Benchmark(settings_of(*asked))
     assert {u.text: u.options for u in made.settings.unmaskings} == {
         "one": {"guided": False},
         "guided": {"guided": True, "guide_top_k": 2},
     }
-    alone = Benchmark(bench.settings(bench.filled(parsed("--methods", "none,dual"), {})))
+    alone = Benchmark(settings_of("--methods", "none,dual"))
     one, _ = made.settings.unmaskings
     # The plain model has no guide, and the guide's weights and pages count.
     assert {cell.unmasking for cell in made._cells(("dual",)) if cell.method == "plain"} == {one}
@@ -87,12 +84,11 @@ def test_a_guide_is_measured_beside_one_token_a_step(monkeypatch):
         (["--model", "llada-8b/8", "--guide-model", "demo"], "'llada-8b/8' has random weights"),
     ):
         with pytest.raises(ValueError, match=problem):
-            Benchmark(bench.settings(bench.filled(parsed(*arguments), {})))
+            Benchmark(settings_of(*arguments))
 
 
 def test_methods_that_do_not_fit_side_by_side_are_measured_one_by_one(monkeypatch):
-    settings = bench.settings(bench.filled(parsed("--model", "llada-8b/8", "--methods", "none,dual"), {}))
-    made = benchmark.Benchmark(settings)
+    made = Benchmark(settings_of("--model", "llada-8b/8", "--methods", "none,dual"))
     assert made.groups() == [("none", "dual")]
     monkeypatch.setattr(benchmark, "available", lambda: made.subject.weight_bytes)
     assert made.groups() == [("none",), ("dual",)]
@@ -109,31 +105,26 @@ def test_what_is_given_goes_before_the_preset_and_the_defaults():
     assert [unmasking.options for unmasking in settings.unmaskings] == [{}, {"threshold": 0.9}]
 
 
-def test_vllms_names_of_its_lengths_are_taken():
+def test_vllms_names_of_its_lengths_are_taken_and_all_methods_where_none_is_named():
     args = parsed("--batch-size", "2", "--input_len", "1k", "--output-len", "64")
     assert (args.batch, args.prompt, args.response) == ([2], [1000], 64)
-
-
-def test_all_methods_are_measured_where_none_is_named():
-    assert bench.settings(bench.filled(parsed(), {})).methods == tuple(FULL_METHODS)
-    assert bench.settings(bench.filled(parsed("--model", "sdar-8b/16"), {})).methods == ("none", "block")
+    assert settings_of().methods == tuple(FULL_METHODS)
+    assert settings_of("--model", "sdar-8b/16").methods == ("none", "block")
 
 
 def test_prompts_of_a_batch_begin_alike():
     asked = ["--model", "llada2-mini/16", "--prompt", "60", "--response", "20", "--shared-prefix", "50"]
-    subject = Benchmark(bench.settings(bench.filled(parsed(*asked), {}))).subject
+    subject = Benchmark(settings_of(*asked)).subject
     assert subject.max_model_len == 96, "its last block goes on behind the response"
     first, second, *_ = subject.prompts(60, None)
     assert first[:50] == second[:50]
     assert first[50:] != second[50:]
     with pytest.raises(ValueError, match="--shared-prefix 50: prompts of 'demo' are questions"):
-        Benchmark(bench.settings(bench.filled(parsed("--shared-prefix", "50"), {})))
+        Benchmark(settings_of("--shared-prefix", "50"))
 
 
 def test_policies_and_rules_say_how_to_unmask():
-    rules = bench.settings(
-        bench.filled(parsed("--unmasking", "topk_margin,steps=8,threshold=0.9+block-add-threshold=0.2"), {})
-    ).unmaskings
+    rules = settings_of("--unmasking", "topk_margin,steps=8,threshold=0.9+block-add-threshold=0.2").unmaskings
     assert rules == (
         Unmasking("topk_margin", {"unmasking": "topk_margin"}),
         Unmasking("steps=8", {"steps": 8}),
@@ -149,7 +140,7 @@ def test_another_file_is_no_result(tmp_path):
 
 def test_prompts_have_the_length_that_is_asked_for(shared_engines, engines):
     asked = ["--prompt", "30,100", "--batch", "3", "--dtype", "float32"]
-    subject = Benchmark(bench.settings(bench.filled(parsed(*asked), {}))).subject
+    subject = Benchmark(settings_of(*asked)).subject
     tokenizer = subject.start("none").get_tokenizer()
     for length in (30, 100):
         prompts = subject.prompts(length, tokenizer)

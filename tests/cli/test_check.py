@@ -3,29 +3,33 @@
 The stored answers are those of a CPU. To write them anew: ``python -m tests.cli.test_check``
 """
 
-import importlib
 import json
 import os
-import pkgutil
+import re
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-import dllm_engine.kernels
 from dllm_engine.check import answers, operators
 from dllm_engine.check.answers import ANSWERS, CACHE_OPTIONS, SETTINGS, answers_of, demo_for, running
 from dllm_engine.check.checks import FAILED, OK, CannotRunError, Check, as_table, compare, run_checks
 from dllm_engine.check.operators import Sizes, operator_checks
 from dllm_engine.cli.main import main
-from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import json_rows
+from tests.support.kernels import all_operators
 
 SIZES = Sizes(num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, vocab_size=150, slots_per_page=16)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def not_quiet(monkeypatch):
+    """It would quiet the whole session."""
+    monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)
 
 
 @pytest.fixture
@@ -39,7 +43,6 @@ def one_engine(engines, monkeypatch):
         )
 
     monkeypatch.setattr(answers, "running", shared)
-    monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)  # it would quiet the whole session
 
 
 def rows_of(printed, name):
@@ -50,19 +53,18 @@ def test_a_run_prints_a_table_and_writes_all_of_it(one_engine, tmp_path, capsys)
     output = tmp_path / "check.json"
     assert main(["check", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
-    (row,) = rows_of(printed, "voting_scores")
-    assert "18 cases" in row
-    assert row.endswith(OK)
-    (row,) = rows_of(printed, "answers, two ranks")
-    assert row.endswith("not run: there is one device")
-    (row,) = rows_of(printed, "answers")
-    assert f"{len(CACHE_METHODS)} cases" in row
-    assert row.endswith(OK)
+    for name, cases, result in (
+        ("voting_scores", "18 cases", OK),
+        ("answers, two ranks", "", "not run: there is one device"),
+        ("answers", f"{len(CACHE_METHODS)} cases", OK),
+    ):
+        (row,) = rows_of(printed, name)
+        assert cases in row
+        assert row.endswith(result)
     assert f"wrote {output}" in printed
     report = json.loads(output.read_text())
-    assert {"processor", "driver", "compute_capability", "python", "torch", "triton", "vllm"} <= report[
-        "machine"
-    ].keys()
+    machine = {"processor", "driver", "compute_capability", "python", "torch", "triton", "vllm"}
+    assert machine <= report["machine"].keys()
     assert report["sizes"]["head_dim"] == 32
     assert {"answers", "noise", "write_slots"} <= {check["name"] for check in report["checks"]}
 
@@ -97,7 +99,6 @@ def test_what_was_found_is_written_before_the_process_ends(monkeypatch, tmp_path
     def end(*arguments):
         raise SystemExit
 
-    monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)
     monkeypatch.setattr(voting_scores, "kernel", end)
     output = tmp_path / "check.json"
     with pytest.raises(SystemExit):
@@ -108,7 +109,6 @@ def test_what_was_found_is_written_before_the_process_ends(monkeypatch, tmp_path
 
 
 def test_heads_of_other_sizes_alone(monkeypatch, capsys):
-    monkeypatch.setattr("dllm_engine.cli.check.be_quiet", lambda: None)
     monkeypatch.setattr(operators, "HEAD_DIMS", (16, 32))  # the demo model's are of 32
     assert main(["check", "--only", "heads"]) == 0
     printed = capsys.readouterr().out
@@ -140,9 +140,7 @@ def test_answers_of_every_method_are_stored_and_tell_most_of_them_apart():
 
 
 def test_every_operator_with_a_triton_kernel_is_checked():
-    modules = [f"dllm_engine.kernels.{module.name}" for module in pkgutil.iter_modules(dllm_engine.kernels.__path__)]
-    values = [value for module in modules for value in vars(importlib.import_module(module)).values()]
-    names = {value.name for value in values if isinstance(value, Operator) and value._triton}
+    names = {name for name, operator in all_operators().items() if operator._triton}
     checks = list(operator_checks(CPU, SIZES))
     assert names <= {check.name.split(",")[0] for check in checks}
     for name in names:
@@ -150,18 +148,12 @@ def test_every_operator_with_a_triton_kernel_is_checked():
         assert cases == {"float32", "float16", "bfloat16"}
 
 
-@pytest.mark.parametrize(
-    ("actual", "expected", "error"),
-    [
-        ([1.0, 2.0], [1.0, 2.0], 0.0),
-        ([1.0, 2.0], [1.0, 4.0], 0.5),
-        ([-torch.inf, torch.nan], [-torch.inf, torch.nan], 0.0),
-        ([torch.inf, 1.0], [1.0, 1.0], torch.inf),
-        ([3, 4], [3, 5], 0.2),
-    ],
-)
-def test_the_error_is_the_largest_difference_over_the_largest_number(actual, expected, error):
-    assert compare([torch.tensor(actual)], [torch.tensor(expected)])[0] == pytest.approx(error)
+def test_the_error_is_the_largest_difference_over_the_largest_number():
+    inf, nan = torch.inf, torch.nan
+    cases = [([1.0, 2.0], [1.0, 2.0], 0.0), ([1.0, 2.0], [1.0, 4.0], 0.5), ([3, 4], [3, 5], 0.2)]
+    cases += [([-inf, nan], [-inf, nan], 0.0), ([inf, 1.0], [1.0, 1.0], inf)]
+    for actual, expected, error in cases:
+        assert compare([torch.tensor(actual)], [torch.tensor(expected)])[0] == pytest.approx(error)
 
 
 def test_numbers_that_are_none_fail_and_so_do_other_shapes():
@@ -180,24 +172,16 @@ def test_the_table_has_a_line_per_failure_and_one_for_what_went_well():
 
     runs = [lambda: (1e-6, 1e-5), lambda: (1e-4, 1e-2), lambda: (1e-1, 1e-2), absent, absent]
     table = as_table(run_checks(Check("sum", f"case {i}", run) for i, run in enumerate(runs)))
-    rows = [line.split("  ") for line in table.splitlines()[1:]]
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    cells = [re.split(r"\s{2,}", line) for line in table.splitlines()[1:]]
     assert [row[:2] + row[-1:] for row in cells] == [
-        ["sum", "2 cases, case 0", OK],
-        ["sum", "case 2", FAILED],
-        ["sum", "2 cases", "not run: needs a GPU"],
+        *(["sum", "2 cases, case 0", OK], ["sum", "case 2", FAILED], ["sum", "2 cases", "not run: needs a GPU"])
     ]
 
 
-def write_answers() -> None:
-    """One engine after the other."""
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     made = {}
     for method in CACHE_METHODS:
         with running(method) as llm:
             made[method] = answers_of(llm)
     ANSWERS.write_text(json_rows(made, depth=3) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    write_answers()

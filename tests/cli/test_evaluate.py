@@ -133,8 +133,6 @@ def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
         "threshold=0.9": {"seed": 0, "threshold": 0.9},
     }
     assert asked("--guide-model", "demo", "--no-guided") == {"one": {"seed": 0}}
-    with pytest.raises(ValueError, match="'guided' is unknown; give one, guided=MODEL"):
-        asked("--unmasking-rules", "one,guided")
 
 
 @pytest.mark.parametrize(("model", "methods"), [("demo", list(FULL_METHODS)), ("demo-blocks", ["none", "block"])])
@@ -157,10 +155,8 @@ def test_methods_have_options_and_rules_have_guides():
     one, guided = evaluate.combinations(build_parser().parse_args(args))
     assert "guide_model" not in one.engine
     assert (guided.engine["guide_model"], guided.decoding["guide_top_k"]) == ("demo", 2)
+    assert (one.is_guided, guided.is_guided) == (False, True)
     assert {one.engine["max_num_seqs"], guided.engine["max_num_seqs"]} == {3}
-    args = ["eval", "--unmasking-rules", "one,guided+guide_top_k=2", "--guide-model", "demo"]
-    one, guided = evaluate.combinations(build_parser().parse_args(args))
-    assert (one.is_guided, guided.is_guided, guided.unmasking) == (False, True, "guided=demo+guide_top_k=2")
 
 
 def test_a_row_that_cannot_be_measured_leaves_the_others(started, capsys):
@@ -206,23 +202,3 @@ def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
     assert (row["METRIC"], row["SCORE"], row["±"]) == ("exact", "0.5000", "0.3536")
     assert main([*asked, "--match", "contains"]) == 0
     assert rows_of(capsys)[0]["SCORE"] == "1.0000"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "table.txt"], "give the file the ending .json"),
-        (["--output", "nowhere/table.json"], "no folder nowhere"),
-        (["--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
-        (["--methods", "dual:speed=3"], "'speed'"),
-        (["--methods", "dual", "--cache-option", "refresh=near"], "--methods takes options itself"),
-        (["--unmasking-rules", "guided"], "unmasking rule 'guided' is unknown; give one, guided=MODEL"),
-        (["--unmasking-rules", "guided=demo+threshold=0.9"], "unmasking rule 'guided=demo+threshold=0.9' is unknown"),
-        (["--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),
-        (["--paper-table", "maskkv/table-6"], "maskkv/table-6 is not made by this command: settings"),
-    ],
-)
-def test_what_cannot_be_is_named(started, capsys, arguments, message):
-    assert main(["eval", *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert not started

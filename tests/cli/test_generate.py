@@ -45,11 +45,8 @@ def test_a_prompt_is_answered_on_stdout_and_its_figures_on_stderr(run, capsys):
     assert printed.out == "Hello! How can I help?\n"
     assert "prompt_tokens: " in printed.err
     assert "forward_passes: 8\n" in printed.err
-
-
-def test_a_raw_prompt_gets_no_template(run, capsys):
     assert run("User: Hello!\nBot:", "--raw") == 0
-    assert capsys.readouterr().out == "Hello! How can I help?\n"
+    assert capsys.readouterr().out == "Hello! How can I help?\n", "without the template"
 
 
 SCHEMA = {"type": "object", "properties": {"age": {"enum": [7, 48]}}, "required": ["age"]}
@@ -90,29 +87,22 @@ def test_what_asks_for_nothing_is_refused(run, tmp_path, capsys, arguments, mess
     assert message in capsys.readouterr().err
 
 
-def test_a_regex_that_no_engine_takes_ends_the_command(run, capsys):
-    assert run("Hello!", "--regex", "(?=a)") == 2
-    assert "structured_outputs.regex" in capsys.readouterr().err
-
-
 def test_every_line_gets_one_record(run, tmp_path, demo):
     lines = [{"prompt": prompt, "id": f"p{i}"} for i, prompt in enumerate(PROMPTS)]
-    assert run(*write_input(tmp_path, *lines)) == 0
+    messages = {"messages": [{"role": "user", "content": PROMPTS[0]}], "id": "m"}
+    arguments = write_input(tmp_path, *lines, messages)
+    assert run(*arguments) == 0
     records = read_output(tmp_path)
-    assert sorted(records) == list(range(len(PROMPTS)))
-    assert [records[i]["id"] for i in range(len(PROMPTS))] == [line["id"] for line in lines]
+    assert [records[i]["id"] for i in range(len(records))] == [line["id"] for line in (*lines, messages)]
     answer = records[0]
+    assert records[len(lines)]["token_ids"] == answer["token_ids"]
     assert answer["text"].strip() == "Hello! How can I help?"
     assert demo.get_tokenizer().decode(answer["token_ids"], skip_special_tokens=True) == answer["text"]
     assert answer["finish_reason"] == "stop"
     assert answer["figures"]["forward_passes"] == 8
-
-
-def test_prompt_and_messages_mean_the_same(run, tmp_path):
-    messages = {"messages": [{"role": "user", "content": "Hello!"}]}
-    assert run(*write_input(tmp_path, {"prompt": "Hello!"}, messages)) == 0
-    records = read_output(tmp_path)
-    assert records[0]["token_ids"] == records[1]["token_ids"]
+    (tmp_path / "out.jsonl").unlink()
+    assert run(*arguments, "--raw") == 1
+    assert "chat template" in read_output(tmp_path)[len(lines)]["error"]
 
 
 def test_bad_lines_get_an_error_and_stop_no_other(run, tmp_path, capsys):
@@ -129,12 +119,6 @@ def test_bad_lines_get_an_error_and_stop_no_other(run, tmp_path, capsys):
     assert "errors: 4" in capsys.readouterr().err
 
 
-def test_messages_cannot_be_raw(run, tmp_path):
-    lines = write_input(tmp_path, {"messages": [{"role": "user", "content": "Hello!"}]})
-    assert run(*lines, "--raw") == 1
-    assert "chat template" in read_output(tmp_path)[0]["error"]
-
-
 def test_a_second_run_has_nothing_to_do(run, tmp_path, monkeypatch):
     arguments = write_input(tmp_path, {"prompt": "Hello!"}, "{")
     assert run(*arguments) == 1
@@ -144,22 +128,29 @@ def test_a_second_run_has_nothing_to_do(run, tmp_path, monkeypatch):
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_other_settings_are_refused(run, tmp_path, capsys):
-    arguments = write_input(tmp_path, {"prompt": "Hello!"})
-    assert run(*arguments) == 0
-    assert run(*arguments, "--steps", "16") == 2
-    assert "other settings" in capsys.readouterr().err
-
-
-def test_resumed_draws_are_those_of_an_uninterrupted_run(run, tmp_path):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(run, tmp_path, demo, monkeypatch):
     """With a seed, each line draws its own numbers: equal prompts may differ, runs do not."""
     unheard_of = {"prompt": "zq vx kj 9? ww"}  # the model is unsure, so that draws differ
     arguments = [*write_input(tmp_path, *[unheard_of] * 6), "--temperature", "2", "--seed", "5"]
     assert run(*arguments) == 0
     complete = read_output(tmp_path)
     assert len({tuple(record["token_ids"]) for record in complete.values()}) > 1
-    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    (tmp_path / "out.jsonl").unlink()
+    asked, add = [], demo.llm_engine.add_request
+
+    def interrupted(*given, **options):
+        asked.append(given)
+        if len(asked) == 5:
+            raise KeyboardInterrupt
+        return add(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo.llm_engine, "add_request", interrupted)
+        assert run(*arguments) == 130
+    demo.llm_engine.abort_request([*demo.llm_engine.output_processor.request_states], internal=True)
+    kept = (tmp_path / "out.jsonl").read_bytes()
+    assert 1 <= kept.count(b"\n") < 5
+    (tmp_path / "out.jsonl").write_bytes(kept[:-10])  # killed amid a line
     assert run(*arguments) == 0
     assert read_output(tmp_path) == complete
 

@@ -37,19 +37,6 @@ def test_a_row_per_task_with_its_cost(started, tmp_path, capsys):
     assert len(started) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--lm-eval", "nothing.yaml"], "knows no task 'nothing.yaml'"),
-        (["--lm-eval", NAMES, *QUICK, "--metric", "bleu"], "no metric 'bleu'; choose one of exact_match,stripped"),
-        (["--paper-task", "gsm8k", "--paper", "nobody"], "paper 'nobody' is unknown"),
-    ],
-)
-def test_what_cannot_be_is_named(started, capsys, arguments, named):
-    assert main(["eval", *arguments]) == 2
-    assert named in capsys.readouterr().err
-
-
 def test_missing_data_are_named_before_an_engine_starts(started, tmp_path, monkeypatch, capsys):
     task = tmp_path / "lost.yaml"
     text = Path(NAMES).read_text(encoding="utf-8").replace("examples/lm_eval/names.jsonl", f"{tmp_path}/lost.jsonl")
@@ -78,19 +65,16 @@ def parsed(*arguments):
     return build_parser().parse_args(["eval", *arguments])
 
 
-def test_paper_tasks_bring_lengths_shots_and_intervals():
+def test_paper_tasks_bring_lengths_shots_and_intervals_which_give_way_to_the_commands_own():
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k,mbpp", "--paper", "dllm-cache")
     gsm8k, mbpp = evaluate.harness_tasks(args)
     assert (gsm8k.name, gsm8k.num_fewshot, gsm8k.with_chat_template) == ("gsm8k", 4, True)
     assert gsm8k.decoding == {"gen_length": 256, "block_length": 8, "steps": 256}
     assert mbpp.cache_options["dllm_cache"]["prompt_refresh_interval"] == 100
 
-
-def test_a_papers_cache_options_are_for_its_method_and_give_way_to_the_commands_own():
-    args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--paper", "dllm-cache")
-    (task,) = evaluate.harness_tasks(args)
+    args.paper_task = "gsm8k"
     args.methods = "none,dllm_cache,dllm_cache:response_refresh_interval=2"
-    none, cached, own = map(task.engine_of, evaluate.combinations(args))
+    none, cached, own = map(gsm8k.engine_of, evaluate.combinations(args))
     assert none["cache_options"] == {}
     assert cached["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
     assert own["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 2}
@@ -108,15 +92,11 @@ def test_a_paper_has_other_lengths_with_a_guide():
     guide = {"speculation_length": 32, "guide_top_k": 1, "guide_threshold": 0.5}
     assert guided == {"gen_length": 1024, "block_length": 256} | guide | seed
     assert counted == {"gen_length": 256, "block_length": 256, "tokens_per_step": 2} | seed
-
-
-def test_a_guide_has_no_use_for_a_papers_steps():
-    args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k", "--guide-model", "demo")
-    args.unmasking_rules = "one,guided"
+    # Steps of a paper without a guide are not a guide's.
+    args.paper, args.paper_task, args.methods = None, "gsm8k", "none"
     (task,) = evaluate.harness_tasks(args)
-    one, guided = (task.decoding_of(combination) for combination in evaluate.combinations(args))
-    assert "steps" in one
-    assert guided == {"gen_length": 256, "block_length": 32, "seed": 0}
+    one, guided, _ = map(task.decoding_of, evaluate.combinations(args))
+    assert ("steps" in one, "steps" in guided) == (True, False)
 
 
 def test_the_commands_own_settings_go_before_the_papers():

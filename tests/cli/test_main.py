@@ -1,6 +1,7 @@
 """The command line as a whole: its arguments, and errors as one line."""
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -8,12 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from dllm_engine.batch.files import BatchRequest
+from dllm_engine.cli import evaluate, profile_layers, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path
-from dllm_engine.text import one_line
+from dllm_engine.text import json_rows, one_line
 
-PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
+LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
+PLAN, ON_CPU = [*LLADA, "--gpu-memory", "80GiB", "--cache-method", "sparse"], [*LLADA, "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +63,46 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-m
         (["inspect", "Hello!", "--output", "picture.svg"], "an .html page"),
         (["inspect", "Hello!", "--output", "/no/such/folder/o.html"], "there is no folder /no/such/folder"),
         (["inspect", "--model", "some/model"], "give a PROMPT"),
+        (["profile", "some/model"], "give --prompts FILE"),
+        (["profile", "demo", "--output", "/nowhere/profile.json"], "there is no folder /nowhere"),
+        (["profile", "demo", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["profile", "JetLM/SDAR-8B-Chat", "--prompts", "/x.jsonl"], "not for SDAR, whose attention goes by blocks"),
+        (["eval", "--lm-eval", "nothing.yaml"], "knows no task 'nothing.yaml'"),
+        (["eval", "--paper-task", "gsm8k", "--paper", "nobody"], "paper 'nobody' is unknown"),
+        (["eval", "--output", "table.txt"], "give the file the ending .json"),
+        (["eval", "--output", "nowhere/table.json"], "no folder nowhere"),
+        (["eval", "--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
+        (["eval", "--methods", "dual:speed=3"], "'speed'"),
+        (["eval", "--methods", "dual", "--cache-option", "refresh=near"], "--methods takes options itself"),
+        (["eval", "--unmasking-rules", "guided"], "unmasking rule 'guided' is unknown; give one, guided=MODEL"),
+        (["eval", "--unmasking-rules", "guided=demo+threshold=0.9"], "rule 'guided=demo+threshold=0.9' is unknown"),
+        (["eval", "--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),
+        (["eval", "--paper-table", "maskkv/table-6"], "maskkv/table-6 is not made by this command: settings"),
+        (["tune", "some/model"], "nothing says what some/model is to answer; give --tasks FILE"),
+        (["tune", "demo", "--loss", "-1"], "--loss -1 is out of range"),
+        (["tune", "demo", "--budget", "0"], "--budget 0 is out of range"),
+        (["tune", "demo", "--methods", "none,fast"], "unknown cache method 'fast'"),
+        (["tune", "demo", "--unmasking-rules", "speed=2"], "unmasking rule 'speed=2' is unknown"),
+        (["tune", "demo", "--unmasking-rules", "threshold=0.9+block_add_threshold=0.5"], "is varied anyway"),
+        (["tune", "demo", "--unmasking-rules", "slow_fast={}"], "slow_fast is not searched"),
+        (["tune", "demo", "--output", "tune.txt"], "give the file the ending .json"),
+        (["tune", "demo", "--output", "nowhere/tune.json"], "there is no folder nowhere"),
+        (["tune", "demo", "--tasks", "nothing.jsonl"], "nothing.jsonl: No such file"),
+        (["tune", "demo", "--engine-arg", "max_num_seqs=4"], "max_num_seqs=4 is less than --batch 16"),
+        (["tune", "demo", "--paper-task", "gsm8k,mbpp"], "leave out mbpp"),
+        ([*LLADA, "--speed"], "--speed needs --gpu, one of H200, H100"),
+        (LLADA, "--gpu-memory is missing"),
+        ([*ON_CPU, "--memory", "16GiB"], "needs 16.9GiB, and the machine has 16.0GiB: weights 14.9GiB"),
+        ([*ON_CPU, "--gpu-memory", "16GiB"], "--gpu-memory does not go with --device cpu"),
+        ([*LLADA, "--gpu-memory", "80GiB", "--memory", "16GiB"], "--memory does not go with --device gpu"),
+        ([*ON_CPU, "--speed"], "`dllm bench` measures"),
     ],
 )
 def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, monkeypatch):
+    """Before an engine starts."""
     monkeypatch.chdir(tmp_path)
+    for command in (evaluate, profile_layers, tune):
+        monkeypatch.setattr(command, "load", lambda arguments: pytest.fail("started"))
     assert main(argv) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -78,6 +117,8 @@ def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, 
         ["generate", "Hello!", "--strps", "4"],
         ["generate", "Hello!", "--threshold", "0.9", "--margin", "0.5"],
         ["models", "extra"],
+        ["tune", "demo", "--batch", "0"],
+        [*LLADA, "--speed", "--gpu", "H9"],
         ["sing"],
         [],
     ],
@@ -117,17 +158,11 @@ def test_demo_path_is_printed_alone(name, capsys):
     assert capsys.readouterr().out == f"{demo_model_path(*name)}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "pair"),
-    [
-        ("ratio=0.5", ("ratio", 0.5)),
-        ("layers=[0, 1]", ("layers", [0, 1])),
-        ("guided=true", ("guided", True)),
-        ("policy=random", ("policy", "random")),
-        ("expression=a=b", ("expression", "a=b")),
-        ("name=", ("name", "")),
-    ],
-)
+PAIRS = {"ratio=0.5": ("ratio", 0.5), "layers=[0, 1]": ("layers", [0, 1]), "guided=true": ("guided", True)}
+PAIRS |= {"policy=random": ("policy", "random"), "expression=a=b": ("expression", "a=b"), "name=": ("name", "")}
+
+
+@pytest.mark.parametrize(("text", "pair"), PAIRS.items())
 def test_option_values_are_json_or_else_text(text, pair):
     assert key_value(text) == pair
 
@@ -176,3 +211,20 @@ def test_errors_that_no_user_was_meant_to_see_name_their_type():
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
     assert one_line(ValueError("two\n  lines")) == "two lines"
+
+
+REPORT = {"name": "a\nb", "rows": [{"x": 1, "of": [1, 2]}, {"x": 2, "of": []}], "nothing": {}}
+
+
+def test_rows_at_the_depth_have_a_line_each():
+    assert all(json.loads(json_rows(REPORT, depth)) == REPORT for depth in range(5))
+    assert json_rows(REPORT, 2).splitlines() == [
+        "{",
+        ' "name": "a\\nb",',
+        ' "rows": [',
+        '  {"x": 1, "of": [1, 2]},',
+        '  {"x": 2, "of": []}',
+        " ],",
+        ' "nothing": {}',
+        "}",
+    ]

@@ -23,15 +23,12 @@ def test_importance_is_one_minus_the_mean_cosine_of_each_layer(engines, referenc
     assert found["layer_importance"] != found["attention_importance"]
 
 
-def test_a_canvas_that_does_not_fit_is_named(engines, reference_checkpoints):
+def test_what_cannot_be_profiled_is_named(engines, reference_checkpoints, tiny_sdar):
     llm = engines(reference_checkpoints / "llada-tiny-a", max_model_len=128)
     with pytest.raises(ValueError, match=r"129 tokens: .* at most 128"):
         llm.profile_layers([1] * 97)
     with pytest.raises(ValueError, match="at least 1 of prompt"):
         llm.profile_layers([])
-
-
-def test_attention_by_blocks_is_not_profiled(engines, tiny_sdar):
     with pytest.raises(ValueError, match="not for SDAR, whose attention goes by blocks; no profile is needed"):
         engines(tiny_sdar).profile_layers([5] * 20)
 
@@ -55,18 +52,3 @@ def test_the_file_is_what_maskkv_reads(tmp_path, monkeypatch, demo, capsys):
         options = EngineOptions.parse({"cache_method": "maskkv", "cache_options": cache_options})
         assert list(options.cache.profile) == profile[name]
     assert f"profile={output}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["some/model"], "give --prompts FILE"),
-        (["demo", "--output", "/nowhere/profile.json"], "there is no folder /nowhere"),
-        (["demo", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["JetLM/SDAR-8B-Chat", "--prompts", "/nowhere.jsonl"], "not for SDAR, whose attention goes by blocks"),
-    ],
-)
-def test_what_cannot_work_is_said_before_the_engine_starts(arguments, named, monkeypatch, capsys):
-    monkeypatch.setattr("dllm_engine.cli.profile_layers.load", lambda arguments: pytest.fail("started"))
-    assert main(["profile", *arguments]) == 2
-    assert named in capsys.readouterr().err

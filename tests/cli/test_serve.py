@@ -29,12 +29,8 @@ def additional_config(*argv):
 def test_vllms_options_are_passed_on():
     options = ["--port", "8001", "-tp", "2", "--enforce-eager", "--max_model_len=128"]
     assert arguments("some/model", *options) == ["serve", "some/model", *options]
-
-
-def test_our_options_may_stand_between_vllms():
-    result = arguments("some/model", "--port", "8001", "--trace", "--api-key", "x")
-    assert result == ["serve", "some/model", "--additional-config", '{"dllm": {"trace": true}}', *result[4:]]
-    assert result[4:] == ["--port", "8001", "--api-key", "x"]
+    ours = ["--additional-config", '{"dllm": {"trace": true}}']
+    assert arguments("some/model", *options[:2], "--trace", *options[2:]) == ["serve", "some/model", *ours, *options]
 
 
 def test_the_demo_model_is_served_under_its_name():
@@ -53,13 +49,10 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--page-size", "16"], {"page_size": 16}),
-        (["--batch-invariant"], {"batch_invariant": True}),
-        (["--cuda-graphs"], {"cuda_graphs": True}),
-        (["--no-cuda-graphs"], {"cuda_graphs": False}),
-        (["--refresh-ratio", "0.5"], {"refresh_ratio": 0.5}),
-        (["--steps-per-dispatch", "4"], {"steps_per_dispatch": 4}),
-        (["--guide-tokens-per-token", "3"], {"guide_tokens_per_token": 3}),
+        (["--batch-invariant", "--cuda-graphs"], {"batch_invariant": True, "cuda_graphs": True}),
+        (["--no-cuda-graphs", "--refresh-ratio", "0.5"], {"cuda_graphs": False, "refresh_ratio": 0.5}),
+        (["--steps-per-dispatch", "4", "--guide-tokens-per-token", "3"],
+         {"steps_per_dispatch": 4, "guide_tokens_per_token": 3}),
         (["--cache-method", "sparse", "--cache-option", "update_delay=0", "--page-size", "16"],
          SPARSE | {"page_size": 16}),
         # Cache options are added to those of the same method, and replace those of another or of a paper.
@@ -70,10 +63,10 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
         # What requests get by default.
         (["--block-length", "16", "--unmasking", "random", "--threshold", "0.9", "--max-model-len", "512"],
          {"request_defaults": {"block_length": 16, "unmasking": "random", "threshold": 0.9}}),
-        (["--factor", "0.5"], {"request_defaults": {"factor": 0.5}}),
+        (["--entropy-bound", "0.5"], {"request_defaults": {"entropy_bound": 0.5}}),
         (["--guide-model", "g", "--no-guided", "--guide-top-k", "2", "--guide-fallback", "draft"],
          {"guide_model": "g", "request_defaults": {"guided": False, "guide_top_k": 2, "guide_fallback": "draft"}}),
-        (["--entropy-bound", "0.5"], {"request_defaults": {"entropy_bound": 0.5}}),
+        (["--factor", "0.5"], {"request_defaults": {"factor": 0.5}}),
         (["--margin", "0.5"], {"request_defaults": {"margin": 0.5}}),
         (["--steps", "64", *STEPS_GIVEN], {"request_defaults": {"steps": 64, "threshold": 0.5}}),
     ],
@@ -148,12 +141,7 @@ def test_a_config_file_holds_options_of_both_and_yields_to_the_command_line(tmp_
     assert result[:5] == ["serve", demo_model_path(), "--served-model-name", "demo", "--additional-config"]
     assert json.loads(result[5]) == {
         "other": {"x": 1},
-        "dllm": {
-            "cache_method": "sparse",
-            "cache_options": {"retention_ratio": 0.5},
-            "page_size": 16,
-            "trace": True,
-        },
+        "dllm": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.5}, "page_size": 16, "trace": True},
     }
     assert result[6:] == ["--port", "8001", "--no-enable-prefix-caching"]
 
@@ -183,10 +171,10 @@ def test_a_port_in_use_is_named_before_vllm_is_imported(taken_port):
     )
     assert process.returncode == 2
     lines = [line for line in process.stderr.splitlines() if not line.startswith("import time:")]
-    assert lines == [
-        f"dllm: error: port {taken_port} is in use on 127.0.0.1; stop the program that listens there or choose another "
-        "--port"
-    ]
+    (line,) = lines
+    assert line.startswith(
+        f"dllm: error: port {taken_port} is in use on 127.0.0.1; stop the program that listens there"
+    )
     assert "| vllm" not in process.stderr
 
 
@@ -208,8 +196,6 @@ def test_an_address_that_cannot_be_had_is_named(flags, message):
 
 def test_an_address_is_not_checked_where_none_is_listened_at(taken_port):
     busy = ["--host", "127.0.0.1", "--port", str(taken_port)]
-    with pytest.raises(ValueError, match="in use"):
-        check_listening(stated_arguments(busy))
     for flags in (["--headless"], ["--uds", "socket"]):
         check_listening(stated_arguments([*busy, *flags]))
 

@@ -1,6 +1,7 @@
 """``dllm tune`` searches, writes what it found, goes on with it; and ``dllm serve`` takes it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def served(*argv):
     return json.loads(words[words.index("--additional-config") + 1])["dllm"]
 
 
-def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, capsys):
+def test_it_finds_something_faster_which_serve_takes_and_goes_on_from_its_file(started, tmp_path, capsys):
     output = tmp_path / "tune.json"
     assert tuned(output, "--count", "12", "--loss", "20") == 0
     printed = capsys.readouterr().out
@@ -42,6 +43,11 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
     assert "Chosen at batch 2:" in printed
     assert "threshold=0.9" in printed
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    lines = [line.split() for line in printed.splitlines() if line.startswith("    dllm serve")]
+    for batch, line in zip(("1", "2"), lines, strict=True):
+        assert line[:3] == ["dllm", "serve", "demo"]
+        taken = served("demo", "--settings", str(output), "--settings-batch", batch)
+        assert taken == {"cache_options": {}} | served(*line[2:])
 
     written = json.loads(output.read_text())
     assert written["subject"]["model"] == "demo"
@@ -61,16 +67,6 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
     assert json.loads(output.read_text())["trials"] == written["trials"]
 
 
-def test_serve_takes_the_result_as_it_takes_the_printed_line(started, tmp_path, capsys):
-    output = tmp_path / "tune.json"
-    assert tuned(output, "--count", "6", "--loss", "50") == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    dllm serve")]
-    for batch, line in zip(("1", "2"), lines, strict=True):
-        assert line[:3] == ["dllm", "serve", "demo"]
-        taken = served("demo", "--settings", str(output), "--settings-batch", batch)
-        assert taken == {"cache_options": {}} | served(*line[2:])
-
-
 def test_tasks_of_ones_own(started, tmp_path):
     file, output = tmp_path / "tasks.jsonl", tmp_path / "tune.json"
     file.write_text(
@@ -87,11 +83,16 @@ def test_tasks_of_ones_own(started, tmp_path):
     assert tuned(output, "--tasks", str(file), "--gen-length", "16") == 2
 
 
-def test_a_task_of_lm_eval(started, tmp_path, monkeypatch):
+def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(CHECKOUT)
+    assert main(["tune", "demo", "--lm-eval", "examples/lm_eval/facts.yaml"]) == 2
+    assert "there is nothing to tune" in capsys.readouterr().err
     output = tmp_path / "tune.json"
     names = ["--lm-eval", "examples/lm_eval/names.yaml", "--count", "5"]
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert tuned(output, *names, "--loss", "50") == 0
+    assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
+    assert not output.with_suffix(".png").exists()
     written = json.loads(output.read_text())
     assert written["trials"][0]["scores"] == [1] * 5
     assert written["chosen"]["2"]["decoding"]["threshold"] == 0.9
@@ -108,48 +109,11 @@ def test_an_interruption_leaves_what_was_measured(started, demo, tmp_path, monke
     assert len(json.loads(output.read_text())["trials"][0]["scores"]) == 6
 
 
-def test_without_matplotlib_it_says_so_and_goes_on(started, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert tuned(tmp_path / "tune.json", "--count", "2") == 0
-    assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
-    assert not (tmp_path / "tune.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--loss", "-1"], "--loss -1 is out of range"),
-        (["--budget", "0"], "--budget 0 is out of range"),
-        (["--methods", "none,fast"], "unknown cache method 'fast'"),
-        (["--unmasking-rules", "speed=2"], "unmasking rule 'speed=2' is unknown"),
-        (["--unmasking-rules", "threshold=0.9+block_add_threshold=0.5"], "block_add_threshold is varied anyway"),
-        (["--unmasking-rules", "slow_fast={}"], "slow_fast is not searched"),
-        (["--output", "tune.txt"], "give the file the ending .json"),
-        (["--output", "nowhere/tune.json"], "there is no folder nowhere"),
-        (["--tasks", "nothing.jsonl"], "nothing.jsonl: No such file"),
-        (["--engine-arg", "max_num_seqs=4"], "max_num_seqs=4 is less than --batch 16"),
-        (["--lm-eval", "examples/lm_eval/facts.yaml"], "there is nothing to tune"),
-        (["--paper-task", "gsm8k,mbpp"], "leave out mbpp"),
-    ],
-)
-def test_what_cannot_be_searched_is_refused(arguments, message, started, capsys, monkeypatch):
-    monkeypatch.chdir(CHECKOUT)
-    assert main(["tune", "demo", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_batch_of_none_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["tune", "demo", "--batch", "0"])
-    assert "'0' must be a whole number of at least 1" in capsys.readouterr().err
-
-
-def test_a_model_needs_tasks(capsys):
-    assert main(["tune", "some/model"]) == 2
-    assert "nothing says what some/model is to answer; give --tasks FILE" in capsys.readouterr().err
-
-
 # The result in `dllm serve`
+
+
+SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}
+MANY = {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16}
 
 
 @pytest.fixture
@@ -157,17 +121,10 @@ def settings(tmp_path):
     """A result with a setting for two batch sizes."""
     file = tmp_path / "tune.json"
     few = {"engine": {"cache_method": "dual", "cache_options": {}}, "decoding": {"threshold": 0.9}}
-    many = {
-        "engine": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}},
-        "decoding": {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16},
-    }
+    many = {"engine": SPARSE, "decoding": MANY}
     result = {"schema": 2, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
     file.write_text(json.dumps(result))
     return str(file)
-
-
-SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}
-MANY = {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16}
 
 
 @pytest.mark.parametrize(
@@ -210,16 +167,10 @@ def test_what_is_no_settings_file_is_refused(settings, content, arguments, messa
         Path(settings).write_text(content)
     with pytest.raises(ValueError, match=message):
         served("demo", "--settings", settings, *arguments)
-
-
-def test_a_batch_needs_a_settings_file():
     with pytest.raises(ValueError, match="--settings-batch 8"):
         served("demo", "--settings-batch", "8")
 
 
 def test_engine_arguments_are_in_the_printed_line():
-    assert [as_words(dict([key_value(text)])) for text in ("seed=3", "enforce_eager=true", "enforce_eager=false")] == [
-        ["--seed", "3"],
-        ["--enforce-eager"],
-        ["--no-enforce-eager"],
-    ]
+    made = [as_words(dict([key_value(option)])) for option in ("seed=3", "eager=true", "eager=false")]
+    assert made == [["--seed", "3"], ["--eager"], ["--no-eager"]]

@@ -5,34 +5,28 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
+from tests.support.engines import demo_answers
 from tests.support.server import running
 
 pytestmark = pytest.mark.slow
 
 
-def test_two_data_parallel_engines_answer_as_one_process(engines, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("model", "method"), [("demo", "sparse"), ("demo-blocks", "block")])
+def test_two_data_parallel_engines_answer_as_one_process(engines, monkeypatch, tmp_path, model, method):
     examples = make_examples("names", 6, seed=31) + make_examples("reverse", 4, seed=31)
-    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-    cache = {"cache_method": "sparse", "page_size": 32}
-    llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=512, trace=False, **cache)
-    expected = [
-        output.outputs[0].text
-        for output in llm.chat(chats, DiffusionParams(gen_length=32, block_length=8), use_tqdm=False)
-    ]
+    expected = [answer.text for answer in demo_answers(engines, examples, model, cache_method=method, page_size=32)]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", "sparse"]
-    with running("dllm", "serve", "demo", *options, log=tmp_path / "log") as server:
+    options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", method]
+    with running("dllm", "serve", model, *options, log=tmp_path / "log") as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
-        def ask(messages):
-            answer = client.chat.completions.create(
-                model="demo", messages=messages, max_tokens=32, extra_body={"vllm_xargs": {"block_length": 8}}
-            )
+        def ask(example):
+            messages, body = [{"role": "user", "content": example.prompt}], {"vllm_xargs": {"block_length": 8}}
+            answer = client.chat.completions.create(model=model, messages=messages, max_tokens=32, extra_body=body)
             return answer.choices[0].message.content
 
-        with ThreadPoolExecutor(len(chats)) as clients:
-            assert list(clients.map(ask, chats)) == expected
+        with ThreadPoolExecutor(len(examples)) as clients:
+            assert list(clients.map(ask, examples)) == expected
         assert server.stop() == 0, server.tail()

@@ -1,6 +1,7 @@
 """Two tensor-parallel ranks unmask what one does where a guide decides."""
 
 import pytest
+from transformers import AutoTokenizer
 
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL_DIR
@@ -11,28 +12,8 @@ from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_
 
 pytestmark = pytest.mark.slow
 
-ASKED = [
-    {},
-    {"guided": False, "threshold": 0.9},
-    {"guide_threshold": 0.8, "speculation_length": 5},
-    {"guide_top_k": 3, "guide_correction": True},
-    {"guide_fallback": "draft"},
-    {"guided": False},
-]
-
-
-def demo_prompts() -> list[list[int]]:
-    """Two prompts of each task, as chat."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
-    texts = [example.prompt for task in TASKS for example in make_examples(task, 2, seed=5)]
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        for text in texts
-    ]
+ASKED = [{}, {"guided": False, "threshold": 0.9}, {"guide_threshold": 0.8, "speculation_length": 5}]
+ASKED += [{"guide_top_k": 3, "guide_correction": True}, {"guide_fallback": "draft"}, {"guided": False}]
 
 
 @pytest.mark.parametrize(("cache_method", "other_tokenizer"), [("freecache", False), ("dllm_cache", True)])
@@ -41,13 +22,11 @@ def test_two_ranks_follow_the_guide_as_one_does(engines, tmp_path, cache_method,
     if other_tokenizer:
         guide = tmp_path / "guide"
         copy_renumbered(DEMO_GUIDE_DIR, guide)
-    engine = {
-        "cache_method": cache_method,
-        "guide_model": str(guide),
-        "page_size": 16,
-        "skip_tokenizer_init": not other_tokenizer,
-    }
-    prompts = demo_prompts()
+    engine = {"cache_method": cache_method, "guide_model": str(guide), "page_size": 16}
+    engine["skip_tokenizer_init"] = not other_tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
+    texts = [f"User: {example.prompt}\nBot:" for task in TASKS for example in make_examples(task, 2, seed=5)]
+    prompts = [tokenizer.encode(text) for text in texts]
     asked = [{"gen_length": 32, "block_length": 8} | ASKED[i % len(ASKED)] for i in range(len(prompts))]
     params = [DiffusionParams(**of_one) for of_one in asked]
     with two_ranks(DEMO_MODEL_DIR, **engine) as sharded:

@@ -5,20 +5,18 @@ import json
 import os
 import signal
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
-from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
-from tests.support.preloaded import Program
-from tests.support.server import free_port
+from tests.support.engines import demo_answers
+from tests.support.preloaded import Program, wait_until
+from tests.support.server import free_port, is_healthy
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -42,10 +40,7 @@ def examples():
 
 @pytest.fixture(scope="module")
 def alone(engines, examples):
-    """The answers of one engine in this process."""
-    llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=512, trace=False)
-    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-    return [output.outputs[0] for output in llm.chat(chats, DiffusionParams(**PARAMS), use_tqdm=False)]
+    return demo_answers(engines, examples)
 
 
 def workers(program, name):
@@ -64,14 +59,6 @@ def engine_of(replica):
     return None
 
 
-def wait_until(condition, process, log):
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-        assert time.monotonic() < end, log.read_text(errors="replace")[-4000:]
-        time.sleep(0.5)  # a look at all processes takes time of the processor, which they need
-
-
 def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_killed(
     environment, tmp_path, examples, alone
 ):
@@ -84,7 +71,7 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
     with log.open("wb") as stderr:
         process = Program(command, cwd=tmp_path, env=environment, stderr=stderr)
     try:
-        wait_until(lambda: output.exists() and output.stat().st_size, process, log)
+        wait_until(lambda: output.exists() and output.stat().st_size, TIMEOUT_S, process, log)
         killed, _ = workers(process, "Replica")
         processes = killed.children(recursive=True)
         killed.kill()
@@ -115,17 +102,14 @@ class RayServer:
             self.process = Program(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_until(self, condition):
-        wait_until(condition, self.process, self.log)
+        wait_until(condition, TIMEOUT_S, self.process, self.log)
 
     def replicas(self):
         """Replicas with an engine."""
         return [process for process in workers(self.process, "ServeReplica:dllm:DiffusionServer") if engine_of(process)]
 
     def post(self, path, body):
-        request = urllib.request.Request(
-            self.url + path, json.dumps({"model": "demo", **body}).encode(), {"Content-Type": "application/json"}
-        )
-        return urllib.request.urlopen(request, timeout=120).read().decode()
+        return httpx.post(self.url + path, json={"model": "demo", **body}, timeout=120).raise_for_status().text
 
     def chat(self, prompt, **more):
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": PARAMS["gen_length"]}
@@ -146,14 +130,6 @@ class RayServer:
                     process.kill()
 
 
-def is_healthy(url):
-    try:
-        with urllib.request.urlopen(url + "/health", timeout=5):
-            return True
-    except OSError:
-        return False
-
-
 def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_is_killed(
     environment, tmp_path, examples, alone
 ):
@@ -170,9 +146,8 @@ def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_is_
         deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed if chunk["choices"]]
         assert "".join(deltas) == expected[0]
         assert json.loads(server.post("/v1/completions", {"prompt": "x", "max_tokens": 8}))["usage"]
-        with pytest.raises(urllib.error.HTTPError) as refused:
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
             server.chat("x", presence_penalty=0.5)
-        assert refused.value.code == 400
 
         # No client tries again: the ingress does.
         processes = killed.children(recursive=True)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.distributed.test_tensor_parallel import check_reference_cases
+from tests.distributed.test_tensor_parallel import check_two_ranks
 from tests.support.preloaded import preloaded_programs
 
 pytest.importorskip("ray")
@@ -18,6 +18,7 @@ def test_two_ranks_under_ray_give_the_tokens_of_one(engines, reference_checkpoin
     monkeypatch.setattr(sys, "executable", str(preloaded_programs() / "python"))  # what Ray starts workers with
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     try:
-        check_reference_cases(engines, reference_checkpoints, "dream-tiny-a", backend="ray")
+        for case in ("none dream-tiny-a", "sdar"):
+            check_two_ranks(engines, reference_checkpoints, case, backend="ray")
     finally:
         ray.shutdown()

@@ -1,6 +1,7 @@
 """Two tensor-parallel ranks give the tokens of one, in real worker processes under vLLM's executors."""
 
 import random
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -9,23 +10,20 @@ from dllm_engine import DiffusionParams
 from examples.quantize import quantize
 from tests.support.engines import generate, scheduler_of
 from tests.support.random_requests import random_automaton
-from tests.support.reference_cases import reference_cases, request_fields
-from tests.support.sharded import assert_alike, two_ranks
+from tests.support.reference_cases import reference_cases
+from tests.support.sharded import assert_alike, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import write_adapter, write_llada
 
 pytestmark = pytest.mark.slow
 
 CONSTRAINT = random_automaton(random.Random(0), 512, {*range(505, 512)})
 """Of the tokens below the special ones."""
-MODELS = {
-    "llada-tiny-a": "vanilla_llada",
-    "dream-tiny-a": "vanilla_dream",
-    "llada-moe-tiny-a": "vanilla_llada_moe",
-}
-PROMPTS = MODELS | {"sdar-tiny-a": "block_sdar", "llada2-moe-tiny-a": "block_llada2"}
+PROMPTS = {"llada-tiny-a": "vanilla_llada", "dream-tiny-a": "vanilla_dream", "llada-moe-tiny-a": "vanilla_llada_moe"}
+PROMPTS |= {"sdar-tiny-a": "block_sdar", "llada2-moe-tiny-a": "block_llada2"}
+"""By model, the reference cases whose prompts are asked."""
 # One request per policy and way of sampling; their noise must not depend on the number of ranks.
 SAMPLED = [
-    {"gen_length": 24, "temperature": 1.0, "seed": 7, "unmasking": policy, "ignore_eos": True, **filters}
+    {"temperature": 1.0, "seed": 7, "unmasking": policy, **filters}
     for policy in ("low_confidence", "random", "maskgit_plus", "entropy", "topk_margin", "origin")
     for filters in (
         {},
@@ -34,32 +32,6 @@ SAMPLED = [
         {"extra_args": {"constraint": CONSTRAINT.packed}, "logprobs": 2},
     )
 ]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_give_the_tokens_of_one(engines, reference_checkpoints, model):
-    check_reference_cases(engines, reference_checkpoints, model)
-
-
-def check_reference_cases(engines, reference_checkpoints, model, backend="mp"):
-    """Those of the vanilla decoding, and requests that sample."""
-    cases = [case for case in reference_cases(MODELS[model]) if case["model"] == model]
-    rows = [(case, row) for case in cases for row in range(len(case["prompt_ids"]))]
-    prompts = [case["prompt_ids"][row] for case, row in rows] + [cases[0]["prompt_ids"][0]] * len(SAMPLED)
-    params = [DiffusionParams(**asked) for asked in [*(request_fields(case) for case, _ in rows), *SAMPLED]]
-
-    with two_ranks(reference_checkpoints / model, backend=backend) as sharded:
-        answers = generate(sharded, prompts, params)
-
-    for (case, row), answer in zip(rows, answers, strict=False):
-        (output,) = answer.outputs
-        assert list(output.token_ids) == case["output_ids"][row][len(case["prompt_ids"][row]) :], case["name"]
-        order = [sorted(step[row]) for step in case["unmasked_per_step"]]
-        assert output.diffusion.unmasked_per_step == order, case["name"]
-        assert output.diffusion.forward_passes == case["num_forward_passes"], case["name"]
-    first = len(rows)
-    alone = engines(reference_checkpoints / model, max_model_len=512)
-    assert_alike(answers[first:], generate(alone, prompts[first:], params[first:]))
 
 
 RULES: list[dict[str, Any]] = [
@@ -75,9 +47,13 @@ RULES: list[dict[str, Any]] = [
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
 REFRESHED = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4, "refresh": "response"}}
 D2_CACHE = {"cache_method": "d2_cache", "cache_options": {"masked_rows": 6, "rollout_p": 0.2}}
+ORDER = ("unmasked_per_step", "forward_passes")
 CHOSEN = ("unmasked_per_step", "computed_positions")
 RETAINED = ("unmasked_per_step", "retained_positions")
 SKIPPED = ("selected_positions", "retained_positions")
+INTERVALS = {"prompt_refresh_interval": 5, "response_refresh_interval": 3, "update_ratio": 0.25}
+MASKKV = INTERVALS | {"kv_budget": 12, "alpha": 0.0, "refresh_first_layer": True}
+ALL = ("trace", "tokens_computed")
 
 
 def es_dllm(**options):
@@ -91,8 +67,9 @@ BLOCK_RULES: list[dict[str, Any]] = [
     {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
 ]
 CASES = {
-    "sdar": ("sdar-tiny-a", {}, BLOCK_RULES, ("unmasked_per_step", "computed_positions")),
-    "llada2": ("llada2-moe-tiny-a", {}, BLOCK_RULES, ("unmasked_per_step", "computed_positions")),
+    **{f"none {model}": (model, {}, [{}, {"steps": 9}, *SAMPLED], ORDER) for model in [*PROMPTS][:3]},
+    "sdar": ("sdar-tiny-a", {}, BLOCK_RULES, CHOSEN),
+    "llada2": ("llada2-moe-tiny-a", {}, BLOCK_RULES, CHOSEN),
     "sparse llada": ("llada-tiny-a", SPARSE, RULES, RETAINED),
     "sparse dream": ("dream-tiny-a", REFRESHED, RULES, RETAINED),
     "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
@@ -103,30 +80,46 @@ CASES = {
     "es_dllm query": ("llada-tiny-a", es_dllm(indicator="query"), [{}], SKIPPED),
     "es_dllm key": ("dream-tiny-a", es_dllm(indicator="key"), [{}], SKIPPED),
     "es_dllm hidden_state": ("dream-tiny-a", es_dllm(indicator="hidden_state", retention_ratio=0.4), [{}], SKIPPED),
+    **{
+        f"{method} {model}": (model, {"cache_method": method, "cache_options": options}, [{}], ALL)
+        for model in ("llada-tiny-a", "dream-tiny-a")
+        for method, options in {
+            "dual": {"refresh": "near", "near_tokens": 4},
+            "dkv": {"refresh_interval": 4},
+            "dllm_cache": INTERVALS,
+            "maskkv": MASKKV,
+        }.items()
+    },
     # Every rank plans the steps after the first by itself.
-    "steps per dispatch": (
-        "llada-tiny-a",
-        {"cache_method": "dllm_cache", "steps_per_dispatch": 6},
-        RULES,
-        ("unmasked_per_step", "forward_passes"),
-    ),
+    "steps per dispatch": ("llada-tiny-a", {"cache_method": "dllm_cache", "steps_per_dispatch": 6}, RULES, ORDER),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_retain_and_unmask_what_one_does(engines, reference_checkpoints, case):
+    check_two_ranks(engines, reference_checkpoints, case)
+
+
+def check_two_ranks(engines, reference_checkpoints, case, backend="mp"):
     model, engine, rules, figures = CASES[case]
     engine = engine | {"page_size": 16}
     prompts = [case["prompt_ids"][0] for case in reference_cases(PROMPTS[model]) if case["model"] == model][::3]
+    prompts = [*islice(cycle(prompts), max(len(prompts), len(rules)))]
     asked = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
     params = [DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))]
-    with two_ranks(reference_checkpoints / model, **engine) as sharded:
+    with two_ranks(reference_checkpoints / model, backend=backend, **engine) as sharded:
+        pages = watch_pages(sharded)
         answers = generate(sharded, prompts, params)
         by_blocks = scheduler_of(sharded).shares_prefixes
         again = generate(sharded, prompts, params) if by_blocks else answers
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
     assert_alike(answers, generate(alone, prompts, params), *figures)
     assert_alike(again, answers)
+    assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
+    assert pages[-1][1:] == (0, 0)
+    if case.startswith("maskkv"):
+        planned, allocated, reserved = pages[0]
+        assert allocated == reserved < planned, "what voting left free is given back"
     assert by_blocks == any(output.num_cached_tokens for output in again) == (rules is BLOCK_RULES)
 
 

@@ -18,6 +18,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 CHECKOUT = DOCS.parent
 PAGE = (DOCS / "deploy.md").read_text(encoding="utf-8")
 COMMANDS = sorted(set(re.findall(r"`(dllm serve [^`]+)`", PAGE)))
+assert COMMANDS
 
 
 def serve(arguments):
@@ -28,41 +29,27 @@ def serve(arguments):
     return read
 
 
-def compose():
-    return yaml.safe_load((DOCS / "deploy" / "compose.yaml").read_text())["services"]["dllm"]
-
-
-def kubernetes():
-    documents = list(yaml.safe_load_all((DOCS / "deploy" / "kubernetes.yaml").read_text()))
-    return {document["kind"]: document for document in documents}
-
-
-def dockerfile():
-    """Instructions as (name, argument), continued lines joined."""
-    text = (DOCS / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
-    return [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_page_are_accepted(command):
     serve(shlex.split(command)[2:])
 
 
-def test_the_page_has_commands():
-    assert len(COMMANDS) >= 4
-
-
 def test_flags_of_the_page_exist():
     """Those that stand alone in the text, and of the examples."""
-    known = {flag for parser in (make_arg_parser(FlexibleArgumentParser()),) for flag in parser._option_string_actions}
-    known |= {flag for name in ("ray_serve_app.py", "ray_batch.py") for flag in flags_of(name)}
-    known |= set(re.findall(r"--[a-z-]+", (CHECKOUT / "dllm_engine" / "cli" / "plan.py").read_text()))
-    known |= {"--cache-method", "--guide-model", "--guide-tokens-per-token", "--head", "--port", "--address"}
+    known = {*make_arg_parser(FlexibleArgumentParser())._option_string_actions}
+    for source in ("examples/ray_serve_app.py", "examples/ray_batch.py", "dllm_engine/cli/plan.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', (CHECKOUT / source).read_text()))
+    known |= {
+        "--cache-method",
+        "--guide-model",
+        "--guide-tokens-per-token",
+        "--refresh-ratio",
+        "--page-size",
+        "--head",
+        "--port",
+        "--address",
+    }
     assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
-
-
-def flags_of(example):
-    return re.findall(r'"(--[a-z-]+)"', (CHECKOUT / "examples" / example).read_text())
 
 
 @pytest.mark.parametrize("page", ["deploy.md", "performance.md"])
@@ -76,7 +63,7 @@ def test_numbers_of_the_page_are_those_of_the_command(page, capsys):
 
 
 def test_compose_runs_a_server_and_gives_it_time_to_drain():
-    service = compose()
+    service = yaml.safe_load((DOCS / "deploy" / "compose.yaml").read_text())["services"]["dllm"]
     read = serve(service["command"])
     assert read.max_model_len == 2048
     assert int(service["stop_grace_period"].removesuffix("s")) > read.shutdown_timeout > 0
@@ -85,7 +72,9 @@ def test_compose_runs_a_server_and_gives_it_time_to_drain():
 
 
 def test_kubernetes_runs_a_server_and_gives_it_time_to_drain():
-    pod = kubernetes()["Deployment"]["spec"]["template"]
+    documents = yaml.safe_load_all((DOCS / "deploy" / "kubernetes.yaml").read_text())
+    specs = {document["kind"]: document["spec"] for document in documents}
+    pod, service = specs["Deployment"]["template"], specs["Service"]
     (container,) = pod["spec"]["containers"]
     read = serve(container["args"])
     pause = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
@@ -94,7 +83,6 @@ def test_kubernetes_runs_a_server_and_gives_it_time_to_drain():
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] == "/health"
         assert ports[container[probe]["httpGet"]["port"]] == read.port
-    service = kubernetes()["Service"]["spec"]
     assert service["selector"].items() <= pod["metadata"]["labels"].items()
     assert service["ports"][0]["targetPort"] in ports
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
@@ -102,7 +90,8 @@ def test_kubernetes_runs_a_server_and_gives_it_time_to_drain():
 
 
 def test_the_image_holds_the_package_and_serves_as_somebody():
-    instructions = dockerfile()
+    text = (DOCS / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
+    instructions = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
     given = dict(instructions)
     packages = {argument.split()[0] for name, argument in instructions if name == "COPY"} - {"pyproject.toml"}
     assert packages == {"dllm_engine", "kernels", "model_executor", "scheduler"}
@@ -115,8 +104,5 @@ def test_the_image_holds_the_package_and_serves_as_somebody():
         for source in argument.split()[:-1] if name == "COPY" else []:
             assert (CHECKOUT / source).exists()
             assert f"!{source}" in ignored
-
-
-def test_the_image_is_of_the_vllm_release_this_package_needs():
-    (version,) = (argument.split("=")[1] for name, argument in dockerfile() if name == "ARG")
+    (version,) = (argument.split("=")[1] for name, argument in instructions if name == "ARG")
     assert version.rsplit(".", 1)[0] in RELEASES

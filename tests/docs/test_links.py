@@ -35,12 +35,9 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_page_is_in_the_index():
+def test_every_page_is_in_the_index_and_every_picture_is_shown():
     listed = {link.partition("#")[0] for link in links(DOCS / "README.md")}
     assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= listed
-
-
-def test_every_picture_is_shown():
     shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
     assert {*DOCS.glob("*.png"), *DOCS.glob("*.svg")} <= shown
 

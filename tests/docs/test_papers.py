@@ -33,14 +33,11 @@ def test_the_page_is_that_of_the_presets():
     assert written() == PAGE.read_text(encoding="utf-8"), "update it: python -m tests.docs.test_papers"
 
 
-def test_each_table_of_each_paper_is_there():
+def test_each_table_of_each_paper_is_there_and_what_cannot_be_made_says_why():
     assert set(NUM_TABLES) == set(PAPERS)
     for paper, count in NUM_TABLES.items():
         tables = [key for key in PAPER_TABLES if re.fullmatch(rf"{paper}/table-\d+", key)]
         assert tables == [f"{paper}/table-{number}" for number in range(1, count + 1)]
-
-
-def test_what_cannot_be_made_says_why():
     for table in PAPER_TABLES.values():
         assert table.models if table.benchmarks else table.without, table.key
 

@@ -43,17 +43,9 @@ def _requests(model: str, quantization: str | None, size: int, prompt: int, resp
     counts = []
     for method in ("dual", "sparse"):
         try:
-            sizing = plan(
-                Deployment(
-                    model=model,
-                    memory=size * GIB,
-                    prompt=prompt,
-                    response=response,
-                    options=EngineOptions.parse({"cache_method": method}),
-                    quantization=quantization,
-                    max_num_batched_tokens=2048,
-                )
-            )
+            options = EngineOptions.parse({"cache_method": method})
+            lengths = {"prompt": prompt, "response": response, "max_num_batched_tokens": 2048}
+            sizing = plan(Deployment(model, size * GIB, options=options, quantization=quantization, **lengths))
             counts.append(f"{sizing.demand.requests}")
         except SizingError:
             counts.append("0")

@@ -19,12 +19,8 @@ from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_options import (
-    DEFAULT_GEN_LENGTH,
-    DEFAULTABLE_OPTIONS,
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
+from dllm_engine.scheduler.options.request_fields import DEFAULTABLE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, SlowFast
 
@@ -34,11 +30,8 @@ HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
 LARGEST = 2**31 - 1  # a limit of the integers' type, which is not worth a reader's time
-NAMES = {
-    "unmasking": UNMASKING_POLICIES,
-    "cache_method": CACHE_METHODS,
-    "request_defaults": DEFAULTABLE_OPTIONS,
-}
+LOWER, UPPER = (("minimum", "≤"), ("exclusiveMinimum", "<")), (("maximum", "≤"), ("exclusiveMaximum", "<"))
+NAMES = {"unmasking": UNMASKING_POLICIES, "cache_method": CACHE_METHODS, "request_defaults": DEFAULTABLE_OPTIONS}
 """The names that an option of no particular type may have."""
 
 
@@ -78,13 +71,8 @@ def test_the_gpu_page_names_the_methods_whose_steps_can_be_recorded():
 
 def written() -> str:
     """The page with its tables made anew."""
-    tables = {
-        "request": request_table,
-        "slow_fast": slow_fast_table,
-        "engine": engine_table,
-        "cache": cache_tables,
-        "checkpoints": checkpoint_table,
-    }
+    tables = {"request": request_table, "slow_fast": slow_fast_table, "engine": engine_table, "cache": cache_tables}
+    tables["checkpoints"] = checkpoint_table
     page = PAGE.read_text(encoding="utf-8")
     for name, table in tables.items():
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
@@ -113,7 +101,7 @@ def request_table() -> list[str]:
     }
     schemas = {"gen_length": {"type": "integer", "minimum": 1}} | RequestOptions.model_json_schema()["properties"]
     assert all(getattr(DiffusionParams(), name) is None for name in schemas if name not in ("top_p", "top_k"))
-    meanings = docstrings(DiffusionParams)
+    meanings = docstrings(DiffusionParams) | docstrings(RequestOptions)
     return [*HEAD, *(row(name, schema, meanings[name], defaults.get(name, "off")) for name, schema in schemas.items())]
 
 
@@ -188,17 +176,8 @@ def allowed(name: str, schema: dict[str, Any]) -> str:
         return ", ".join(f'`"{value}"`' for value in values)
     kinds = {"integer": "int", "number": "float", "boolean": "bool", "array": "list", "object": "dict"}
     kind = kinds.get(schema["type"], "str")
-    least = next(
-        (f"{schema[key]} {sign} " for key, sign in (("minimum", "≤"), ("exclusiveMinimum", "<")) if key in schema), ""
-    )
-    most = next(
-        (
-            f" {sign} {schema[key]}"
-            for key, sign in (("maximum", "≤"), ("exclusiveMaximum", "<"))
-            if key in schema and schema[key] != LARGEST
-        ),
-        "",
-    )
+    least = next((f"{schema[key]} {sign} " for key, sign in LOWER if key in schema), "")
+    most = next((f" {sign} {schema[key]}" for key, sign in UPPER if schema.get(key, LARGEST) != LARGEST), "")
     if least and not most:
         number, sign = least.split()
         return f"{kind} {'≥' if sign == '≤' else '>'} {number}"

@@ -10,14 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.preloaded import preloaded_programs
+from tests.support.preloaded import preloaded_programs, wait_until
+from tests.support.server import is_healthy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -139,13 +139,8 @@ def environ(folder):
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTEST_"))}
     # The set-up script would make `.venv` in the checkout.
     variables["DLLM_VENV"] = sys.prefix
-    printed = subprocess.run(
-        ["bash", "-c", "source .venv/bin/activate && env -0"],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        check=True,
-    )
+    command = ["bash", "-c", "source .venv/bin/activate && env -0"]
+    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, check=True)
     variables = dict(entry.split("=", 1) for entry in printed.stdout.decode().split("\0") if entry)
     # Blocks that activate the environment themselves put its own programs in front again.
     return variables | {"PATH": f"{preloaded_programs()}:{variables['PATH']}"}
@@ -186,15 +181,12 @@ def serve(command: list[str | Path], folder: Path, environ: dict[str, str]) -> "
         process = subprocess.Popen(
             command, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
-    end = time.monotonic() + 300
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://localhost:{PORT}/health", timeout=5).close()
-            return process
-        except OSError:
-            time.sleep(0.3)
-    stop(process)
-    raise AssertionError(f"the server does not answer:\n{log.read_text(errors='replace')[-6000:]}")
+    try:
+        wait_until(lambda: is_healthy(f"http://localhost:{PORT}"), 300, process, log)
+    except AssertionError:
+        stop(process)
+        raise
+    return process
 
 
 def stop(process: "subprocess.Popen[bytes] | None") -> None:

@@ -45,9 +45,7 @@ def test_tokens_behind_the_end_do_not_count(llm, requests):
     ((_, _, cost),) = answers(llm, [(PROMPTS[0], params)], at_once=1)
     assert cost.tokens == list(tokens).index(tokens[2])
     assert cost.tokens_unmasked == 4
-
-
-def test_who_stops_asking_leaves_nothing_behind(llm, requests):
+    # Who stops asking leaves nothing behind.
     for _ in answers(llm, requests, at_once=4):
         break
     assert_nothing_left(llm)

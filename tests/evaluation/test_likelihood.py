@@ -48,15 +48,8 @@ def test_one_token_takes_one_pass_and_an_empty_continuation_none():
     rng = np.random.default_rng(0)
     assert list(weighted_masks(1, 1, rng)) == [(1.0, [0])]
     assert list(weighted_masks(0, 1, rng)) == []
-
-
-def test_long_continuations_are_estimated(engines, tiny_llada):
-    """The estimates of 60 seeds scatter around the exact value."""
-    llm, continuation = engines(tiny_llada), [20, 30, 40, 50]
-    exact = plain_bound(tiny_llada, PROMPT, continuation)
-    estimates = [log_likelihoods(llm, [(PROMPT, continuation)], 6, seed)[0] for seed in range(60)]
-    assert np.std(estimates) > 0
-    assert abs(np.mean(estimates) - exact) < 4 * np.std(estimates) / math.sqrt(len(estimates))
+    counts = [len(masked) for _, masked in weighted_masks(8, 16, rng)]
+    assert counts == [count for count in range(1, 9) for _ in range(2)], "spread evenly"
 
 
 @pytest.mark.parametrize(("length", "num_samples"), [(3, 2), (5, 7), (5, 30)])
@@ -69,11 +62,6 @@ def test_sampled_masks_weigh_each_choice_as_the_bound_does(length, num_samples):
     assert len(weights) == 2**length - 1
     for masked, weight in weights.items():
         assert weight == pytest.approx(1 / (len(masked) * math.comb(length, len(masked))), rel=0.15)
-
-
-def test_numbers_of_masked_tokens_are_spread_evenly():
-    counts = [len(masked) for _, masked in weighted_masks(8, 16, np.random.default_rng(1))]
-    assert counts == [count for count in range(1, 9) for _ in range(2)]
 
 
 def test_an_estimate_depends_on_its_pair_and_seed_alone(engines, tiny_llada):
@@ -100,8 +88,5 @@ def test_canvases_share_forward_passes_up_to_the_token_budget(engines, tiny_llad
 def test_what_is_no_canvas_is_refused(engines, tiny_llada, canvas):
     with pytest.raises(ValueError, match=r"canvas of \d+ tokens"):
         list(engines(tiny_llada).masked_logprobs([canvas]))
-
-
-def test_no_samples_are_refused(engines, tiny_llada):
     with pytest.raises(ValueError, match="num_samples=0"):
         log_likelihoods(engines(tiny_llada), [], num_samples=0)

@@ -20,8 +20,12 @@ def demo(engines):
 
 @pytest.fixture(scope="module")
 def make(demo):
+    from lm_eval.api.registry import get_model, model_registry
+
     from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 
+    assert DiffusionLM is get_model("dllm")
+    assert "hf" in model_registry, "its own models stay known"
     return lambda decoding=None, **settings: DiffusionLM(demo, decoding, **settings)
 
 
@@ -60,25 +64,16 @@ def test_multiple_choice_goes_by_likelihood(make, monkeypatch):
     assert results["results"]["facts"]["acc,none"] == 1.0
 
 
-def test_likelihood_and_greediness_of_text(make, demo):
-    pairs = [(PROMPT, " Ida=07"), (PROMPT, " Ida=48")]
-    (right, is_greedy), (wrong, is_not) = make(mc_num=1023).loglikelihood(
-        requests("loglikelihood", *pairs), disable_tqdm=True
-    )
+@pytest.mark.parametrize(("context", "mc_num"), [(PROMPT, 1023), ("", 63)])
+def test_likelihood_and_greediness_of_text(make, demo, context, mc_num):
+    pairs = requests("loglikelihood", (context, " Ida=07"), (context, " Ida=48"))
+    (right, is_greedy), (wrong, is_not) = make(mc_num=mc_num).loglikelihood(pairs, disable_tqdm=True)
     tokenizer = demo.get_tokenizer()
-    prompt, answer = tokenizer.encode(PROMPT), tokenizer.encode(" Ida=07")
+    prompt, answer = tokenizer.encode(context) or [tokenizer.bos_token_id], tokenizer.encode(" Ida=07")
     assert right == pytest.approx(plain_bound(Path(demo_model_path()), prompt, answer), rel=1e-3, abs=1e-5)
-    assert right > wrong
-    assert (is_greedy, is_not) == (True, False)
-
-
-def test_a_context_may_be_empty(make, demo):
-    ((value, _),) = make(mc_num=63).loglikelihood(requests("loglikelihood", ("", " Ida=07")), disable_tqdm=True)
-    tokenizer = demo.get_tokenizer()
-    answer = tokenizer.encode(" Ida=07")
-    assert value == pytest.approx(
-        plain_bound(Path(demo_model_path()), [tokenizer.bos_token_id], answer), rel=1e-3, abs=1e-5
-    )
+    if context:
+        assert right > wrong
+        assert (is_greedy, is_not) == (True, False)
 
 
 def test_whole_texts_are_cut_into_windows(make, demo, monkeypatch):
@@ -126,11 +121,6 @@ def test_repeated_requests_get_different_seeds(make, monkeypatch):
     assert model.generate_until([first, first, second, first]) == ["5", "6", "5", "7"]
 
 
-def test_what_the_task_asks_for_and_is_not_supported_is_named(make):
-    with pytest.raises(ValueError, match="num_beams=4 is not supported"):
-        make().generate_until(requests("generate_until", (PROMPT, {"num_beams": 4})))
-
-
 def test_long_prompts_are_refused_or_lose_their_middle(make, demo):
     prompt = " ".join(f"Tom={n % 90 + 10}." for n in range(60)) + " " + PROMPT
     asked = requests("generate_until", (prompt, {"max_gen_toks": 32}))
@@ -151,16 +141,17 @@ def test_chat_templates_may_leave_the_answer_open(make):
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "asked", "named"),
     [
-        ({"decoding": {"num_steps": 3}}, "num_steps"),
-        ({"mc_num": 0}, "mc_num=0"),
-        ({"max_prompt_tokens": 1}, "max_prompt_tokens=1"),
+        ({"decoding": {"num_steps": 3}}, {}, "num_steps"),
+        ({"mc_num": 0}, {}, "mc_num=0"),
+        ({"max_prompt_tokens": 1}, {}, "max_prompt_tokens=1"),
+        ({}, {"num_beams": 4}, "num_beams=4 is not supported"),
     ],
 )
-def test_settings_out_of_range_are_named(make, settings, named):
+def test_what_is_not_supported_is_named(make, settings, asked, named):
     with pytest.raises(ValueError, match=named):
-        make(**settings)
+        make(**settings).generate_until(requests("generate_until", (PROMPT, asked)))
 
 
 def test_model_args_are_sorted_into_engine_decoding_and_estimate(demo, monkeypatch):
@@ -177,21 +168,7 @@ def test_model_args_are_sorted_into_engine_decoding_and_estimate(demo, monkeypat
     assert started == {"model": "demo", "cache_method": "sparse", "cache_options": {"retention_ratio": 0.3}}
     assert model.decoding == {"block_length": 8}
     assert model.mc_num == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [("cache_method=sparse", "pretrained"), ("pretrained=demo,cache_options={a", "cache_options='{a'")],
-)
-def test_model_args_that_cannot_be_are_named(arguments, named):
-    from dllm_engine.evaluation.lm_eval_model import DiffusionLM
-
-    with pytest.raises(ValueError, match=named):
-        DiffusionLM.create_from_arg_string(arguments)
-
-
-def test_lm_evals_own_models_stay_known(make):
-    from lm_eval.api.registry import get_model, model_registry
-
-    assert make().__class__ is get_model("dllm")
-    assert "hf" in model_registry
+    broken = {"cache_method=sparse": "pretrained", "pretrained=x,cache_options={a": "cache_options='{a'"}
+    for arguments, named in broken.items():
+        with pytest.raises(ValueError, match=named):
+            type(model).create_from_arg_string(arguments)

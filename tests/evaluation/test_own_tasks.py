@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from dllm_engine.demo import DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import NEEDLE_LENGTHS, needle_examples
-from dllm_engine.evaluation.own_tasks import MATCHES, last_number, read_tasks
+from dllm_engine.evaluation.own_tasks import MATCHES, read_tasks
 
 
 def test_prompts_are_text_or_messages(tmp_path):
@@ -29,10 +29,7 @@ def test_prompts_are_text_or_messages(tmp_path):
         ('{"answer": "x"}', "prompt: Field required"),
         ('{"prompt": "x", "answer": 3}', "answer: Input should be a valid string"),
         ('{"prompt": "x", "answer": " "}', "answer: String should have at least 1 character"),
-        (
-            '{"prompt": 3, "answer": "x"}',
-            "prompt: Input should be a valid string; prompt: Input",
-        ),
+        ('{"prompt": 3, "answer": "x"}', "prompt: Input should be a valid string; prompt: Input"),
         ('{"prompt": [{"content": "x"}], "answer": "x"}', "prompt: Field required"),
     ],
 )
@@ -70,7 +67,3 @@ def test_a_needle_stands_at_its_depth_of_a_prompt_of_its_length(length, depth, s
         assert place == round(share * (len(sentences) - 1))
         assert question == f"Give: {example.answer.partition('=')[0]}"
         assert length <= len(tokenizer.encode(example.prompt)) < length + 8
-
-
-def test_the_last_number_of_a_text():
-    assert [last_number(text) for text in ("a", "1 and 2.5", "1,234,567.", "7-3")] == [None, 2.5, 1234567, 3]

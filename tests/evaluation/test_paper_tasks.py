@@ -71,20 +71,14 @@ def test_the_first_paper_that_has_a_benchmark_is_taken():
     assert paper_task("gsm8k", LLADA, "freecache").block_length == 64
 
 
-def test_base_models_have_rows_of_their_own():
+def test_base_models_have_rows_and_checkpoints_intervals_of_their_own():
     assert paper_task("mmlu", LLADA, "dllm-cache").gen_length == 3
     base = paper_task("mmlu", LLADA, "dllm-cache", is_base=True)
     assert (base.gen_length, base.cache_options("LLaDA-8B-Base")["dllm_cache"]["response_refresh_interval"]) == (256, 6)
-
-
-def test_refresh_intervals_are_those_of_the_checkpoint():
-    row = paper_task("gsm8k", LLADA, "dllm-cache")
-    llada = {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
-    assert row.cache_options("GSAI-ML/LLaDA-8B-Instruct") == {"dllm_cache": llada}
-    assert row.cache_options("GSAI-ML/LLaDA-1.5") == {}
-    base = {"prompt_refresh_interval": 25, "response_refresh_interval": 5}
-    assert row.cache_options("GSAI-ML/LLaDA-8B-Base") == {"dllm_cache": base}
-    assert row.cache_options("/models/Dream-v0-Instruct-7B")["dllm_cache"]["prompt_refresh_interval"] == 25
+    options = paper_task("gsm8k", LLADA, "dllm-cache").cache_options
+    found = {"LLaDA-8B-Instruct": (50, 7), "LLaDA-1.5": (), "LLaDA-8B-Base": (25, 5), "Dream-v0-Instruct-7B": (25, 2)}
+    for checkpoint, intervals in found.items():
+        assert tuple(options(f"models/{checkpoint}").get("dllm_cache", {}).values()) == intervals
 
 
 @pytest.mark.parametrize(("family", "model"), [(LLADA, "LLaDA-8B-Instruct"), (DREAM, "Dream-v0-Instruct-7B")])

@@ -11,10 +11,11 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, RequestOptions
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import admission
-from dllm_engine.vllm_hooks.admission import CheckedPrompt, checked_generate
-from dllm_engine.vllm_hooks.request_bodies import checked_fields
+from dllm_engine.vllm_hooks.admission import CheckedPrompt, generate_if_valid
+from dllm_engine.vllm_hooks.request_bodies import create_if_known
 from tests.support.engines import assert_nothing_left
 
 PROMPT = {"type": "token", "prompt_token_ids": [3, 1, 4]}
@@ -31,7 +32,7 @@ def created(checked, request, ours=True):
         return request
 
     handler = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours))
-    return asyncio.run(checked(create)(handler, request))
+    return asyncio.run(checked(create, handler, request))
 
 
 BODIES = {
@@ -47,9 +48,9 @@ def test_every_option_is_read_in_vllm_xargs_or_a_field_of_vllms(endpoint):
     for name in RequestOptions.model_fields:
         if name not in request_class.model_fields:
             with pytest.raises(InvalidRequestError, match=name):
-                created(checked_fields, request_class(**body, **{name: 1}))
-            assert created(checked_fields, request_class(**body, **{name: 1}), ours=False)
-    assert created(checked_fields, request_class(**body, vllm_xargs={"block_length": 8}, unknown=1))
+                created(create_if_known, request_class(**body, **{name: 1}))
+            assert created(create_if_known, request_class(**body, **{name: 1}), ours=False)
+    assert created(create_if_known, request_class(**body, vllm_xargs={"block_length": 8}, unknown=1))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def engine(engines, tiny_llada, monkeypatch):
 
     input_processor = llm.llm_engine.input_processor
     engine = SimpleNamespace(model_config=llm.model_config, input_processor=input_processor, checked=checked)
-    engine.generate = lambda *args, **kwargs: checked_generate(generate)(engine, *args, **kwargs)
+    engine.generate = lambda *args, **kwargs: generate_if_valid(generate, engine, *args, **kwargs)
     return engine
 
 
@@ -104,11 +105,6 @@ def test_a_checked_prompt_that_is_used_again_is_checked_again(engine):
     first, second = (next(engine.generate(prompt, DiffusionParams(**PARAMS), name)) for name in "ab")
     assert first is not second
     assert len(engine.checked) == 2
-
-
-def test_a_refusal_comes_before_the_first_result(engine):
-    with pytest.raises(InvalidRequestError, match="steps=99"):
-        engine.generate(PROMPT, DiffusionParams(**PARAMS, steps=99), "a")
 
 
 # Aborted requests

@@ -83,15 +83,20 @@ def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_the_order_comes_with_the_whole_response(client, endpoint):
+@pytest.mark.parametrize("asked", [{}, {"trace": True}, {"return_order": True}])
+def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(client, endpoint, asked):
     path, body = ENDPOINTS[endpoint]
-    body = body | {"model": "demo", "ignore_eos": True, "max_tokens": 16, "vllm_xargs": {"return_order": True}}
+    body = body | {"model": "demo", "ignore_eos": True, "max_tokens": 16, "vllm_xargs": {"block_length": 8} | asked}
     (choice,) = client.post(path, json=body).json()["choices"]
-    assert len(choice["diffusion"]["committed_at"]) == len(choice["diffusion"]["committed_logprobs"]) == 16
+    whole = choice["diffusion"]
+    assert ("trace" in whole, "committed_at" in whole) == ("trace" in asked, "return_order" in asked)
+    if "return_order" in asked:
+        assert len(whole["committed_at"]) == len(whole["committed_logprobs"]) == 16
     events = client.post(path, json=body | {"stream": True}).text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events if event and "[DONE]" not in event]
-    shown = [c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c]
-    assert [figures.get("committed_at") for figures in shown] == [None, choice["diffusion"]["committed_at"]]
+    first, last = (c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c)
+    assert (first["forward_passes"], last) == (8, whole)
+    assert not {"trace", "committed_at"} & first.keys()
 
 
 def test_a_batch_of_chats_is_checked_too(client):
@@ -102,15 +107,32 @@ def test_a_batch_of_chats_is_checked_too(client):
     assert "block_length belongs into vllm_xargs" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 257}, "max_tokens=257"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs=1"),
+        ({"use_beam_search": True, "n": 2, "temperature": 1.0}, "beam search"),
+        ({"vllm_xargs": {"stream_granularity": "step"}}, "stream_granularity='step'"),
+        ({"vllm_xargs": {"stream_granularity": "token"}}, "stream_granularity='token'"),
+        ({"n": 2}, "n=2 needs a temperature above 0"),
+        ({"n": 10**9, "temperature": 0.7}, "n"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_several_greedy_responses_are_refused_with_what_to_send(client, endpoint):
+def test_what_these_cannot_serve_is_refused_by_name(client, endpoint, fields, named):
     path, body = ENDPOINTS[endpoint]
-    answer = client.post(path, json={"model": "demo", "n": 2} | body)
+    answer = client.post(path, json={"model": "demo"} | body | fields)
     assert answer.status_code == 400
-    assert "n=2 needs a temperature above 0" in answer.json()["error"]["message"]
+    assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_several_responses_are_drawn(client, endpoint):
+    path, body = ENDPOINTS[endpoint]
     answer = client.post(path, json={"model": "demo", "n": 2, "temperature": 0.7, "seed": 1} | body)
     assert len(answer.json()["choices"]) == 2
-    assert client.post(path, json={"model": "demo", "n": 10**9, "temperature": 0.7} | body).status_code == 400
 
 
 def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):

@@ -13,32 +13,24 @@ from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields, whole_completion
+from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields
 
 
-def completion(index=0, *, passes=1, finish_reason=None, trace=None, shown=None, tokens=(5,)):
+def completion(*, finish_reason=None, shown=None, tokens=(5,)):
+    figures = DiffusionFigures(1, 1, 2, 9)
     return SimpleNamespace(
-        index=index,
-        finish_reason=finish_reason,
-        token_ids=list(tokens),
-        diffusion=DiffusionFigures(passes, passes, 2, 9, trace=trace or {}),
-        provisional=shown,
+        index=0, finish_reason=finish_reason, token_ids=list(tokens), diffusion=figures, provisional=shown
     )
 
 
-def block(*, masked, step=1) -> ProvisionalBlock:
+def block(*, masked) -> ProvisionalBlock:
     """Two positions, the first of them filled."""
     pieces = ["a", None if masked else "b"]
     return ProvisionalBlock(
-        block=0, num_blocks=1, gen_length=2, block_length=2, first_block_length=2, start=0, step=step,
-        forward_pass=step, sent=0, token_ids=[7, 8], masked=[False, masked], confidences=[0.5, 0.25],
+        block=0, num_blocks=1, gen_length=2, block_length=2, first_block_length=2, start=0, step=1,
+        forward_pass=1, sent=0, token_ids=[7, 8], masked=[False, masked], confidences=[0.5, 0.25],
         pieces=pieces, special=[False, False],
     )  # fmt: skip
-
-
-def step(index=0, *, passes):
-    """A completion that only shows a block."""
-    return completion(index, passes=passes, shown=block(masked=True, step=passes), tokens=())
 
 
 def event(**chunk) -> str:
@@ -50,14 +42,13 @@ def choices_of(result):
 
 
 END = {"finish_reason": "stop"}
-HEAD = {"id": "chat-1", "created": 7}
 
 
-def with_fields(make_events, results, **kwargs):
-    return stream_with_fields(make_events, results, choices_of, StreamFields(HEAD, **kwargs))
+def with_fields(make_events, results):
+    return stream_with_fields(make_events, results, choices_of, StreamFields({"id": "chat-1", "created": 7}))
 
 
-def stream(results, make_events, **kwargs) -> list:
+def stream(results, make_events) -> list:
     """The chunks that a client would receive."""
 
     async def received():
@@ -65,58 +56,10 @@ def stream(results, make_events, **kwargs) -> list:
             for result in results:
                 yield result
 
-        return [e async for e in with_fields(make_events, source(), **kwargs)]
+        return [e async for e in with_fields(make_events, source())]
 
     events = asyncio.run(received())
     return [e if e == "data: [DONE]\n\n" else json.loads(e.removeprefix("data: ")) for e in events]
-
-
-async def chunk_per_completion(results):
-    async for result in results:
-        for c in result:
-            yield event(choices=[{"index": c.index, "text": "é"}])
-    yield event(choices=[], usage={"total_tokens": 3})
-    yield "data: [DONE]\n\n"
-
-
-def test_each_chunk_has_the_figures_of_its_choice_so_far():
-    results = [[completion(0, passes=1)], [completion(0, passes=2, **END), completion(1, passes=7, **END)]]
-    *chunks, usage, done = stream(results, chunk_per_completion)
-    assert [c["choices"][0]["diffusion"]["forward_passes"] for c in chunks] == [1, 2, 7]
-    assert [c["choices"][0]["text"] for c in chunks] == ["é"] * 3
-    assert usage == {"choices": [], "usage": {"total_tokens": 3}}
-    assert done == "data: [DONE]\n\n"
-
-
-def test_the_chunk_that_names_the_role_has_none():
-    async def role_first(results):
-        async for _ in results:
-            yield event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
-            yield event(choices=[{"index": 0, "delta": {"content": "x"}}])
-
-    role, text = stream([[completion(**END)]], role_first)
-    assert "diffusion" not in role["choices"][0]
-    assert "diffusion" in text["choices"][0]
-
-
-def test_the_trace_comes_with_the_last_chunk_where_the_request_asks():
-    trace = {"refresh_states": ["full"]}
-    results = [[completion(trace=trace)], [completion(trace=trace, finish_reason="stop")]]
-    first, last, *_ = stream(results, chunk_per_completion, with_trace=True)
-    assert "trace" not in first["choices"][0]["diffusion"]
-    assert last["choices"][0]["diffusion"]["trace"] == trace
-    _, last, *_ = stream(results, chunk_per_completion)
-    assert "trace" not in last["choices"][0]["diffusion"]
-
-
-@pytest.mark.parametrize(("options", "asked"), [(None, False), ({"steps": 8}, False), ({"trace": 1}, True)])
-def test_a_whole_response_has_the_trace_where_the_request_asks(options, asked):
-    trace = {"refresh_states": ["full"]}
-    choice = SimpleNamespace()
-    respond = whole_completion(lambda *_: SimpleNamespace(choices=[choice]))
-    result = SimpleNamespace(outputs=[completion(trace=trace, **END)])
-    respond(None, [result], SimpleNamespace(vllm_xargs=options, max_tokens=8))
-    assert choice.diffusion.get("trace") == (trace if asked else None)
 
 
 async def chat_chunks(results):
@@ -132,30 +75,14 @@ async def chat_chunks(results):
     yield "data: [DONE]\n\n"
 
 
-def test_steps_have_chunks_of_their_own_without_choices():
-    """So that a client that measures or shows text leaves them out, and takes the role for no token."""
-    finished = completion(passes=2, shown=block(masked=False, step=2), finish_reason="stop")
-    first, second, role, text, done = stream([[step(passes=1)], [finished]], chat_chunks)
-    assert [chunk["choices"] for chunk in (first, second)] == [[], []]
-    assert role["choices"][0]["delta"] == {"role": "assistant"}
-    assert text["choices"][0]["delta"] == {"content": "x"}
-    assert {(c["id"], c["created"]) for c in (role, first, second, text)} == {("chat-1", 7)}
-    assert first["provisional"]["index"] == 0
-    assert first["provisional"]["pieces"] == ["a"]
-    assert first["provisional"]["guess_percents"] == [25]
-    assert second["provisional"]["pieces"] == ["b"], "what the first chunk brought is not sent again"
-    assert first["provisional"]["diffusion"]["forward_passes"] == 1
-    assert done == "data: [DONE]\n\n"
-
-
 def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
     async def received():
         more = asyncio.Event()
 
         async def source():
-            yield [step(passes=1)]
+            yield [completion(shown=block(masked=True), tokens=())]
             await more.wait()
-            yield [completion(passes=2, **END)]
+            yield [completion(**END)]
 
         events = with_fields(chat_chunks, source())
         first = await anext(events)
@@ -167,32 +94,7 @@ def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
     assert '"content":"x"' in text
 
 
-async def as_vllm(results):
-    """vLLM's generators end a stream with the error of the engine's results."""
-    try:
-        async for event_ in chat_chunks(results):
-            if event_ != "data: [DONE]\n\n":
-                yield event_
-    except Exception as error:
-        yield event(error={"message": str(error)})
-    yield "data: [DONE]\n\n"
-
-
-@pytest.mark.parametrize(
-    "results",
-    [
-        pytest.param([[completion()]], id="after a block"),
-        pytest.param([[completion()], [completion(tokens=(), finish_reason="abort")]], id="aborted after a block"),
-        pytest.param([[completion(0, **END), completion(1)]], id="one choice is missing"),
-    ],
-)
-def test_a_stream_that_is_cut_off_ends_with_an_error_event(results):
-    *_, error, done = stream(results, as_vllm)
-    assert error == {"error": {"message": "the server ended the request before its response was complete"}}
-    assert done == "data: [DONE]\n\n"
-
-
-def test_an_error_of_vllms_generator_reaches_the_server():
+def test_errors_and_other_models_pass_unchanged():
     async def broken(results):
         async for _ in results:
             raise RuntimeError("broken")
@@ -201,18 +103,13 @@ def test_an_error_of_vllms_generator_reaches_the_server():
     with pytest.raises(RuntimeError, match="broken"):
         stream([[completion(**END)]], broken)
 
-
-def test_errors_and_other_models_pass_unchanged():
     async def failing(results):
         async for _ in results:
             yield event(choices=[{"index": 0, "text": "a"}])
             yield event(error={"message": "no"})
 
     other_model = SimpleNamespace(index=0, finish_reason="stop", token_ids=[5])
-    assert stream([[other_model]], failing) == [
-        {"choices": [{"index": 0, "text": "a"}]},
-        {"error": {"message": "no"}},
-    ]
+    assert stream([[other_model]], failing) == [{"choices": [{"index": 0, "text": "a"}]}, {"error": {"message": "no"}}]
 
 
 def test_a_client_that_hangs_up_closes_the_engines_results():
@@ -226,7 +123,7 @@ def test_a_client_that_hangs_up_closes_the_engines_results():
             closed.append(True)
 
     async def hang_up():
-        events = with_fields(chunk_per_completion, endless())
+        events = with_fields(chat_chunks, endless())
         await anext(events)
         await events.aclose()
         await asyncio.sleep(0)
@@ -260,7 +157,7 @@ def test_a_request_that_failed_says_why_to_http_clients():
 # vLLM's own generators
 
 
-def vllm_stream(endpoint, results) -> list[str]:
+def vllm_stream(endpoint, results, n=1) -> list[str]:
     """The events that vLLM's generator, as this package changes it, makes of an engine's results."""
     from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -287,10 +184,10 @@ def vllm_stream(endpoint, results) -> list[str]:
             yield result if is_chat else (0, result)
 
     if is_chat:
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], stream=True)
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], stream=True, n=n)
         events = serving.chat_completion_stream_generator(request, source(), "r", "demo", [], None, metadata)
     else:
-        request = CompletionRequest(prompt="a", max_tokens=8, stream=True)
+        request = CompletionRequest(prompt="a", max_tokens=8, stream=True, n=n)
         events = serving.completion_stream_generator(request, [None], source(), "r", 7, "demo", 1, None, metadata)
 
     async def received():
@@ -299,14 +196,14 @@ def vllm_stream(endpoint, results) -> list[str]:
     return asyncio.run(received())
 
 
-def engine_output(*, tokens=(), shown=None, finish_reason=None):
-    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
+def engine_output(*, index=0, tokens=(), shown=None, finish_reason=None):
+    made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
     made.diffusion, made.provisional = DiffusionFigures(1, 1, 1, 1), shown
     return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-@pytest.mark.parametrize("end", ["abort", "error", "nothing", "an exception"])
+@pytest.mark.parametrize("end", ["abort", "error", "nothing", "an exception", "another choice"])
 @pytest.mark.parametrize("granularity", ["block", "step"])
 @pytest.mark.parametrize("num_blocks", [0, 1])
 def test_vllms_generators_end_a_cut_off_stream_with_an_error_event(endpoint, end, granularity, num_blocks):
@@ -317,7 +214,9 @@ def test_vllms_generators_end_a_cut_off_stream_with_an_error_event(endpoint, end
         results.append(engine_output(finish_reason=end))
     elif end == "an exception":
         results.append(RuntimeError("the engine died"))
-    *_, error, done = vllm_stream(endpoint, results)
+    elif end == "another choice":
+        results += [engine_output(tokens=[5]), engine_output(index=1, tokens=[5], finish_reason="stop")]
+    *_, error, done = vllm_stream(endpoint, results, n=2)
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
     assert done == "data: [DONE]\n\n"
 
@@ -335,4 +234,6 @@ def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(endpoint):
     assert without_time(usual) == without_time(by_block)
     steps = [json.loads(e.removeprefix("data: ")) for e in by_step if "provisional" in e]
     assert [step["choices"] for step in steps] == [[], []]
+    of_stream = [json.loads(e.removeprefix("data: ")) for e in usual if e.startswith("data: {")]
+    assert len({(chunk["id"], chunk["created"]) for chunk in (*steps, *of_stream)}) == 1
     assert by_step.index(usual[0]) == 2, "the role too comes with the first text, so that it is not taken for a token"

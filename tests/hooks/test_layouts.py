@@ -1,48 +1,91 @@
-"""Ways to split a model or its work that diffusion engines do not have are refused by name, with what to use."""
+"""Settings of vLLM that diffusion engines do not honour are refused by name and value, with what to use."""
 
 import pytest
 from vllm.config import KVEventsConfig
 
 from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
-from tests.support.engines import runner_of, start_engine
+from tests.support.engines import runner_of, scheduler_of, start_engine
 
 
 @pytest.mark.parametrize(
     ("settings", "named", "instead"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "tensor_parallel_size"),
-        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size", "tensor_par"),
-        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size", "tensor_parallel_size"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel", "models with experts, on GPUs"),
-        ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling", "leave it unset"),
-        ({"enable_dbo": True}, "enable_dbo", "leave it unset"),
-        ({"ubatch_size": 2}, "ubatch_size", "leave it unset"),
-        ({"cpu_offload_gb": 1}, "cpu_offload_gb", "tensor_parallel_size"),
-        ({"offload_group_size": 2}, "offload_group_size", "tensor_parallel_size"),
-        ({"enable_lora": True}, "enable_lora", "name its folder as lora_path"),
-        ({"enable_prompt_embeds": True}, "enable_prompt_embeds", "leave it unset"),
-        ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)}, "kv_events_config", "leave it unset"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "tensor_parallel_size"),
+        (
+            {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+            "decode_context_parallel_size=2",
+            "tensor_par",
+        ),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2", "tensor_parallel_size"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel=True", "models with experts, on GPUs"),
+        ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling=True", "leave it unset"),
+        ({"enable_dbo": True}, "enable_dbo=True", "leave it unset"),
+        ({"ubatch_size": 2}, "ubatch_size=2", "leave it unset"),
+        ({"enable_hc_sp": True}, "enable_hc_sp=True", "leave it unset"),
+        ({"cpu_offload_gb": 1}, "cpu_offload_gb=1", "tensor_parallel_size"),
+        ({"offload_group_size": 2}, "offload_group_size=2", "tensor_parallel_size"),
+        ({"long_prefill_token_threshold": 64}, "long_prefill_token_threshold=64", "refresh_ratio"),
+        (
+            {"long_prefill_token_threshold_adaptive": True},
+            "long_prefill_token_threshold_adaptive=True",
+            "refresh_ratio",
+        ),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls='vllm", "leave it unset"),
+        ({"async_scheduling": True}, "async_scheduling=True", "steps_per_dispatch"),
+        ({"scheduler_reserve_full_isl": False}, "scheduler_reserve_full_isl=False", "leave it unset"),
+        ({"prefill_schedule_interval": 2}, "prefill_schedule_interval=2", "leave it unset"),
+        ({"watermark": 0.1}, "watermark=0.1", "reserves all pages of a request at admission"),
+        ({"block_size": 64}, "block_size=64", "page_size"),
+        ({"prefix_match_unit": 16}, "prefix_match_unit=16", "page_size"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'", "the model's dtype"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers=['0']", "leave it unset"),
+        ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True", "leave it unset"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0", "leave it unset"),
+        ({"attention_backend": "FLASH_ATTN"}, "attention_backend=<Att", "dense_attention"),
+        ({"logits_processors": ["a:B"]}, "logits_processors=['a:B']", "leave it unset"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode='raw_logits'", "unmasking step"),
+        ({"use_fp64_gumbel": True}, "use_fp64_gumbel=True", "leave it unset"),
+        ({"enable_lora": True}, "enable_lora=LoRA", "name its folder as lora_path"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True", "leave it unset"),
+        ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)}, "kv_events_config=KV", "leave it unset"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_layout_that_is_not_supported_is_refused(tiny_llada, settings, named, instead):
+def test_a_setting_that_is_not_honoured_is_refused(tiny_llada, settings, named, instead):
     with pytest.raises(ValueError) as error:
         start_engine(tiny_llada, **settings)
-    assert f"{named} is not supported for diffusion models" in str(error.value)
-    assert instead in str(error.value)
+    (message,) = [line for line in str(error.value).splitlines() if "not supported for diffusion models" in line]
+    assert named in message
+    assert instead in message
 
 
-def test_experts_are_not_shared_by_ranks_of_a_cpu(tiny_llada_moe):
-    with pytest.raises(ValueError, match=r"enable_expert_parallel is not supported .* models with experts, on GPUs"):
-        start_engine(tiny_llada_moe, enable_expert_parallel=True, tensor_parallel_size=2)
+def test_settings_that_say_what_holds_anyway_are_accepted(tiny_llada):
+    start_engine(tiny_llada, page_size=16, block_size=16, async_scheduling=False, enable_batch_sharded_sampling=False)
+
+
+def test_a_watermark_is_for_methods_whose_pages_come_as_blocks_come(tiny_sdar):
+    assert scheduler_of(start_engine(tiny_sdar, watermark=0.1)).watermark > 0
+
+
+def test_a_limit_of_scheduled_tokens_is_the_row_budget(tiny_llada):
+    llm = start_engine(tiny_llada, max_num_scheduled_tokens=300)
+    assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == scheduler_of(llm).max_rows == 300
+    with pytest.raises(
+        ValueError, match=r"max_num_scheduled_tokens=255 is less than the 256 rows .* lower max_model_len"
+    ):
+        start_engine(tiny_llada, max_num_scheduled_tokens=255)
 
 
 @pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
 def test_what_vllm_itself_refuses_elsewhere_is_refused_with_experts(engines, tiny_llada_moe, monkeypatch, name, value):
-    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs."""
+    """Before this hook, for a CPU or for ``LLM``; not for a server on GPUs. Nor do ranks of a CPU share experts."""
+    with pytest.raises(
+        ValueError, match=r"enable_expert_parallel=True is not supported .* models with experts, on GPUs"
+    ):
+        start_engine(tiny_llada_moe, enable_expert_parallel=True, tensor_parallel_size=2)
     config = runner_of(engines(tiny_llada_moe)).vllm_config
     monkeypatch.setattr(config.parallel_config, name, value)
-    with pytest.raises(ValueError, match=f"{name} is not supported for diffusion models"):
+    with pytest.raises(ValueError, match=f"{name}={value} is not supported for diffusion models"):
         DiffusionEngineConfig.verify_and_update_config(config)
 
 

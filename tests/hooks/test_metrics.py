@@ -23,11 +23,7 @@ PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
 def measured(engines, tiny_llada):
     """(figures of some requests, the metrics after them, by name; what `/metrics` would show)."""
     llm = engines(
-        tiny_llada,
-        cache_method="sparse",
-        cache_options={"retention_ratio": 0.4},
-        page_size=8,
-        disable_log_stats=False,
+        tiny_llada, cache_method="sparse", cache_options={"retention_ratio": 0.4}, page_size=8, disable_log_stats=False
     )
     params = DiffusionParams(gen_length=32, block_length=8, steps=16, ignore_eos=True)
     figures = [output.outputs[0].diffusion for output in generate(llm, PROMPTS, params)]
@@ -68,34 +64,26 @@ def test_vllms_benchmark_reads_the_steps_of_a_block_and_the_tokens_of_a_step(mea
     assert steps == sum(f.denoising_steps for f in figures)
 
 
-def test_evicted_is_what_was_not_retained(measured):
+def test_evicted_is_what_was_not_retained_and_pages_of_requests_that_ended_are_counted(measured):
     figures, metrics, _ = measured
     outside = [len(prompt) + 24 for prompt in PROMPTS]
     assert [f.tokens_retained for f in figures] == [int(n * 0.4) for n in outside]
     assert metrics["vllm:dllm_eviction_candidates"].value == 4 * sum(outside)
     assert metrics["vllm:dllm_eviction_retained"].value == 4 * sum(f.tokens_retained for f in figures)
-
-
-def test_pages_of_requests_that_ended(measured):
-    figures, metrics, _ = measured
     pages = [f.pages_held for f in figures]
-    layers = 2
-    assert pages == [layers * -(-f.tokens_retained // 8) for f in figures]
+    assert pages == [2 * -(-f.tokens_retained // 8) for f in figures], "in two layers"
     held = metrics["vllm:dllm_request_pages_held"]
     assert (held.count, held.sum) == (3, sum(pages))
     assert held.buckets["+Inf"] == 3
     assert metrics["vllm:dllm_request_tokens_per_forward"].sum == 3 * 2.0
 
 
-def test_nothing_is_held_when_nothing_runs(measured):
+def test_nothing_is_held_when_nothing_runs_and_labels_are_vllms(measured):
     _, metrics, _ = measured
     assert metrics["vllm:dllm_pages_total"].value > 0
-    for name in ("pages_reserved", "pages_allocated", "tokens_retained"):
-        assert metrics[f"vllm:dllm_{name}"].value == 0, name
-
-
-def test_labels_are_vllms(measured):
-    _, metrics, _ = measured
+    assert not any(
+        metrics[f"vllm:dllm_{name}"].value for name in ("pages_reserved", "pages_allocated", "tokens_retained")
+    )
     assert metrics["vllm:dllm_pages_total"].labels == metrics["vllm:kv_cache_usage_perc"].labels
     assert set(metrics["vllm:dllm_pages_total"].labels) == {"model_name", "engine"}
 

@@ -64,14 +64,7 @@ def test_servers_of_other_models_are_left_alone():
     assert app_client(ours=False).post(PATH, json={"structured_outputs": "text"}).status_code == 404
 
 
-def test_the_key_is_asked_for_first():
-    client = app_client("--api-key", "secret")
-    assert client.post(PATH, json={"structured_outputs": "text"}).status_code == 401
-    headers = {"Authorization": "Bearer secret"}
-    assert client.post(PATH, json={"structured_outputs": "text"}, headers=headers).status_code == 400
-
-
-@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring"])
+@pytest.mark.parametrize("path", [PATH, "/invocations", "/generative_scoring"])
 def test_the_key_is_asked_for_wherever_prompts_are_answered(path):
     body = b"[" * 1000  # what the check of bodies refuses was let through by that of keys
     client = app_client("--api-key", "secret")
@@ -96,10 +89,10 @@ def through_the_check(*messages):
         for _ in range(2):
             received.append(await receive())
 
-    pending = list(messages)
+    pending = iter(messages)
 
     async def receive():
-        return pending.pop(0)
+        return next(pending)
 
     asyncio.run(BodyCheck(application)({"type": "http", "method": "POST"}, receive, None))
     return received
@@ -116,3 +109,10 @@ def test_bodies_arrive_whole_and_what_follows_them_as_it_comes():
 def test_clients_that_leave_midway_do_not_reach_the_application():
     gone = {"type": "http.disconnect"}
     assert through_the_check({"type": "http.request", "body": b"{", "more_body": True}, gone) == []
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_route_that_would_stop_the_engine_is_left_out(ours):
+    client = app_client(ours=ours, tasks=("generate",))
+    status = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code
+    assert (status == 404) is ours

@@ -1,20 +1,19 @@
 """Shared memory loses its name once all have attached, so that no killed process leaves any; workers end with their
 engine."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from dllm_engine.vllm_hooks.engine_core.shared_memory import FOLDER, unnaming_in_engine
-from tests.support.preloaded import Program
+from dllm_engine.vllm_hooks.engine_core.shared_memory import FOLDER, unname_in_engine
+from tests.support.preloaded import Program, wait_until
 
 
 @pytest.fixture
 def queues():
-    """A message queue of vLLM's and its reader, both ready."""
+    """A message queue of vLLM's and its reader, both ready; at the end they are closed."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     writer = MessageQueue(1, 1, max_chunk_bytes=1 << 16)
@@ -22,7 +21,9 @@ def queues():
     with ThreadPoolExecutor() as pool:
         for ready in [pool.submit(queue.wait_until_ready) for queue in (writer, reader)]:
             ready.result(timeout=20)
-    return writer, reader
+    yield writer, reader
+    for queue in (writer, reader):
+        queue.shutdown()
 
 
 def executor(queue, *, ours: bool):
@@ -35,21 +36,17 @@ def test_a_queue_goes_on_without_its_name(queues):
     writer, reader = queues
     name = writer.buffer.shared_memory.name
     assert (FOLDER / name).exists()
-    unnaming_in_engine(lambda self: None)(executor(writer, ours=True))
+    unname_in_engine(lambda self: None, executor(writer, ours=True))
     assert not (FOLDER / name).exists()
     for message in ("one", "two"):
         writer.enqueue(message)
         assert reader.dequeue(timeout=20) == message
-    for queue in queues:
-        queue.shutdown()
 
 
 def test_queues_of_other_models_keep_their_names(queues):
     writer, _ = queues
-    unnaming_in_engine(lambda self: None)(executor(writer, ours=False))
+    unname_in_engine(lambda self: None, executor(writer, ours=False))
     assert (FOLDER / writer.buffer.shared_memory.name).exists()
-    for queue in queues:
-        queue.shutdown()
 
 
 WORKER = """
@@ -81,7 +78,4 @@ def test_engines_and_workers_that_are_stuck_end_with_the_process_that_started_th
         Program([program], stdout=output).wait(120)
     pids = [int(pid) for pid in log.read_text().splitlines()[-1].split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 20
-    while any(map(psutil.pid_exists, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 20)

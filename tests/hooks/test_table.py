@@ -18,21 +18,11 @@ RAY_SERVE = (
 )
 """What ``examples/ray_serve_app.py`` alone uses; an engine starts without it."""
 PUBLIC = (
-    "vllm",
-    "vllm.config",
-    "vllm.distributed",
-    "vllm.engine.arg_utils",
-    "vllm.exceptions",
-    "vllm.logger",
-    "vllm.model_executor.layers.layernorm",
-    "vllm.model_executor.layers.linear",
-    "vllm.model_executor.layers.quantization",
-    "vllm.model_executor.layers.vocab_parallel_embedding",
-    "vllm.model_executor.model_loader.weight_utils.default_weight_loader",
-    "vllm.outputs",
-    "vllm.platforms",
-    "vllm.sampling_params",
-)
+    "vllm vllm.config vllm.distributed vllm.engine.arg_utils vllm.exceptions vllm.logger vllm.outputs vllm.platforms "
+    "vllm.model_executor.layers.layernorm vllm.model_executor.layers.linear vllm.model_executor.layers.quantization "
+    "vllm.model_executor.layers.vocab_parallel_embedding vllm.sampling_params "
+    "vllm.model_executor.model_loader.weight_utils.default_weight_loader"
+).split()
 """Modules, and one function, that vLLM's documentation offers to users and to models outside its tree."""
 PACKAGE = ("dllm_engine", "kernels", "model_executor", "scheduler")
 

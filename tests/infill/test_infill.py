@@ -30,16 +30,10 @@ def test_what_belongs_between_two_texts(demo):
 
 def test_several_holes_and_several_prompts(demo):
     templates = [[" Tom=", 2, ", Ida=", 2, ", Max=31"], [4, ", Ida=07", ", ", 4]]
-    first, second = demo.fill_in([PROMPT, PROMPT], templates)
+    first, second = demo.fill_in([[{"role": "user", "content": PROMPT[6:-5]}]] * 2, templates)
     assert first.outputs[0].holes == ["48", "07"]
     assert first.outputs[0].joined == BEFORE + WANTED + AFTER
     assert second.outputs[0].holes[0] == " Tom=48"
-
-
-def test_messages_are_prompts_too(demo):
-    chat = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}]
-    (output,) = demo.fill_in([chat], [[" Ida=", 2, "<", 1]])
-    assert output.outputs[0].holes[0] == "07"
 
 
 def test_of_several_sizes_the_surest_is_kept(demo):
@@ -79,9 +73,6 @@ def test_suffix_of_a_completion(complete):
     (choice,) = answer["choices"]
     assert (choice["text"], choice["holes"], answer["usage"]["completion_tokens"]) == (WANTED, [WANTED], 4)
     assert complete(suffix=AFTER).json()["usage"]["completion_tokens"] == 16
-
-
-def test_suffix_streams(complete):
     lines = complete(suffix=AFTER, max_tokens=4, stream=True).text.splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED

@@ -1,4 +1,4 @@
-"""Which library computes dense attention, and what it is handed.
+"""Bidirectional attention against its formula in float64, and which library computes it.
 
 FlashAttention and xformers compute on CUDA alone. On a CPU their calls are stood in for by the formula over what they
 are given, so that shapes, types, groups and lengths are checked.
@@ -8,6 +8,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.v1.attention.backends import fa_utils
 
 from dllm_engine import DiffusionParams
@@ -15,19 +17,65 @@ from dllm_engine.kernels import attention, dense_backends
 from dllm_engine.kernels.dense_backends import attend_with_sdpa, choose_backend
 from tests.kernels import formulas
 from tests.support.engines import generate, start_engine
-from tests.support.kernels import error
+from tests.support.kernels import TOLERANCE, error
 
 CASES = [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def inputs(lengths, heads, kv_heads, device="cpu", dtype=torch.float32):
+def inputs(lengths, heads, kv_heads, device="cpu", dtype=torch.float32, dim=16, seed=0):
     """Queries, keys and values as views of one projection, as layers hand them out; bounds, twice."""
-    rows = torch.randn(sum(lengths), heads + 2 * kv_heads, 16, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(sum(lengths), heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(seed))
     parts = rows.to(device, dtype).split((heads, kv_heads, kv_heads), dim=1)
     bounds = [0, *itertools.accumulate(lengths)]
     return *parts, bounds, torch.tensor(bounds, dtype=torch.int32, device=device)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (4, 1)]),
+    dim=st.sampled_from([8, 16, 64]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=80, deadline=None)
+def test_equals_the_formula(lengths, heads, dim, dtype, seed):
+    q, k, v, *bounds = inputs(lengths, *heads, dtype=dtype, dim=dim, seed=seed)
+    out = attention.bidirectional_attention(q, k, v, *bounds)
+    assert out.shape == q.shape
+    assert out.dtype == dtype
+    assert error(out, formulas.bidirectional_attention(q, k, v, bounds[0])) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "cu_seqlens", "message"),
+    [
+        ((4, 2, 8), (4, 2, 8), (4, 1, 8), [0, 4], r"v \[4, 1, 8\] do not belong together"),
+        ((4, 2, 8), (5, 2, 8), (5, 2, 8), [0, 4], r"k \[5, 2, 8\]"),
+        ((4, 2, 8), (4, 2, 16), (4, 2, 16), [0, 4], r"q \[4, 2, 8\]"),
+        ((4, 16), (4, 16), (4, 16), [0, 4], r"q \[4, 16\]"),
+        ((4, 3, 8), (4, 2, 8), (4, 2, 8), [0, 4], "3 query heads are not a multiple of 2 KV heads"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3], r"bounds=\[0, 3\] does not divide 4 rows"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [1, 4], r"bounds=\[1, 4\]"),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3, 2, 4], r"bounds=\[0, 3, 2, 4\]"),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_named(q, k, v, cu_seqlens, message):
+    with pytest.raises(ValueError, match=message):
+        attention.bidirectional_attention(
+            *map(torch.zeros, (q, k, v)), cu_seqlens, torch.tensor(cu_seqlens, dtype=torch.int32)
+        )
+
+
+@pytest.mark.parametrize("cu_seqlens", [torch.tensor([0, 4]), torch.tensor([0, 2, 4], dtype=torch.int32)])
+def test_bounds_on_the_device_must_be_the_same(cu_seqlens):
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=r"is not int32 \[2\]"):
+        attention.bidirectional_attention(x, x, x, [0, 4], cu_seqlens)
+
+
+# Libraries
 
 
 class FlashStandIn:

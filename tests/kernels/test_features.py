@@ -1,4 +1,4 @@
-"""Rows of features in pages, on the CPU, against the same a row at a time."""
+"""Keys, values and rows of features in slots of pages, on the CPU, against the same a row at a time."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
-from tests.kernels.checks import check_features, refused
+from dllm_engine.kernels.slots import write_slots
+from tests.kernels.checks import check_features, check_write_slots, refused
 from tests.support.kernels import TOLERANCE
 
 
@@ -21,6 +22,19 @@ from tests.support.kernels import TOLERANCE
 @settings(max_examples=60, deadline=None)
 def test_rows_are_written_read_and_added_and_nothing_else_is_touched(**arguments):
     check_features((write_features, read_features, add_features), **arguments)
+
+
+@given(
+    rows=st.integers(0, 40),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    slots_per_page=st.sampled_from([1, 3, 16]),
+    missing=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=30, deadline=None)
+def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(**arguments):
+    check_write_slots(write_slots, **arguments)
 
 
 def test_rows_that_are_read_or_added_may_share_a_slot():
@@ -49,13 +63,7 @@ def test_a_page_may_hold_a_single_row(width):
 def test_memory_that_holds_no_rows_is_named():
     memory = torch.zeros(5, 2, 6, 4)
     refused("page_size=6 holds 48 elements and a row of features has 49: page_size=7 at", feature_rows, memory, 49)
-    refused(
-        "page_size=3 holds 48 elements and a row of features has 49: page_size=4 at",
-        feature_rows,
-        memory,
-        49,
-        num_kv_heads=2,
-    )
+    refused("page_size=3 holds 48 elements.*: page_size=4 at", feature_rows, memory, 49, num_kv_heads=2)
     assert feature_rows(torch.zeros(5, 2, 8, 4), 49).shape == (5, 1, 49)
     refused(r"memory \[5, 6, 4\], \(48, 4, 1\) in strides, is not contiguous", feature_rows, memory[:, 0], 8)
     refused("is not contiguous", feature_rows, memory[:, :, :3], 8)
@@ -63,23 +71,13 @@ def test_memory_that_holds_no_rows_is_named():
 
 
 def test_errors_name_what_does_not_fit():
+    of_heads = torch.zeros(4, 2, 8), torch.zeros(3, 6, 8), torch.zeros(4, 1, dtype=torch.int64)
+    refused(r"slots \[4, 1\] do not belong together", write_slots, *of_heads)
     rows, values, slots = torch.zeros(3, 2, 8), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
-    refused(
-        r"hidden \[4, 7\] torch.float32, rows \[3, 2, 8\] torch.float32, slots \[4\]",
-        add_features,
-        values[:, :7],
-        rows,
-        slots,
-    )
+    refused(r"hidden \[4, 7\] .*, rows \[3, 2, 8\] .*, slots \[4\]", add_features, values[:, :7], rows, slots)
     refused(r"hidden \[4, 8\] torch.float16", add_features, values.half(), rows, slots)
     refused("a row of hidden is not contiguous", add_features, torch.zeros(8, 4).T, rows, slots)
-    refused(
-        r"values \[4, 8\] torch.float32, rows .*, slots \[3\] do not belong together",
-        write_features,
-        values,
-        rows,
-        slots[:3],
-    )
+    refused(r"values \[4, 8\] .*, slots \[3\] do not belong together", write_features, values, rows, slots[:3])
     refused(r"rows \[6, 8\] and slots \[4\] do not belong together", read_features, rows.flatten(0, 1), slots)
     refused(r"rows \[3, 2, 8\] and slots \[2, 2\]", read_features, rows, slots.view(2, 2))
     refused("the rows of a page do not follow each other", read_features, torch.zeros(3, 2, 9)[..., :8], slots)

@@ -130,14 +130,6 @@ def test_a_batch_takes_one_call_per_shape_in_it(monkeypatch, rows, retained, hea
     assert sorted(calls) == expected
 
 
-def test_rows_may_be_views_of_one_projection_and_bounds_a_list():
-    case = paged_case([5, 7], [[6, 6], [9, 9]], heads=4, dim=16)
-    expected = paged_attention(*case, attend_fresh=True)
-    fused = torch.cat((case.q, case.k, case.v), dim=1)
-    out = paged_attention(*fused.split((4, 2, 2), dim=1), case.cu_seqlens.tolist(), case.tokens, attend_fresh=True)
-    torch.testing.assert_close(out, expected)
-
-
 def test_rows_behind_the_last_request_change_nothing():
     case = paged_case([5, 7], [[6, 6], [9, 9]], heads=4, dim=16)
     expected = paged_attention(*case, attend_fresh=True)

@@ -57,23 +57,3 @@ def test_chunks_of_rows_equal_the_whole(monkeypatch):
 def test_errors_name_what_does_not_fit(shape, forbidden, with_margin, message):
     with pytest.raises(ValueError, match=message):
         token_statistics(torch.zeros(shape), forbidden, False, with_margin)
-
-
-@pytest.mark.parametrize("vocab_size", [255, 256, 300, 1024, 1025])
-def test_the_first_of_equal_logits_wins_wherever_it_lies(vocab_size):
-    for columns in (
-        [0, 1],
-        [127, 128],
-        [100, 200],
-        [vocab_size - 130, vocab_size - 1],
-        [vocab_size - 2, vocab_size - 1],
-    ):
-        logits = torch.zeros(2, vocab_size)
-        logits[0, columns] = 3.0
-        logits[1, columns[1]] = 3.0
-        assert token_statistics(logits, -1, False, False)[0].tolist() == columns
-        # With the first one barred, the second is next; with the only one, the first of all others.
-        barred = token_statistics(logits[:1], columns[0], False, False)
-        assert (barred[0].tolist(), barred[1].tolist()) == ([columns[1]], [3.0])
-        alone = token_statistics(logits[1:], columns[1], False, False)
-        assert (alone[0].tolist(), alone[1].tolist()) == ([int(columns[1] == 0)], [0.0])

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -284,55 +285,38 @@ def test_keys_and_values_arrive_while_the_tile_before_is_computed(monkeypatch, c
     assert set(re.findall(r"cp\.async\.\w+\.shared\.global .*, (0x\w+),", attention.asm["ptx"])) == {"0x10"}
 
 
-def launch_slots(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    slots.write_slots(x[:, :kv_heads], x.new_zeros(3, 16 * kv_heads, dim), torch.zeros(50, kv_heads).long())
-
-
-def launch_eviction(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    eviction.mean_query_scores(x[:, :heads], x[:, heads:], torch.zeros(3, 6, dtype=torch.int64), 40)
-
-
-def launch_features(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
+def launch(module: ModuleType, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """All kernels of a module, for 50 rows of a fused projection."""
+    x = torch.zeros(50, heads + kv_heads, dim, dtype=dtype)
+    places, lse = torch.zeros(50, kv_heads, dtype=torch.int64), torch.zeros(32, heads)
+    pages = x.new_zeros(10, 2, 16 * kv_heads, dim)[:, 1]
     rows = feature_rows(x.new_zeros(3, 2, 16 * heads, dim), heads * dim)
-    hidden, places = rows.new_zeros(20, heads * dim), torch.zeros(20, dtype=torch.int64)
-    features.add_features(hidden, rows, places)
-    features.write_features(hidden, rows, places)
-    features.read_features(rows, places)
-
-
-def launch_rotary(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    rotary.rotate_(x, torch.arange(50), torch.zeros(50, dim))
-
-
-def launch_similarity(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    pages, places = x.new_zeros(10, 2, 16 * kv_heads, dim)[:, 1], torch.zeros(50, kv_heads, dtype=torch.int64)
-    similarity.similarity_sums(x[:, heads:], pages, places)
-
-
-def launch_voting(heads: int, kv_heads: int, dim: int, x: torch.Tensor) -> None:
-    for launch in (voting.voting_scores, voting.summed_probabilities):
-        launch(x[:32, :heads], x[:, heads:], torch.zeros(32, heads))
+    hidden, row_places = rows.new_zeros(50, heads * dim), torch.zeros(50, dtype=torch.int64)
+    launches = {
+        slots: [(slots.write_slots, x[:, :kv_heads], pages, places)],
+        eviction: [(eviction.mean_query_scores, x[:, :heads], x[:, heads:], row_places[:18].view(3, 6), 40)],
+        features: [
+            *[(write, hidden, rows, row_places) for write in (features.add_features, features.write_features)],
+            (features.read_features, rows, row_places),
+        ],
+        rotary: [(rotary.rotate_, x, torch.arange(50), torch.zeros(50, dim))],
+        similarity: [(similarity.similarity_sums, x[:, heads:], pages, places)],
+        voting: [
+            (vote, x[:32, :heads], x[:, heads:], lse) for vote in (voting.voting_scores, voting.summed_probabilities)
+        ],
+    }
+    for kernel, *arguments in launches[module]:
+        kernel(*arguments)
 
 
 @compiles
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype"), [(32, 32, 128, BFLOAT16), (14, 2, 96, BFLOAT16), (28, 4, 256, FLOAT32)]
 )
-@pytest.mark.parametrize(
-    ("module", "launch"),
-    [
-        (slots, launch_slots),
-        (eviction, launch_eviction),
-        (features, launch_features),
-        (rotary, launch_rotary),
-        (similarity, launch_similarity),
-        (voting, launch_voting),
-    ],
-    ids=lambda value: getattr(value, "__name__", "").rpartition(".")[2],
-)
-def test_launches_compile_for_a_gpu(monkeypatch, module, launch, heads, kv_heads, dim, dtype):
+@pytest.mark.parametrize("module", [slots, eviction, features, rotary, similarity, voting])
+def test_launches_compile_for_a_gpu(monkeypatch, module, heads, kv_heads, dim, dtype):
     kernels = compile_launches(monkeypatch, module)
-    launch(heads, kv_heads, dim, torch.zeros(50, heads + kv_heads, dim, dtype=dtype))
+    launch(module, heads, kv_heads, dim, dtype)
     for kernel in kernels:
         assert len(kernel.shared_memory) == 1
         assert kernel.shared_memory[0] <= SHARED_MEMORY
@@ -345,7 +329,7 @@ def test_kernels_of_float32_spill_no_registers(monkeypatch):
     case = paged_case([16], [[100] * 4], heads=4, dim=128, page_size=16, dtype=FLOAT32)
     paged_attention.paged_attention(*case.arguments(True, False, False), 1)
     votes, sums = compile_launches(monkeypatch, voting, 86)
-    launch_voting(32, 32, 128, torch.zeros(50, 64, 128))
+    launch(voting, 32, 32, 128, FLOAT32)
     assert attention.spilled == votes.spilled == sums.spilled == [0]
 
 

@@ -10,7 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams as Match
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate, start_engine
+from tests.support.engines import assert_nothing_left, generate, start_engine, tokens_of
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 MASK = tiny_checkpoints.MASK
@@ -26,15 +26,17 @@ def healthy(llm) -> list[int]:
     return answer(llm)
 
 
+SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
+
+
 def answer(llm) -> list[int]:
-    (output,) = generate(llm, [PROMPT], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True))
-    return list(output.outputs[0].token_ids)
+    return tokens_of(llm, PROMPT, **SETTINGS)
 
 
-def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) -> None:
+def refuse(llm, healthy, *fragments: str, prompt=PROMPT, params=None, **settings) -> None:
     """The request fails with a message that holds all ``fragments``, and the engine answers as before."""
     with pytest.raises((ValueError, VLLMValidationError)) as error:
-        generate(llm, [PROMPT if prompt is None else prompt], params or DiffusionParams(**settings))
+        generate(llm, [prompt], params or DiffusionParams(**settings))
     for fragment in fragments:
         assert fragment in str(error.value), str(error.value)
     assert_nothing_left(llm)
@@ -57,7 +59,7 @@ def refuse(llm, healthy, prompt=None, params=None, *fragments: str, **settings) 
     ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length", "150", "5000", "-1"],
 )
 def test_prompt_that_cannot_be_served(llm, healthy, prompt, gen_length, fragments):
-    refuse(llm, healthy, prompt, None, *fragments, gen_length=gen_length)
+    refuse(llm, healthy, *fragments, prompt=prompt, gen_length=gen_length)
 
 
 def test_prompt_embeddings(llm, healthy):
@@ -89,16 +91,7 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
         ({"top_p": 1.5}, ("top_p", "1.5")),
         ({"top_k": -2}, ("top_k", "-2")),
         ({"n": 0}, ("n must", "0")),
-        ({"logprobs": -1}, ("logprobs=-1", "not supported")),
-        ({"logprob_token_ids": [5]}, ("logprob_token_ids", "not supported")),
-        ({"prompt_logprobs": 1}, ("prompt_logprobs=1", "not supported")),
-        ({"presence_penalty": 0.5}, ("presence_penalty=0.5", "not supported")),
-        ({"frequency_penalty": -0.5}, ("frequency_penalty=-0.5", "not supported")),
-        ({"repetition_penalty": 1.1}, ("repetition_penalty=1.1", "not supported")),
         ({"min_p": 0.1, "temperature": 1.0}, ("min_p=0.1", "not supported")),
-        ({"min_tokens": 2}, ("min_tokens=2", "not supported")),
-        ({"logit_bias": {5: 1.0}}, ("logit_bias", "not supported")),
-        ({"allowed_token_ids": [5, 6]}, ("allowed_token_ids", "not supported")),
         ({"structured_outputs": Match(choice=["yes"])}, ("structured_outputs", "skip_tokenizer_init")),
         ({"extra_args": {"kv_transfer_params": {"a": 1}}}, ("unknown request option 'kv_transfer_params'",)),
         ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),
@@ -106,33 +99,48 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
-    refuse(llm, healthy, None, None, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
+    refuse(llm, healthy, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
 
 
-def test_forbidden_words(llm, healthy):
-    params = DiffusionParams(gen_length=8, block_length=8)
-    params.bad_words = ["never"]
-    refuse(llm, healthy, None, params, "bad_words", "not supported")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logprobs": -1, "prompt_logprobs": 1, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1, "min_tokens": 2, "logprob_token_ids": [5], "allowed_token_ids": [5, 6]},
+        {"logit_bias": {5: 1.0}, "bad_words": ["never"]},
+    ],
+)
+def test_what_is_not_supported_is_named(llm, healthy, settings):
+    for name, value in settings.items():
+        params = DiffusionParams(gen_length=8, block_length=8)
+        setattr(params, name, value)
+        named = name if isinstance(value, list | dict) else f"{name}={value}"
+        refuse(llm, healthy, named, "not supported", params=params)
 
 
 def test_beam_search(llm, healthy):
-    with pytest.raises(ValueError, match="beam search is not supported"):
-        llm.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
-    with pytest.raises(ValueError, match="beam search is not supported"):
-        vllm.LLM.beam_search(llm, [{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
+    for search in (type(llm).beam_search, vllm.LLM.beam_search):
+        with pytest.raises(ValueError, match="beam search is not supported"):
+            search(llm, [{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=2, max_tokens=4))
     assert answer(llm) == healthy
 
 
 def test_lora_request(llm, healthy):
+    adapter = {"lora_request": LoRARequest("adapter", 1, "/nowhere")}
     with pytest.raises((ValueError, VLLMValidationError), match=r"lora_request: .* lora_path"):
-        llm.generate(
-            [{"prompt_token_ids": PROMPT}],
-            DiffusionParams(gen_length=8),
-            lora_request=LoRARequest("adapter", 1, "/nowhere"),
-            use_tqdm=False,
-        )
+        llm.generate([{"prompt_token_ids": PROMPT}], DiffusionParams(gen_length=8), **adapter, use_tqdm=False)
     assert_nothing_left(llm)
     assert answer(llm) == healthy
+
+
+def test_the_trace_is_refused_by_name_where_none_is_recorded(engines, tiny_llada):
+    llm = engines(tiny_llada, trace=False)
+    with pytest.raises(ValueError, match=r"trace=True: the engine records no trace; start it with trace=True"):
+        generate(llm, [PROMPT], DiffusionParams(**SETTINGS, trace=True))
+    figures = generate(llm, [PROMPT], DiffusionParams(**SETTINGS))[0].outputs[0].diffusion
+    with pytest.raises(ValueError, match="trace=True"):
+        _ = figures.unmasked_per_step
+    assert "trace" not in figures.to_json()
 
 
 # Engines

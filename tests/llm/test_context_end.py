@@ -4,7 +4,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
-from tests.support.engines import generate, scheduler_of
+from tests.support.engines import generate
 
 CONTEXT = 61
 """No multiple of a block, of 4 tokens and of 8."""
@@ -48,20 +48,3 @@ def test_what_does_not_fit_the_context_is_refused_with_the_numbers(engines, chec
         generate(llm, [[*range(50)]], DiffusionParams(gen_length=12))
     with pytest.raises(ValueError, match=rf"need a canvas of 80, max_model_len is {CONTEXT}; lower block_length=40 or"):
         generate(llm, [[*range(50)]], DiffusionParams(gen_length=8, block_length=40))
-
-
-def test_an_end_token_gives_pages_back_at_once(engines, checkpoint):
-    llm = engines(checkpoint)
-    prompt, asked = [*range(20)], {"gen_length": 120, "threshold": 0.5}
-    (output,) = generate(llm, [prompt], DiffusionParams(ignore_eos=True, **asked))
-    tokens = list(output.outputs[0].token_ids)
-    place, end = next((i, token) for i, token in enumerate(tokens) if i >= 20 and token not in tokens[:i])
-    engine, pages = llm.llm_engine, scheduler_of(llm).pages
-    engine.add_request("a", {"prompt_token_ids": prompt}, DiffusionParams(stop_token_ids=[end], **asked))
-    finished = []
-    while not finished:
-        assert pages.num_reserved or not scheduler_of(llm).running
-        finished = [output for output in engine.step() if output.finished]
-    assert list(finished[0].outputs[0].token_ids) == tokens[: place + 1]
-    assert (pages.num_reserved, pages.num_allocated) == (0, 0)
-    engine.step()

@@ -8,7 +8,7 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.options.request_options import RequestOptions
+from dllm_engine.scheduler.options.request_fields import RequestOptions
 from tests.support.engines import assert_nothing_left, tokens_of
 from tests.support.http_app import served
 from tests.support.plans import FULL_METHODS

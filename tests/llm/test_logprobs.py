@@ -1,17 +1,24 @@
-"""Log-probabilities: of each token, when it was committed, under the model's own softmax."""
+"""Log-probabilities of tokens when they were committed, under the model's own softmax; and ``return_order``, which says
+by which forward pass each was."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
+from dllm_engine.families import LLADA
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
+from tests.support.tiny_checkpoints import EOS
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 16, "block_length": 8, "steps": 6, "ignore_eos": True}
@@ -59,16 +66,6 @@ def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(e
     assert completion.cumulative_logprob == pytest.approx(total)
 
 
-@pytest.mark.parametrize("cache_method", ["sparse", "dkv"])
-def test_asking_changes_no_token(engines, tiny_llada, cache_method):
-    llm = engines(tiny_llada, cache_method=cache_method)
-    for settings in ({}, SAMPLED):
-        without, with_them = complete(llm, **settings), complete(llm, logprobs=2, **settings)
-        assert without.token_ids == with_them.token_ids
-        assert without.logprobs is None
-        assert all(token in of_token for token, of_token in zip(with_them.token_ids, with_them.logprobs, strict=True))
-
-
 def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
     llm = engines(tiny_llada)
     wanted = [None, 0, 4]
@@ -80,16 +77,6 @@ def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
     assert all(len(of_token) in (4, 5) for of_token in outputs[2].outputs[0].logprobs)
     for together, single in zip(outputs[1].outputs[0].logprobs, alone.logprobs, strict=True):
         assert {t: v.logprob for t, v in together.items()} == pytest.approx({t: v.logprob for t, v in single.items()})
-
-
-def test_they_end_where_the_response_ends(engines, tmp_path, tiny_llada):
-    full = list(complete(engines(tiny_llada)).token_ids)
-    cut = next(i for i in range(9, 15) if full[i] not in full[:i])
-    completion = complete(
-        engines(tiny_checkpoints.write_llada(tmp_path, eos_token_id=full[cut])), logprobs=1, ignore_eos=False
-    )
-    assert list(completion.token_ids) == full[: cut + 1]
-    assert len(completion.logprobs) == cut + 1
 
 
 def test_vllms_flat_form(engines, tiny_llada):
@@ -107,3 +94,99 @@ def test_a_token_that_is_unlikely_beyond_float32_has_a_finite_one():
     assert got.logprobs.token.item() == -300.0
     assert got.logprobs.rank.item() == 2
     assert got.logprobs.top_tokens.tolist() == [[1]]
+
+
+# The order
+
+
+def ordered(llm, **settings):
+    return complete(llm, **({"return_order": True} | settings))
+
+
+WHOLE_BLOCKS = {"gen_length": 18}
+"""Nothing is decoded behind the response, for a model whose attention goes by blocks."""
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llada", {}), ("dream", {}), ("sdar", {"block_length": 4, "steps": 9} | WHOLE_BLOCKS), ("llada2", WHOLE_BLOCKS)],
+)
+def test_a_trainer_can_compute_the_logprobs_again_from_the_order(engines, request, family, settings):
+    """Without a cache, or with an exact one, each pass sees what was committed before it and masks elsewhere, as a
+    trainer's would."""
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), trace=False)
+    completion = ordered(llm, **SAMPLED, **settings)
+    figures = completion.diffusion
+    assert not figures.trace
+    sequence = PROMPT + list(completion.token_ids)
+    again = [0.0] * len(completion.token_ids)
+    for number, committed in enumerate(figures.order, start=1):
+        masked = [index for index, of_pass in enumerate(figures.committed_at) if of_pass >= number]
+        found = dict(zip(masked, *llm.masked_logprobs([(sequence, [len(PROMPT) + i for i in masked])]), strict=True))
+        for index in committed:
+            again[index] = found[index]
+    assert figures.committed_logprobs == pytest.approx(again, abs=1e-4)
+    assert sorted(index for committed in figures.order for index in committed) == list(range(len(again)))
+
+
+@pytest.mark.parametrize(
+    ("cache_method", "settings"),
+    [
+        ("none", {"threshold": 0.02}),
+        ("dual", {}),
+        ("dkv", SAMPLED),
+        ("es_dllm", {"block_length": 16}),
+        ("delayed", {"entropy_threshold": 4.0, "block_add_threshold": 0.2}),
+    ],
+)
+def test_it_is_what_trace_and_logprobs_say_and_changes_no_token(engines, tiny_llada, cache_method, settings):
+    llm = engines(tiny_llada, cache_method=cache_method)
+    completion = ordered(llm, logprobs=0, **settings)
+    assert ordered(llm, return_order=None, **settings).token_ids == completion.token_ids
+    figures = completion.diffusion
+    traced = [[position - len(PROMPT) for position in passed] for passed in figures.unmasked_per_step]
+    assert figures.order == traced
+    of_tokens = zip(completion.token_ids, completion.logprobs, strict=True)
+    assert figures.committed_logprobs == [logprobs[token].logprob for token, logprobs in of_tokens]
+    alone = ordered(llm, **settings)
+    assert alone.logprobs is None
+    assert alone.diffusion.committed_logprobs == pytest.approx(figures.committed_logprobs, abs=1e-5)
+
+
+def test_who_does_not_ask_gets_nothing_beside_who_does(engines, tiny_llada):
+    params = [DiffusionParams(**SETTINGS, return_order=asked) for asked in (True, None)]
+    asked, other = (output.outputs[0].diffusion for output in generate(engines(tiny_llada), [PROMPT] * 2, params))
+    assert len(asked.committed_at) == 16
+    assert (other.committed_at, other.committed_logprobs, other.order) == ([], [], [])
+    assert "committed_at" not in other.to_json()
+
+
+def test_it_ends_with_the_tokens(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    whole = ordered(llm, logprobs=0)
+    cut = ordered(llm, logprobs=0, stop_token_ids=[whole.token_ids[5]])
+    assert len(cut.token_ids) <= 6
+    assert cut.logprobs == whole.logprobs[: len(cut.token_ids)]
+    assert cut.diffusion.committed_at == whole.diffusion.committed_at[: len(cut.token_ids)]
+
+
+@pytest.mark.parametrize("return_given", [True, False])
+def test_given_tokens_were_committed_by_no_pass(engines, tiny_llada, return_given):
+    template = [7, None, None, 8, None, EOS, None, 9]
+    settings = {"gen_length": None, "steps": None, "block_length": 4, "response_template": template}
+    completion = ordered(engines(tiny_llada), return_given=return_given, **settings)
+    figures = completion.diffusion
+    assert len(figures.committed_at) == len(completion.token_ids) == (8 if return_given else 4)
+    given = [index for index, number in enumerate(figures.committed_at) if number == 0]
+    assert given == ([0, 3, 5, 7] if return_given else [])
+    assert all(figures.committed_logprobs[index] == 0 for index in given)
+    filled = sorted(index for committed in figures.order for index in committed)
+    assert filled == [i for i in range(len(completion.token_ids)) if i not in given]
+
+
+def test_tokens_of_a_guide_have_no_logprob():
+    guided = EngineOptions(guide_model="demo")
+    with pytest.raises(InvalidRequestError, match=r"return_order=True: tokens of the guide .* guide_fallback='draft'"):
+        resolve_decoding(SamplingParams(max_tokens=8, extra_args={"return_order": True}), 4, LLADA, guided)
+    asked = {"return_order": True, "guide_fallback": "draft"}
+    assert resolve_decoding(SamplingParams(max_tokens=8, extra_args=asked), 4, LLADA, guided).return_order

@@ -13,15 +13,14 @@ from dllm_engine.demo import DEMO_MODELS, demo_model_path
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, with_defaults
+from dllm_engine.scheduler.options.request_fields import with_defaults
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_request_defaults, resolve_decoding
-from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Guidance
-from dllm_engine.scheduler.step_plan import unmask_quota
 from dllm_engine.scheduler.unmasking import SlowFast
 from scripts.train_demo.model import SHAPE, DemoModel, save
 from tests.support import tiny_checkpoints
-from tests.support.engines import generate, start_engine
+from tests.support.engines import start_engine
 
 
 def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):
@@ -31,6 +30,11 @@ def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):
 
 DEFAULTS = {"block_length": 16, "steps": 32, "unmasking": "random"}
 THRESHOLD = {"threshold": 0.9}
+FITTED = {"block_length": 32, "steps": 48}
+SEVERAL = {"entropy_threshold": 0.5, "block_add_threshold": 0.1}
+SPARSE = {"engine": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.6}}}
+UNEVEN = {"gen_length": 20, "block_length": 8}
+DREAMS = SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_minimum=2)
 
 
 @pytest.mark.parametrize(
@@ -46,28 +50,34 @@ THRESHOLD = {"threshold": 0.9}
         (THRESHOLD, {"steps": 16, "threshold": 0.5}, {"parallel": ("threshold", 0.5)}),
         ({}, {"family": DREAM}, {"block_length": 64}),
         ({"block_length": 16}, {"family": DREAM}, {"block_length": 16}),
+        ({"retention_ratio": 0.4}, SPARSE, {"retention_ratio": 0.4}),
+        ({"retention_ratio": 0.4}, SPARSE | {"retention_ratio": 0.5}, {"retention_ratio": 0.5}),
+        # They are fitted to the response, with a step per block at least.
+        (FITTED, {"gen_length": 8}, {"block_length": 8, "steps": 8}),
+        (FITTED, {"gen_length": 32}, {"block_length": 32, "steps": 32}),
+        (FITTED, {"gen_length": 64}, FITTED),
+        (FITTED, {"gen_length": 2048}, {"block_length": 32, "steps": 64}),
+        ({}, {"gen_length": 33, "block_length": 32}, {"steps": 33}),
+        # Who names steps, or SlowFast sampling, runs one block at a time.
+        (SEVERAL, {}, {"block_add_threshold": 0.1}),
+        (SEVERAL, {"threshold": 0.9}, {"block_add_threshold": 0.1}),
+        (SEVERAL, {"steps": 8}, {"block_add_threshold": None, "parallel": None, "steps": 8}),
+        (SEVERAL, {"slow_fast": {}}, {"block_add_threshold": None}),
+        # Tokens per step, and steps per block, take the place of steps.
+        ({"steps": 4}, UNEVEN | {"tokens_per_step": 3}, {"steps": 8, "steps_per_block": (3, 3, 2)}),
+        ({"steps": 4}, UNEVEN | {"steps_per_block": 5}, {"steps": 14, "steps_per_block": (5, 5, 4)}),
+        ({}, {}, {"slow_fast": None}),
+        ({}, {"slow_fast": {}}, {"slow_fast": SlowFast()}),
+        ({}, {"family": DREAM, "slow_fast": {"slow_minimum": 3}}, {"slow_fast": DREAMS}),
+        ({"slow_fast": '{"fast_threshold": 0.5}'}, {}, {"parallel": ("slow_fast", 0.5), "unmasking": "low_confidence"}),
+        ({"slow_fast": {}}, THRESHOLD, {"slow_fast": None}),
     ],
     ids=str,
 )
 def test_they_are_for_requests_that_name_nothing_and_come_before_the_familys(defaults, asked, expected):
     spec = resolved(defaults, **asked)
-    assert {name: getattr(spec, name) for name in expected} == expected
-
-
-def test_a_lower_retention_ratio():
-    engine = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.6}}
-    assert resolved({"retention_ratio": 0.4}, engine=engine).cache.retention_ratio == 0.4
-    assert resolved({"retention_ratio": 0.4}, engine=engine, retention_ratio=0.5).cache.retention_ratio == 0.5
-
-
-@pytest.mark.parametrize(
-    ("gen_length", "block_length", "steps"),
-    [(8, 8, 8), (32, 32, 32), (64, 32, 48), (2048, 32, 64)],
-    ids=["a short response", "as long as a block", "as they are", "a step per block"],
-)
-def test_they_are_fitted_to_the_response(gen_length, block_length, steps):
-    spec = resolved({"block_length": 32, "steps": 48}, gen_length=gen_length)
-    assert (spec.block_length, spec.steps) == (block_length, steps)
+    owner = spec.cache if "retention_ratio" in expected else spec
+    assert {name: getattr(owner, name) for name in expected} == expected
 
 
 LENIENT = {"guide_top_k": 2, "guide_threshold": 0.5}
@@ -95,54 +105,31 @@ def test_those_of_a_guide(defaults, asked, expected):
     assert (spec.parallel is None) == (expected is not None or "threshold" not in asked)
 
 
-def test_who_names_steps_runs_one_block_at_a_time():
-    defaults = {"entropy_threshold": 0.5, "block_add_threshold": 0.1}
-    assert resolved(defaults, gen_length=16).block_add_threshold == 0.1
-    assert resolved(defaults, gen_length=16, threshold=0.9).block_add_threshold == 0.1
-    stepped = resolved(defaults, gen_length=16, steps=8)
-    assert (stepped.block_add_threshold, stepped.parallel, stepped.steps) == (None, None, 8)
+BLOCKS = {"block_add_threshold": 0.2, "ignore_eos": True}
 
 
-def test_slow_fast_is_filled_with_the_familys_defaults():
-    assert resolved({}).slow_fast is None
-    assert resolved({}, slow_fast={}).slow_fast == SlowFast()
-    dream = resolved({}, family=DREAM, slow_fast={"slow_minimum": 3}).slow_fast
-    assert dream == SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_minimum=2)
-    spec = resolved({"slow_fast": '{"fast_threshold": 0.5}'})
-    assert (spec.parallel, spec.unmasking) == (("slow_fast", 0.5), "low_confidence")
-    assert resolved({"slow_fast": {}}, threshold=0.9).slow_fast is None
-
-
-def test_who_names_slow_fast_runs_one_block_at_a_time():
-    defaults = {"threshold": 0.5, "block_add_threshold": 0.1}
-    assert resolved(defaults, slow_fast={}).block_add_threshold is None
-    with pytest.raises(ValueError, match=r"block_add_threshold=0.1 and slow_fast=\{\}: SlowFast sampling runs"):
-        resolved({}, slow_fast={}, block_add_threshold=0.1)
-
-
-def test_tokens_per_step_take_the_place_of_steps():
-    spec = resolved({"steps": 4}, gen_length=20, block_length=8, tokens_per_step=3)
-    assert (spec.steps, spec.steps_per_block) == (8, (3, 3, 2))
-
-
-def test_steps_per_block_take_the_place_of_steps():
-    spec = resolved({"steps": 4}, gen_length=20, block_length=8, steps_per_block=5)
-    assert (spec.steps, spec.steps_per_block) == (14, (5, 5, 4))
-    assert [unmask_quota(spec, Progress(step=i, masked=[8]), True).count for i in range(5)] == [2, 2, 2, 1, 8]
-
-
-@pytest.mark.parametrize(("rule", "least"), [({"threshold": 0.9}, 2), ({"entropy_budget": 0.3}, 0)])
-def test_with_a_rule_a_step_fills_at_least_what_the_steps_per_block_say(rule, least):
-    spec = resolved({}, gen_length=16, block_length=8, steps_per_block=4, **rule)
-    quota = unmask_quota(spec, Progress(masked=[8]), True)
-    assert (quota.parallel, quota.least) == ((*rule.items(),)[0], least)
-
-
-def test_what_a_request_names_itself_is_not_fitted():
-    with pytest.raises(InvalidRequestError, match="block_length=32 is out of range"):
-        resolved({"block_length": 4}, gen_length=16, block_length=32)
-    with pytest.raises(InvalidRequestError, match="steps=2 is out of range"):
-        resolved({"block_length": 4}, gen_length=16, steps=2)
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        # Nothing is fitted that a request names itself.
+        ({"block_length": 32}, "block_length=32 is out of range"),
+        ({"steps": 2}, "steps=2 is out of range"),
+        (BLOCKS | {"slow_fast": {}}, r"block_add_threshold=0.2 and slow_fast=\{\}: SlowFast sampling runs"),
+        (BLOCKS, "block_add_threshold=0.2: several blocks at once need a rule of parallel unmasking"),
+        # A policy that ignores the threshold.
+        (BLOCKS | THRESHOLD | {"unmasking": "random"}, "several blocks at once need a rule"),
+        (BLOCKS | THRESHOLD | {"steps_per_block": 2}, "steps_per_block=2: blocks that run at once share their steps"),
+        (BLOCKS | THRESHOLD | {"block_add_threshold": 1.5}, "block_add_threshold=1.5"),
+        (BLOCKS | THRESHOLD | {"block_add_threshold": -0.1}, "block_add_threshold=-0.1"),
+        (BLOCKS | THRESHOLD | {"early_stop": True}, "early_stop=True: the request has no end token"),
+        (BLOCKS | {"entropy_threshold": -1.0}, "entropy_threshold=-1.0"),
+        (BLOCKS | {"entropy_threshold": 1.0, "unmasking": "entropy"}, "choose low_entropy"),
+    ],
+    ids=str,
+)
+def test_what_a_request_cannot_have_is_named(asked, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        resolved({"block_length": 4}, gen_length=16, **asked)
 
 
 @pytest.mark.parametrize(
@@ -168,19 +155,6 @@ def test_those_that_could_serve_no_request_are_refused_at_start(defaults, fragme
         check_request_defaults(EngineOptions.parse({"request_defaults": defaults}))
     for fragment in fragments:
         assert fragment in str(error.value)
-
-
-def test_an_engine_decodes_by_them(engines, tiny_llada):
-    defaults = {"block_length": 8, "steps": 8, "unmasking": "random"}
-    with_defaults = engines(tiny_llada, request_defaults=defaults)
-    prompt = [3, 1, 4, 1, 5]
-    params = {"gen_length": 16, "ignore_eos": True, "seed": 1}
-    (asked,) = generate(engines(tiny_llada), [prompt], DiffusionParams(**params, **defaults))
-    (by_default,) = generate(with_defaults, [prompt], DiffusionParams(**params))
-    assert by_default.outputs[0].token_ids == asked.outputs[0].token_ids
-    assert by_default.outputs[0].diffusion == asked.outputs[0].diffusion
-    (overridden,) = generate(with_defaults, [prompt], DiffusionParams(**params, steps=4))
-    assert overridden.outputs[0].diffusion.forward_passes == 4
 
 
 # The checkpoint's own

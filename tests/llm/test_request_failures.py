@@ -233,23 +233,19 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
 
     bad_length = 5
     is_bad_spec = lambda spec, *_: spec.prompt_length == bad_length  # noqa: E731
-    if where == "canvas":
-        raising(runner.store, "open", lambda _, request: request.seed == seed, KeyError)
-    elif where == "page table":
-        raising(model_runner, "page_table", lambda *_: True, IndexError)
-    elif where == "report":
-        raising(step_report, "_results", lambda batch, index, *_: batch.canvases[index].seed == seed)
-    elif where == "plan":
-        raising(scheduler.method, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards >= 3)
-    elif where == "plan of a later step":
-        raising(runner, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
-        raising(scheduler.method, "plan", lambda spec, progress: is_bad_spec(spec) and progress.num_forwards == 3)
-    elif where == "pages":
-        raising(scheduler.method, "pages", is_bad_spec, ValueError)
-    elif where == "account":
-        raising(RequestState, "advance", lambda state, _: state.seed == seed, TypeError)
-    else:
-        raising(RequestState, "_output", lambda state, *_: state.seed == seed)
+    is_bad_state = lambda state, *_: state.seed == seed  # noqa: E731
+    is_bad_plan = lambda spec, progress: is_bad_spec(spec) and progress.num_forwards >= 3  # noqa: E731
+    for broken in {
+        "canvas": [(runner.store, "open", lambda _, request: request.seed == seed, KeyError)],
+        "page table": [(model_runner, "page_table", lambda *_: True, IndexError)],
+        "report": [(step_report, "_results", lambda batch, index, *_: batch.canvases[index].seed == seed)],
+        "plan": [(scheduler.method, "plan", is_bad_plan)],
+        "plan of a later step": [(runner, "plan", is_bad_plan), (scheduler.method, "plan", is_bad_plan)],
+        "pages": [(scheduler.method, "pages", is_bad_spec, ValueError)],
+        "account": [(RequestState, "advance", is_bad_state, TypeError)],
+        "finished block": [(RequestState, "_output", is_bad_state)],
+    }[where]:
+        raising(*broken)
 
     if where == "page table":
         # Only the bad request is there to have one.

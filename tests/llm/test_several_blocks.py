@@ -83,26 +83,6 @@ def test_an_end_token_ends_the_response_once_no_mask_is_before_it(engines, llada
     assert ended.diffusion.forward_passes == max(filled_at[position] for position in decided)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"threshold": None}, "block_add_threshold=0.2: several blocks at once need a rule of parallel unmasking"),
-        ({"unmasking": "random"}, "several blocks at once need a rule"),  # which ignores a threshold
-        ({"steps_per_block": 2}, "steps_per_block=2: blocks that run at once share their steps"),
-        ({"block_add_threshold": 1.5}, "block_add_threshold=1.5"),
-        ({"block_add_threshold": -0.1}, "block_add_threshold=-0.1"),
-        ({"early_stop": True}, "early_stop=True: the request has no end token"),
-        ({"threshold": None, "entropy_threshold": -1.0}, "entropy_threshold=-1.0"),
-        ({"threshold": None, "entropy_threshold": 1.0, "unmasking": "entropy"}, "choose low_entropy"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_name(engines, llada, settings, message):
-    llm = engines(llada)
-    with pytest.raises(ValueError, match=message):
-        answer(llm, **settings)
-    assert_nothing_left(llm)
-
-
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
 
 

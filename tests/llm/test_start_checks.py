@@ -1,15 +1,22 @@
-"""What is refused before vLLM starts: unknown arguments, models of another kind, what is not installed."""
+"""What is refused before vLLM starts: unknown arguments, models of another kind, what is not installed or of no use."""
 
+import json
+import shutil
 import sys
 
 import pytest
 import vllm
+from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from tests.support.engines import start_engine
+from dllm_engine.model_executor.models.configs import parse_config
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from tests.support import tiny_checkpoints
+from tests.support.engines import generate, start_engine
 
 LLAMA = str(DEMO_GUIDE_DIR)
 
@@ -83,3 +90,82 @@ def test_a_missing_ray_is_named_with_its_extra(monkeypatch, capsys):
     assert main(["serve", "demo", "--distributed-executor-backend=ray"]) == 2
     assert main(["serve", "demo", "--data-parallel-backend", "ray"]) == 2
     assert capsys.readouterr().err.count("pip install 'dllm-engine[ray]'") == 2
+
+
+# Block diffusion: other models of the kind, and settings that they have no use for
+
+
+def stated(folder, model_type, architecture):
+    """A folder with a config alone."""
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "what", "instead"),
+    [
+        ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM", "Fast-dLLM v2", "take SDAR or LLaDA2.0"),
+        ("llada2_moe_veomni", "LLaDA2MoeModelLM", "merged experts", "split them again with moe_convertor.py"),
+    ],
+)
+def test_other_block_diffusion_models_are_refused_by_name(tmp_path, model_type, architecture, what, instead):
+    with pytest.raises(ValueError) as caught:
+        check_start(str(stated(tmp_path, model_type, architecture)), {})
+    for fragment in (architecture, f"model_type='{model_type}'", what, instead, "supported: "):
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["LLaDA2.1-mini", "llada2.2-flash"])
+def test_llada2_that_edits_what_it_has_decided_is_known_by_its_name(tmp_path, tiny_llada2, name):
+    """Its config is LLaDA2.0's."""
+    folder = shutil.copytree(tiny_llada2, tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}.*replaces tokens that it has decided.*take a LLaDA2\.0 checkpoint"):
+        start_engine(folder)
+
+
+@pytest.mark.parametrize("cache_method", ["block", "none"])
+@pytest.mark.parametrize(
+    "settings", [{"dense_attention": "flash"}, {"dense_attention": "sdpa"}, {"guide_model": "demo"}], ids=str
+)
+def test_what_attention_by_blocks_has_no_use_for_is_refused(tiny_sdar, cache_method, settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"^{name}=.*: attention of SDAR goes by blocks, .* leave {name} unset"):
+        start_engine(tiny_sdar, cache_method=cache_method, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [
+        ("JetLM/SDAR-8B-Chat", 4),
+        ("JetLM/SDAR-8B-Chat-b32", 32),
+        ("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16),
+        ("/home/of-b2/SDAR-4B-Chat", 4),
+        ("mine/SDAR-4B-Chat-beta", 4),
+        ("JetLM/SDAR-30B-A3B-Chat", 4),
+        ("JetLM/SDAR-30B-A3B-Chat-b32", 32),
+    ],
+)
+def test_released_checkpoints_for_longer_blocks_are_known_by_their_names(name, block_size):
+    of_kind = tiny_checkpoints.SDAR_MOE_CONFIG if "A3B" in name else tiny_checkpoints.SDAR_CONFIG
+    config = {key: value for key, value in of_kind.items() if key != "block_size"}
+    assert parse_config(config, name).block_size == block_size
+    assert parse_config(config | {"block_size": 8}, name).block_size == 8, "what config.json says goes first"
+
+
+def test_a_name_counts_where_transformers_reads_the_config(tmp_path, tiny_sdar):
+    folder = shutil.copytree(tiny_sdar, tmp_path / "SDAR-8B-Chat-b16")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("block_size", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert AutoConfig.from_pretrained(str(folder)).block_size == 16
+    assert AutoConfig.from_pretrained(str(folder), block_size=4).block_size == 4
+
+
+def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(engines, tiny_llada2):
+    """An engine has room for a block of its own, however few rows it is given."""
+    llm = engines(tiny_llada2, max_num_batched_tokens=4, max_num_seqs=4)
+    asked = {"gen_length": 8, "ignore_eos": True}
+    with pytest.raises(InvalidRequestError, match=r"^block_length=9: .* max_num_batched_tokens=8 rows; lower"):
+        generate(llm, [[5, 6, 7]], DiffusionParams(block_length=9, **asked))
+    (output,) = generate(llm, [[*range(30)]], DiffusionParams(**asked))
+    assert len(output.outputs[0].token_ids) == 8

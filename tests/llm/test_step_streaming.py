@@ -29,10 +29,10 @@ def parameters(**settings):
     return DiffusionParams(**(SETTINGS | settings))
 
 
-def stream(llm, *, kind="DELTA", prompts=(PROMPT,), **settings) -> list:
+def stream(llm, *, prompts=(PROMPT,), **settings) -> list:
     """What a streaming caller of ``LLMEngine`` gets."""
     params = parameters(**({"stream_granularity": "step"} | settings))
-    params.output_kind = RequestOutputKind[kind]
+    params.output_kind = RequestOutputKind.DELTA
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(f"r{i}", {"prompt_token_ids": list(prompt)}, params)
     outputs = []
@@ -50,8 +50,8 @@ def plain(llm, **settings):
 @pytest.mark.parametrize("cache_method", ["none", "sparse"])
 def test_every_step_shows_the_running_block(engines, request, family, cache_method, rule):
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
-    expected = plain(llm, **rule)
-    completions = [output.outputs[0] for output in stream(llm, **rule)]
+    expected = plain(llm, logprobs=0, **rule)
+    completions = [output.outputs[0] for output in stream(llm, logprobs=0, **rule)]
     blocks = [completion.provisional for completion in completions]
     num_passes = expected.diffusion.forward_passes
     assert (num_passes == 24) == (not rule)
@@ -66,6 +66,16 @@ def test_every_step_shows_the_running_block(engines, request, family, cache_meth
             assert masked == (filled[i] > n)
             assert token == (MASK if masked else expected.token_ids[i])
             assert (masked and confidence is None) or 0 < confidence <= 1
+            if not masked:  # that of the step that committed it
+                assert confidence == pytest.approx(math.exp(expected.logprobs[i][token].logprob), rel=1e-4)
+    # The response and its figures are those without streaming by step.
+    assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
+    assert [token for c in completions for token in c.token_ids] == list(expected.token_ids)
+    assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
+    assert completions[-1].finish_reason == "length"
+    assert completions[-1].diffusion == expected.diffusion
+    assert [c.diffusion.forward_passes for c in completions] == list(range(1, num_passes + 1))
+    assert rule or not completions[0].diffusion.trace, "it would grow with every chunk"
     assert_nothing_left(llm)
 
 
@@ -86,31 +96,6 @@ def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(engines,
     assert blocks[-1].token_ids == list(expected.outputs[0].token_ids)[6:]
 
 
-def test_the_response_and_its_figures_are_those_without_streaming_by_step(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    expected = plain(llm, logprobs=1)
-    completions = [output.outputs[0] for output in stream(llm, logprobs=1)]
-    assert [token for c in completions for token in c.token_ids] == list(expected.token_ids)
-    assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
-    assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
-    assert completions[-1].finish_reason == "length"
-    assert completions[-1].diffusion == expected.diffusion
-    assert [c.diffusion.forward_passes for c in completions] == list(range(1, 25))
-    assert not completions[0].diffusion.trace, "it would grow with every chunk"
-
-
-def test_a_committed_position_keeps_the_confidence_of_its_step(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    expected = plain(llm, logprobs=0)
-    last = {}
-    for output in stream(llm):
-        block = output.outputs[0].provisional
-        if not any(block.masked):
-            last |= dict(enumerate(block.confidences, start=block.start))
-    for i, (token, of_token) in enumerate(zip(expected.token_ids, expected.logprobs, strict=True)):
-        assert last[i] == pytest.approx(math.exp(of_token[token].logprob), rel=1e-4)
-
-
 def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):
     """Dream's schedule unmasks nothing in its first steps, and then predicts nothing."""
     llm = engines(tiny_dream)
@@ -120,11 +105,6 @@ def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny
     assert expected.diffusion.unmasked_per_step[0] == []
     assert first.confidences == [None] * 24
     assert all(first.masked)
-
-
-def test_cumulative_outputs_keep_the_text_so_far(engines, tiny_llada):
-    outputs = stream(engines(tiny_llada), kind="CUMULATIVE")
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [0] * 7 + [8] * 8 + [16] * 8 + [24]
 
 
 def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
@@ -282,8 +262,8 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
 # A consumer that is slow
 
 
-def output(tokens=(), *, passes, shown=True, finished=False, index=0):
-    made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None)
+def output(tokens=(), *, passes, shown=True, finished=False):
+    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None)
     made.diffusion = DiffusionFigures(passes, passes, passes, 0)
     made.provisional = SimpleNamespace() if shown else None
     made.has_new_text = bool(tokens) or not shown
@@ -333,15 +313,6 @@ def test_what_waits_stays_in_order_while_it_is_fetched(collector):
     received = asyncio.run(fetch())
     assert passes_of(received) == [1, 3, 5]
     assert [r.finished for r in received] == [False, False, True]
-
-
-def test_choices_overtake_only_their_own_steps(collector):
-    collector.put(output(passes=1, index=0))
-    collector.put(output(passes=1, index=1))
-    collector.put(output([5], passes=2, index=0))
-    collector.put(output([6], passes=2, index=1, finished=True))
-    received = fetched(collector)
-    assert [(o.outputs[0].index, o.outputs[0].token_ids) for o in received] == [(0, [5]), (1, [6])]
 
 
 def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):

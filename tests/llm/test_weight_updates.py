@@ -105,11 +105,6 @@ def send(llm, message, tensors):
     llm.update_weights({"update_info": {"message": message}})
 
 
-def test_weights_are_read_from_another_folder(llm, others, answers):
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(others)})
-    assert tokens_of(llm, PROMPT, **SETTINGS) == answers[1] != answers[0]
-
-
 def test_weights_come_from_a_trainer_in_parts(llm, others, answers):
     llm.start_weight_update()
     names = sorted(tensors := load_file(others / "model.safetensors"))
@@ -153,11 +148,11 @@ def test_nothing_changes_while_a_request_runs(llm, answers, call):
     llm.collective_rpc("reload_weights")
 
 
-def test_a_request_that_was_aborted_does_not_run(llm, others, answers):
+def test_weights_are_read_from_another_folder_and_an_aborted_request_does_not_run(llm, others, answers):
     start_request(llm)
     llm.llm_engine.abort_request(["running"])
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(others)})
-    assert tokens_of(llm, PROMPT, **SETTINGS) == answers[1]
+    assert tokens_of(llm, PROMPT, **SETTINGS) == answers[1] != answers[0]
 
 
 def test_requests_wait_for_an_update_while_the_engine_is_paused(llm, others, answers):
@@ -225,7 +220,8 @@ def test_a_cpu_gives_no_memory_back(llm, answers, level):
 def test_a_frozen_request_goes_on_where_it_stopped(llm, answers):
     start_request(llm)
     llm.sleep(level=0, mode="keep")
-    llm.llm_engine.step()
+    assert llm.llm_engine.step() == []
+    assert not scheduler_of(llm).schedule().plans
     with pytest.raises(ValueError, match="reload_weights: 1 requests are running"):
         llm.collective_rpc("reload_weights")
     llm.wake_up(tags=["scheduling"])
@@ -241,8 +237,8 @@ def test_running_requests_keep_their_pages_on_a_gpu(monkeypatch, num_running):
         scheduler=SimpleNamespace(num_begun=num_running, reset_prefix_cache=lambda: done.append("reset")),
     )
     calls = [
-        lambda: weights.guarding_sleep(lambda self, level, mode: done.append(mode))(engine, 1, "keep"),
-        lambda: weights.guarding_pages(lambda self: done.append("released"))(engine),
+        lambda: weights.sleep_if_possible(lambda self, level, mode: done.append(mode), engine, 1, "keep"),
+        lambda: weights.release_if_unused(lambda self: done.append("released"), engine),
     ]
     for call in calls:
         if num_running:

@@ -6,13 +6,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_GUIDE_DIR
@@ -53,13 +47,6 @@ SETTINGS = {
     "draft": {"fallback": "draft", "top_k": 3},
     "correction": {"correction": True, "top_k": 30, "confidence_threshold": 0.3},
 }
-OPTION_OF = {
-    "top_k": "guide_top_k",
-    "confidence_threshold": "guide_threshold",
-    "fallback": "guide_fallback",
-    "correction": "guide_correction",
-    "speculation_length": "speculation_length",
-}
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +62,6 @@ def guides(tmp_path_factory):
         folders[name] = tmp_path_factory.mktemp("guides") / name
         model.save_pretrained(folders[name])
     return folders
-
-
-@pytest.fixture
-def engine(engines, reference_checkpoints, guides):
-    def make(model="llada-tiny-a", guide="llama", cache_method="none", **settings):
-        return engines(
-            reference_checkpoints / model,
-            guide_model=str(guides[guide]),
-            cache_method=cache_method,
-            page_size=8,
-            max_model_len=128,
-            **settings,
-        )
-
-    return make
 
 
 GUIDED_BY = {"llada-tiny-a": "llama", "dream-tiny-a": "qwen2"}
@@ -116,11 +88,12 @@ def pairs(tmp_path_factory, reference_checkpoints, guides):
 
 
 @pytest.fixture
-def text_engine(engines, pairs):
-    def make(model="llada-tiny-a", cache_method="none", **settings):
-        folder, guide = pairs[model]
-        settings = {"max_model_len": 128, "page_size": 8} | settings
-        return engines(folder, guide_model=str(guide), cache_method=cache_method, skip_tokenizer_init=False, **settings)
+def engine(engines, reference_checkpoints, guides, pairs):
+    def make(model="llada-tiny-a", cache_method="none", *, has_texts=False, **settings):
+        """``has_texts``: with a guide of another tokenizer."""
+        folder, guide = pairs[model] if has_texts else (reference_checkpoints / model, guides[GUIDED_BY[model]])
+        settings = {"max_model_len": 128, "page_size": 8, "skip_tokenizer_init": not has_texts} | settings
+        return engines(folder, guide_model=str(guide), cache_method=cache_method, **settings)
 
     return make
 
@@ -149,7 +122,10 @@ def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
         with torch.inference_mode():
             return judge(torch.tensor([ids])).logits[0]
 
-    options = {OPTION_OF[name]: value for name, value in SETTINGS[settings].items()}
+    options = {
+        name if name == "speculation_length" else f"guide_{name.removeprefix('confidence_')}": value
+        for name, value in SETTINGS[settings].items()
+    }
     outputs = [ask(llm, [lengths], response_template=TEMPLATES.get(lengths[1]), **options)[0] for lengths in LENGTHS]
     compared = 0
     for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
@@ -175,14 +151,14 @@ def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
 
 @pytest.mark.parametrize(("settings", "model"), list(zip(SETTINGS, cycle(reversed(GUIDED_BY)))))
 def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, settings, model):
-    guide = GUIDED_BY[model]
-    assert_decodes_as_the_plain_one(engine(model, guide), reference_checkpoints / model, guides[guide], settings)
+    folders = reference_checkpoints / model, guides[GUIDED_BY[model]]
+    assert_decodes_as_the_plain_one(engine(model), *folders, settings)
 
 
 @pytest.mark.parametrize(("model", "settings"), list(zip(cycle(GUIDED_BY), SETTINGS)))
-def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine, pairs, model, settings):
+def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(engine, pairs, model, settings):
     own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
-    llm = text_engine(model, guide_tokens_per_token=8.0)
+    llm = engine(model, has_texts=True, guide_tokens_per_token=8.0)
     texts = Texts(
         spelled(own),
         lambda text: other.encode(text, add_special_tokens=False),
@@ -193,7 +169,8 @@ def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(text_engine,
 
 
 def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
-    """The demo guide with its tokens renumbered reads the same text as other ids, and says the same."""
+    """The demo guide with its tokens renumbered reads the same text as other ids, and says the same; in fewer passes
+    than without."""
     copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")
     asked = [
         [{"role": "user", "content": example.prompt}] for task in TASKS for example in make_examples(task, 3, seed=8)
@@ -203,6 +180,9 @@ def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
         llm = engines("demo", guide_model=guide, skip_tokenizer_init=False)
         params = DiffusionParams(gen_length=32, block_length=8)
         answers.append([output.outputs[0] for output in llm.chat(asked, params, use_tqdm=False)])
+    params.guided = False
+    unguided = sum(o.outputs[0].diffusion.forward_passes for o in llm.chat(asked, params, use_tqdm=False))
+    assert sum(answer.diffusion.forward_passes for answer in answers[1]) < 0.6 * unguided
     assert runner_of(llm).guide.shape.tokens_per_token == 2.0, "it is read as text"
     for same, other in zip(*answers, strict=True):
         assert other.text == same.text
@@ -210,12 +190,12 @@ def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
 
 
 @pytest.mark.parametrize("cache_method", ["dual", "freecache", "maskkv"])
-def test_a_guide_of_another_tokenizer_in_a_batch(text_engine, cache_method):
-    assert_batch_is_as_alone(text_engine("llada-tiny-a", cache_method, guide_tokens_per_token=8.0))
+def test_a_guide_of_another_tokenizer_in_a_batch(engine, cache_method):
+    assert_batch_is_as_alone(engine("llada-tiny-a", cache_method, has_texts=True, guide_tokens_per_token=8.0))
 
 
-def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(text_engine):
-    llm = text_engine("llada-tiny-a", guide_tokens_per_token=1.25)
+def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
+    llm = engine(has_texts=True, guide_tokens_per_token=1.25)
     settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
     (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
     first, *others = output.outputs[0].diffusion.unmasked_per_step
@@ -239,7 +219,7 @@ METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache
 @pytest.mark.parametrize(("cache_method", "model"), list(zip(METHODS, cycle(GUIDED_BY))))
 def test_every_cache_method_can_be_guided(engine, cache_method, model):
     options = {"cache_options": {"indicator": "none"}} if cache_method == "es_dllm" else {}
-    assert_batch_is_as_alone(engine(model, GUIDED_BY[model], cache_method, **options))
+    assert_batch_is_as_alone(engine(model, cache_method, **options))
 
 
 def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(engine, monkeypatch):
@@ -305,7 +285,7 @@ def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, re
 
 
 def test_slots_that_hold_nothing_are_never_read(engine):
-    llm = engine("dream-tiny-a", "qwen2", "freecache")
+    llm = engine("dream-tiny-a", "freecache")
     expected = tokens(llm)
     runner_of(llm).pages.memory.fill_(torch.nan)
     assert tokens(llm) == expected
@@ -353,18 +333,6 @@ def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(ValueError, match="'gpt2' cannot guide; guides are Qwen2ForCausalLM, LlamaForCausalLM"):
         start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(tmp_path))
-
-
-def test_the_demo_guide_answers_in_few_passes(engines):
-    llm = engines("demo", guide_model="demo", skip_tokenizer_init=False)
-    asked = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
-    params = DiffusionParams(gen_length=32, block_length=8)
-    (output,) = llm.chat(asked, params, use_tqdm=False)
-    assert "Ida=07, Tom=48" in output.outputs[0].text
-    unguided = DiffusionParams(gen_length=32, block_length=8, guided=False)
-    (other,) = llm.chat(asked, unguided, use_tqdm=False)
-    assert other.outputs[0].text == output.outputs[0].text
-    assert output.outputs[0].diffusion.forward_passes < other.outputs[0].diffusion.forward_passes
 
 
 def test_a_guide_keeps_to_a_constraint(engine):

@@ -41,6 +41,7 @@ def out_of_range():
     [
         *out_of_range(),
         ("sparse", {"pool_kernel_size": 4}, "pool_kernel_size=4"),
+        ("sparse", {"refresh": "near"}, r"refresh='near': Input should be 'all' or 'response'"),
         ("freecache", {"include_suffix": "half"}, "include_suffix='half'"),
         ("dual", {"retention_ratio": 0.5}, "'retention_ratio'=0.5"),
         ("dllm_cache", {"kv_budget": 9}, "unknown cache option 'kv_budget'=9.*prompt_refresh_interval"),

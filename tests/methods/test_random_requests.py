@@ -48,11 +48,7 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     ],
     "dkv": [(4, 1, {"refresh_interval": interval}) for interval in (1, 3)]
     + [(32, 4, {"refresh_interval": interval}) for interval in (2, 5, 100)],
-    "delayed": [
-        (4, 4, {}),
-        (16, 1, {"cache_delay": 0}),
-        (8, 1, {"cache_delay": 2, "refresh_interval": 4}),
-    ],
+    "delayed": [(4, 4, {}), (16, 1, {"cache_delay": 0}), (8, 1, {"cache_delay": 2, "refresh_interval": 4})],
     "d2_cache": [
         (8, 1, {"masked_rows": 6, "gap_fill": 3}),
         (4, 4, {"masked_rows": 2, "rollout_p": 0.4, "confidence": "latest"}),

@@ -8,6 +8,10 @@ from tests.support.engines import assert_nothing_left, generate
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 
+def complete(llm, **asked):
+    return generate(llm, [PROMPT], DiffusionParams(**asked))[0].outputs[0]
+
+
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}])
 def test_a_template_without_given_tokens_is_an_ordinary_request(engines, tiny_dream, settings):
     llm = engines(tiny_dream)
@@ -21,8 +25,7 @@ def test_what_is_given_is_certain_and_may_be_left_out(engines, tiny_llada):
     llm = engines(tiny_llada)
     template = [None, 11, 12, None, None, 13, None, None, None]
     asked = {"response_template": template, "block_length": 4, "ignore_eos": True}
-    (whole,) = generate(llm, [PROMPT], DiffusionParams(**asked, logprobs=2))[0].outputs
-    (filled,) = generate(llm, [PROMPT], DiffusionParams(**asked, logprobs=2, return_given=False))[0].outputs
+    whole, filled = complete(llm, **asked, logprobs=2), complete(llm, **asked, logprobs=2, return_given=False)
     given = [i for i, token in enumerate(template) if token is not None]
     assert [whole.token_ids[i] for i in given] == [11, 12, 13]
     assert [whole.logprobs[i][whole.token_ids[i]].logprob for i in given] == [0.0] * 3
@@ -34,18 +37,15 @@ def test_what_is_given_is_certain_and_may_be_left_out(engines, tiny_llada):
 
 
 @pytest.mark.parametrize(
-    ("cache_method", "sampled"),
-    [("none", {}), ("none", {"temperature": 1.5, "seed": 2, "top_k": 30}), ("es_dllm", {})],
+    ("cache_method", "sampled"), [("none", {}), ("none", {"temperature": 1.5, "seed": 2, "top_k": 30}), ("es_dllm", {})]
 )
 def test_no_end_token_stands_where_something_given_follows(engines, tiny_llada, cache_method, sampled):
     llm = engines(tiny_llada, cache_method=cache_method)
     asked = {"block_length": 4, "ignore_eos": True} | sampled
     template = [None] * 6 + [11] + [None] * 6
-    (free,) = generate(llm, [PROMPT], DiffusionParams(response_template=template, **asked))[0].outputs
+    free = complete(llm, response_template=template, **asked)
     ends = sorted({*free.token_ids} - {11})[:300]
-    (held,) = generate(llm, [PROMPT], DiffusionParams(response_template=template, stop_token_ids=ends, **asked))[
-        0
-    ].outputs
+    held = complete(llm, response_template=template, stop_token_ids=ends, **asked)
     assert {*free.token_ids[:6]} <= {*ends}
     assert not {*held.token_ids[:7]} & {*ends}
     assert held.finish_reason == "length" or held.token_ids[-1] in ends

@@ -10,7 +10,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.passes import PASSES
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
 from tests.support.engines import assert_nothing_left, generate
 from tests.support.plans import FULL_METHODS
@@ -20,8 +20,6 @@ PROMPT = [(7 * i * i + 3) % 100 for i in range(21)]
 SPANS = {"span_steps": 1, "span_window": 1, "slow_threshold": 0.6, "fast_threshold": 0.2}
 SOME = {"threshold": 0.3, "factor": 4.0, "entropy_bound": 4.0, "margin": 0.2, "entropy_threshold": 1.5}
 SOME |= {"entropy_budget": 6.0, "slow_fast": SPANS}
-ALL_AT_ONCE = {"threshold": 1e-6, "factor": 1e6, "entropy_bound": 1e6, "margin": 1e-9, "entropy_threshold": 1e6}
-ALL_AT_ONCE |= {"entropy_budget": 1e6, "slow_fast": {"slow_threshold": 1e-6, "slow_minimum": 1}}
 POLICY = {
     "LLaDA": dict.fromkeys(("threshold", "factor"), "low_confidence"),
     "Dream": dict.fromkeys(("threshold", "factor"), "maskgit_plus"),
@@ -50,16 +48,6 @@ def answer(llm, **params):
     asked = {"gen_length": 24, "block_length": 8, "ignore_eos": True} | params
     (output,) = generate(llm, [PROMPT], DiffusionParams(**asked))
     return list(output.outputs[0].token_ids), output.outputs[0].diffusion
-
-
-@pytest.mark.parametrize("rule", PARALLEL_OPTIONS)
-def test_a_block_ends_as_soon_as_it_is_filled(engine, family, rule):
-    llm = engine("dual", family)
-    _, figures = answer(llm, **{rule: ALL_AT_ONCE[rule]})
-    # Dream's first step of a block fills its first position alone, but for SlowFast sampling.
-    per_block = [8] if family == "LLaDA" or rule == "slow_fast" else [1, 7]
-    assert [len(step) for step in figures.unmasked_per_step] == per_block * 3
-    assert 3 < answer(llm, **{rule: SOME[rule]})[1].forward_passes < 24
 
 
 @pytest.mark.parametrize("rule", PARALLEL_OPTIONS)

@@ -1,4 +1,5 @@
-"""How often a dispatch waits for the device: once, for what it filled. On a CPU nothing waits; here it is counted."""
+"""How often a dispatch waits for the device: once, for what it filled; and that whatever it makes lies there. On a CPU
+nothing waits and nothing goes wrong where a tensor names no device; here it is counted, and refused."""
 
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.engines import generate, runner_of
+from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, generate, runner_of, set_steps_per_dispatch
 from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
 
 ASKING = ("cpu", "item", "tolist", "nonzero", "bincount", "unique", "masked_select", "repeat_interleave")
@@ -47,21 +49,20 @@ def asks_for_a_size(tensor, index, value=None) -> bool:
 
 
 @pytest.fixture
-def waits(monkeypatch):
-    """``waits(llm)``: a list that grows by the calls that waited in each dispatch."""
+def under(monkeypatch):
+    """``under(llm, make)``: from now on each dispatch runs under a mode that ``make`` gives; a list of these modes."""
 
-    def watch(llm):
-        runner, of_dispatches = runner_of(llm), []
+    def watch(llm, make):
+        runner, modes = runner_of(llm), []
         execute = runner.execute_model
 
         def watched(*args, **kwargs):
-            with CountsWaits() as counted:
-                output = execute(*args, **kwargs)
-            of_dispatches.append(counted.calls)
-            return output
+            modes.append(make())
+            with modes[-1]:
+                return execute(*args, **kwargs)
 
         monkeypatch.setattr(runner, "execute_model", watched)
-        return of_dispatches
+        return modes
 
     return watch
 
@@ -71,16 +72,17 @@ def asked(**settings):
 
 
 @pytest.mark.parametrize(("method", "options"), [*((n, SHORT_INTERVALS.get(n, {})) for n in CACHE_METHODS), *REFRESHES])
-def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, tiny_sdar, waits, method, options):
+def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, tiny_sdar, under, method, options):
     """Also where blocks end, and in steps that refresh. What the host must know besides comes along: how many slots
     MaskKV needs after a vote, and by what d2Cache chooses rows. The importance of layers MaskKV must know before."""
     model = tiny_dream if method in FULL_METHODS else tiny_sdar
     llm = engines.shared(model, trace=False, cache_method=method, cache_options=options, page_size=8)
-    of_dispatches = waits(llm)
+    modes = under(llm, CountsWaits)
     params = [asked(), asked(threshold=0.2), asked(unmasking="entropy"), asked(temperature=0.8, seed=1)]
     generate(llm, PROMPTS, params)
     allowed = {"maskkv": 2}.get(method, 1)
-    assert max(map(len, of_dispatches)) == allowed, max(of_dispatches, key=len)
+    calls = max((mode.calls for mode in modes), key=len)
+    assert len(calls) == allowed, calls
 
 
 def test_what_waits_is_noticed():
@@ -93,3 +95,57 @@ def test_what_waits_is_noticed():
     with counted:
         exec(compile("x[1:3] + x[[0, 1]] + x[torch.arange(2)]", here["__file__"], "eval"), here)
     assert len(counted.calls) == 7
+
+
+# Where tensors lie
+
+OPTIONS = SHORT_INTERVALS | {"sparse": {"scorer": "mask_voting"}}
+FACTORIES = {torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
+
+
+class OnTheDevice(TorchFunctionMode):
+    """Refuses factories that are not told a device, where a file of a folder calls them. Kernels are left alone: those
+    of a CPU are for a CPU."""
+
+    def __init__(self, folder: str = "model_executor") -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in FACTORIES and not kwargs.keys() & {"device", "pin_memory"}:
+            caller = Path(sys._getframe(1).f_code.co_filename)
+            if self.folder in caller.parts:
+                raise AssertionError(f"{caller.name} calls {func.__name__}{args} and names no device")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
+def test_tensors_of_every_cache_method_name_their_device(
+    engines, tiny_llada, tiny_dream, under, monkeypatch, method, family
+):
+    model = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
+    llm = engines.shared(model, cache_method=method, cache_options=OPTIONS.get(method, {}), page_size=8)
+    set_steps_per_dispatch(llm, 4, monkeypatch)
+    under(llm, OnTheDevice)
+    generate(llm, PROMPTS, [asked(), asked(threshold=0.2), *[asked(temperature=0.8, top_p=0.9, seed=1)] * 2])
+
+
+def test_tensors_of_every_way_of_unmasking_name_their_device(engines, tiny_llada, under):
+    llm = engines(tiny_llada, cache_method="none", page_size=8)
+    under(llm, OnTheDevice)
+    params = [asked(unmasking=name) for name in UNMASKING_POLICIES if name not in PARALLEL_RULES]
+    params += [asked(factor=0.5), asked(entropy_bound=0.1), asked(margin=0.3), asked(delay_eos=True), asked(logprobs=3)]
+    params += [asked(temperature=0.5, top_k=4, seed=3), asked(slow_fast={"span_steps": 1, "fast_minimum": 3})]
+    generate(llm, [PROMPTS[i % 4] for i in range(len(params))], params)
+
+
+def test_tensors_of_a_guide_name_their_device(engines, under):
+    llm = engines("demo", guide_model="demo", skip_tokenizer_init=False)
+    under(llm, OnTheDevice)
+    generate(llm, PROMPTS[:3], [asked(), asked(guide_correction=True), asked(guide_fallback="draft")])
+
+
+def test_what_names_no_device_is_noticed():
+    with OnTheDevice("tests"), pytest.raises(AssertionError, match=r"arange\(3,\) and names no device"):
+        torch.arange(3)

@@ -78,23 +78,6 @@ def test_random_is_noise_of_seed_layer_head_and_position():
         assert not (score(dataclasses.replace(layer, **changed), tokens) == drawn).any()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_random_is_the_same_on_any_number_of_ranks(ranks):
-    layer = layer_of(4, 4)
-    drawn = SCORERS["random"].score(layer, TOKENS[0])
-    of_ranks = [
-        SCORERS["random"].score(
-            dataclasses.replace(
-                layer, q=layer.q[:, first : first + 4 // ranks], k=layer.k[:, first : first + 4 // ranks],
-                first_kv_head=first,
-            ),
-            TOKENS[0],
-        )
-        for first in range(0, 4, 4 // ranks)
-    ]  # fmt: skip
-    assert torch.equal(torch.cat(of_ranks), drawn)
-
-
 def test_scores_of_heads_on_a_rank_are_those_of_the_whole_model():
     layer = layer_of(4, 4)
     rank = dataclasses.replace(layer, q=layer.q[:, 2:], k=layer.k[:, 2:], lse=layer.lse[:, 2:], first_kv_head=2)

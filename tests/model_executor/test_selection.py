@@ -36,49 +36,31 @@ def chosen(kind: str, confidence: list[float], value: float) -> list[int]:
     return picked
 
 
-@pytest.mark.parametrize("kind", ["threshold", "margin"])
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    # 0.5 and 0.75 are exact in float32: what reaches the value counts.
-    [(0.75, [1, 3]), (0.5, [0, 1, 3]), (0.51, [1, 3]), (0.76, [3]), (1.0, [3]), (0.01, [0, 1, 2, 3])],
-)
-def test_all_that_reach_the_value_and_always_the_best(kind, value, expected):
-    assert chosen(kind, [0.5, 0.75, 0.25, 0.875], value) == expected
+PROBABILITIES, ENTROPIES = [0.5, 0.75, 0.25, 0.875], [-1.0, -0.25, -2.0, -0.5]
+REACHED = [(0.75, [1, 3]), (0.5, [0, 1, 3]), (0.51, [1, 3]), (0.76, [3]), (1.0, [3]), (0.01, [0, 1, 2, 3])]
+"""0.5 and 0.75 are exact in float32: what reaches the value counts, and always the best."""
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
-    # In order 0.875, 0.75, 0.5, 0.25: (n + 1)(1 - c) is 0.25, 0.75, 2, 3.75, and must stay below the value.
-    [(0.1, [3]), (0.25, [3]), (0.75, [3]), (0.8, [1, 3]), (2.0, [1, 3]), (2.1, [0, 1, 3]), (4.0, [0, 1, 2, 3])],
+    ("kind", "confidence", "expected"),
+    [
+        ("threshold", PROBABILITIES, REACHED),
+        ("margin", PROBABILITIES, REACHED),
+        # In order 0.875, 0.75, 0.5, 0.25: (n + 1)(1 - c) is 0.25, 0.75, 2, 3.75, and must stay below the value.
+        ("factor", PROBABILITIES, [(0.1, [3]), (0.25, [3]), (0.75, [3]), (0.8, [1, 3]), (2.0, [1, 3])]),
+        ("factor", PROBABILITIES, [(2.1, [0, 1, 3]), (4.0, [0, 1, 2, 3])]),
+        # The sums of 0.25, 0.5, 1, 2 without the largest, 0, 0.25, 0.75, 1.75, stay within the bound.
+        ("entropy_bound", ENTROPIES, [(0.0, [1]), (0.2, [1]), (0.25, [1, 3]), (0.74, [1, 3]), (0.75, [0, 1, 3])]),
+        ("entropy_bound", ENTROPIES, [(2.0, [0, 1, 2, 3])]),
+        # With the largest, 0.25, 0.75, 1.75, 3.75, they stay below the budget.
+        ("entropy_budget", ENTROPIES, [(0.0, [1]), (0.75, [1]), (0.76, [1, 3]), (1.75, [1, 3]), (1.76, [0, 1, 3])]),
+        ("entropy_budget", ENTROPIES, [(4.0, [0, 1, 2, 3])]),
+    ],
 )
-def test_factor_asks_more_of_each_the_more_there_are(value, expected):
-    assert chosen("factor", [0.5, 0.75, 0.25, 0.875], value) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    # Entropies 1, 0.25, 2, 0.5: the sums of 0.25, 0.5, 1, 2 without the largest are 0, 0.25, 0.75, 1.75.
-    [(0.0, [1]), (0.2, [1]), (0.25, [1, 3]), (0.74, [1, 3]), (0.75, [0, 1, 3]), (2.0, [0, 1, 2, 3])],
-)
-def test_entropies_but_the_largest_stay_within_the_bound(value, expected):
-    assert chosen("entropy_bound", [-1.0, -0.25, -2.0, -0.5], value) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    # With the largest they are 0.25, 0.75, 1.75, 3.75.
-    [(0.0, [1]), (0.75, [1]), (0.76, [1, 3]), (1.75, [1, 3]), (1.76, [0, 1, 3]), (4.0, [0, 1, 2, 3])],
-)
-def test_entropies_stay_below_the_budget(value, expected):
-    assert chosen("entropy_budget", [-1.0, -0.25, -2.0, -0.5], value) == expected
+def test_what_each_rule_fills(kind, confidence, expected):
+    assert [(value, chosen(kind, confidence, value)) for value, _ in expected] == expected
 
 
 def test_positions_without_entropy_are_all_filled_under_any_bound():
     # Σ p log(p + 1e-10) of a certain token is a little above 0.
     assert chosen("entropy_bound", [0.0, -3.0, 1e-10, 0.0], 0.0) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", PARALLEL_RULES)
-def test_one_candidate_is_always_chosen(kind):
-    for confidence in (0.0, 0.3, 1.0):
-        assert chosen(kind, [-confidence if kind.startswith("entropy_b") else confidence], 0.5) == [0]

@@ -100,24 +100,11 @@ def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recordin
     assert {(size.num_requests > 1, size.adds) for size in sizes} >= {(True, False), (True, True)}
 
 
-def test_several_steps_per_dispatch_replay_too(engines, recording, tiny_llada):
-    settings = {"cache_method": "sparse", "steps_per_dispatch": 4}
-    expected = answers(engines(tiny_llada, page_size=4, **settings))
-    llm, recorder = recording(tiny_llada, **settings)
-    assert answers(llm) == expected
-    assert recorder.num_replayed
-
-
 @pytest.mark.parametrize(("method", "family"), recordable())
 def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
-    asked = [
-        {"gen_length": 24},
-        {"block_length": 3},
-        {"threshold": 0.3},
-        {"temperature": 0.5, "seed": 2},
-        {"unmasking": "entropy"},
-    ]
+    asked = [{"gen_length": 24}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}]
+    asked += [{"unmasking": "entropy"}]
     params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
     prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
     checkpoint = request.getfixturevalue(f"tiny_{'dream' if family in ('llada', 'llada_moe') else family}")
@@ -205,11 +192,7 @@ def test_requests_and_rows_are_padded_to_few_sizes():
 
 def test_the_recorder_would_notice_the_host():
     ones = torch.ones(3)
-    for run in (
-        lambda: ones * int(ones.sum()),
-        lambda: ones + torch.tensor([1.0, 2.0, 3.0]),
-        lambda: ones[ones > 0],
-    ):
+    for run in (lambda: ones * int(ones.sum()), lambda: ones + torch.tensor([1.0, 2.0, 3.0]), lambda: ones[ones > 0]):
         with torch.inference_mode(), pytest.raises(AssertionError, match=r"device|host"):
             StandInRecorder()(run)
 

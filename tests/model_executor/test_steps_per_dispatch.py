@@ -120,8 +120,7 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"threshold": 0.1}, {"unmasking": "origin", "seed": 1}, {"delay_eos": True}, {"logprobs": 1}],
+    "settings", [{"threshold": 0.1}, {"unmasking": "origin", "seed": 1}, {"delay_eos": True}, {"logprobs": 1}]
 )
 def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, settings):
     llm = engine("dual")

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
 from dllm_engine.model_executor.unmasking.constrained import best_of_class
+from tests.support.engines import generate, runner_of
 from tests.support.plans import spec_of
 
 VOCAB = 150
@@ -110,26 +112,12 @@ SETTINGS = [
 
 def assert_same(got, expected) -> None:
     assert torch.equal(got.token, expected.token)
-    torch.testing.assert_close(got.probability, expected.probability)
-    torch.testing.assert_close(got.negative_entropy, expected.negative_entropy)
-    torch.testing.assert_close(got.margin, expected.margin)
-    torch.testing.assert_close(got.logprobs.token, expected.logprobs.token)
-    torch.testing.assert_close(got.logprobs.top, expected.logprobs.top)
-    assert torch.equal(got.logprobs.rank, expected.logprobs.rank)
+    for name in ("probability", "negative_entropy", "margin"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+    for name in ("token", "top", "rank"):
+        torch.testing.assert_close(getattr(got.logprobs, name), getattr(expected.logprobs, name))
     rows = slice(6, None)  # the first ones hold ties
     assert torch.equal(got.logprobs.top_tokens[rows], expected.logprobs.top_tokens[rows])
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_log_probabilities_are_plain_whatever_is_sampled_from(settings):
-    logits = random_logits()
-    got, plain = predict(logits, settings), logits.log_softmax(-1)
-    torch.testing.assert_close(got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0])
-    top = plain.topk(4)
-    torch.testing.assert_close(got.logprobs.top, top.values)
-    assert torch.equal(got.logprobs.top_tokens, top.indices)
-    ranks = (plain.argsort(-1, descending=True) == got.token[:, None]).nonzero()[:, 1] + 1
-    assert torch.equal(got.logprobs.rank, ranks)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -182,30 +170,22 @@ def on_two_ranks(work):
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("cut", [128, 64, 145], ids=lambda cut: f"cut at {cut}")
 def test_vocabulary_shards_on_two_ranks_equal_the_whole(settings, cut):
+    """And exchange per-row numbers alone, unless a filter needs the logits."""
     logits = random_logits(23)
     logits[3, [10, 140, 149]] = 25.0  # a tie across ranks goes to the lowest token, as in an argmax
     logits[4, 148] = 25.0
     logits[5, MASK] = 25.0
-    whole = predict(logits, settings)
+    whole, sizes = predict(logits, settings), []
 
     def work(rank: int, group):
-        return predict(logits, settings, predictor=predictor_of(group, *((0, cut) if rank == 0 else (cut, VOCAB))))
+        predictor = predictor_of(group, *((0, cut) if rank == 0 else (cut, VOCAB)))
+        gather = predictor._gather
+        predictor._gather = lambda values: sizes.append(values.numel()) or gather(values)
+        return predict(logits, settings, predictor=predictor)
 
     for sharded in on_two_ranks(work):
         assert_same(sharded, whole)
-
-
-def test_ranks_exchange_per_row_numbers_not_logits():
-    largest = []
-
-    def work(rank: int, group):
-        predictor = predictor_of(group, *((0, 80) if rank == 0 else (80, VOCAB)))
-        gather = predictor._gather
-        predictor._gather = lambda values: largest.append(values.numel()) or gather(values)
-        return predict(random_logits(23), SamplingSettings(1.0, 1.0, 0, True), predictor=predictor)
-
-    on_two_ranks(work)
-    assert max(largest) <= 4 * 23  # the four likeliest tokens, where a request asks for them
+    assert settings.filters or max(sizes) <= 4 * 23, "more than the four likeliest tokens that are asked for"
 
 
 def test_logprobs_of_given_tokens_are_those_of_the_softmax(monkeypatch):
@@ -244,6 +224,24 @@ def test_a_probability_is_a_number_just_where_the_logits_are(settings):
     logits[4, MASK] = torch.inf
     found = predict(logits, settings)
     assert (found.probability < torch.inf).tolist() == [False, False, False, True, False, True]
+
+
+# Rows through the head
+
+
+@pytest.mark.parametrize("cache_method", ["none", "dllm_cache"])
+@pytest.mark.parametrize(("family", "rows"), [("llada", [8, 6, 4, 2] * 2), ("dream", [1, 7, 5, 3] * 2)])
+def test_logits_are_made_for_the_masked_positions_of_the_block_alone(
+    engines, request, monkeypatch, family, rows, cache_method
+):
+    """What may be unmasked in the current block, and nothing at a finished one. (Dream's first step of a block is about
+    its first position.)"""
+    llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
+    predictor, found = runner_of(llm).predictor, []
+    compute = predictor.compute_logits
+    monkeypatch.setattr(predictor, "compute_logits", lambda hidden: found.append(len(hidden)) or compute(hidden))
+    generate(llm, [[3, 1, 4, 1, 5]], DiffusionParams(gen_length=16, block_length=8, steps=8, ignore_eos=True))
+    assert found == rows
 
 
 # Constraints

@@ -17,18 +17,11 @@ from tests.oracles.models import PlainModel
 from tests.oracles.sparse import plain_sparse
 
 METHODS: dict[str, Callable[..., None]] = {
-    "none": plain_none,
-    "prefix": plain_prefix,
-    "dual": plain_dual,
-    "sparse": plain_sparse,
-    "dkv": plain_dkv,
-    "dllm_cache": plain_dllm_cache,
-    "maskkv": plain_maskkv,
-    "es_dllm": plain_es_dllm,
-    "freecache": plain_freecache,
-    "delayed": plain_delayed,
-    "d2_cache": plain_d2_cache,
-    "block": plain_block,
+    plain.__name__.removeprefix("plain_"): plain
+    for plain in (
+        *(plain_none, plain_prefix, plain_dual, plain_sparse, plain_dkv, plain_dllm_cache, plain_maskkv),
+        *(plain_es_dllm, plain_freecache, plain_delayed, plain_d2_cache, plain_block),
+    )
 }
 
 

@@ -50,16 +50,8 @@ Uniform = Callable[[int, int], torch.Tensor]
 """Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
 
 
-SLOW_FAST = {
-    "span_steps": 6,
-    "span_threshold": 0.3,
-    "span_window": 2,
-    "span_variance": 1,
-    "slow_threshold": 0.9,
-    "fast_threshold": 0.9,
-    "slow_minimum": 1,
-    "fast_minimum": 1,
-}
+SLOW_FAST = {"span_steps": 6, "span_threshold": 0.3, "span_window": 2, "span_variance": 1}
+SLOW_FAST |= {"slow_threshold": 0.9, "fast_threshold": 0.9, "slow_minimum": 1, "fast_minimum": 1}
 SLOW_FAST_OF_DREAM = SLOW_FAST | {"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2}
 
 
@@ -413,14 +405,9 @@ class Decoding:
             return self.noisy(row, position)
 
         response = [None if token == self.model.mask else token for token in self.canvas[start:]]
-        tokens = held_tokens(
-            self.plain_constraint,
-            response,
-            self.template,
-            min(self.window[1] - start, self.gen_length),
-            row_of,
-            lambda a, b: self.decided(gap(a, b)),
-        )
+        stop = min(self.window[1] - start, self.gen_length)
+        decided = lambda a, b: self.decided(gap(a, b))  # noqa: E731
+        tokens = held_tokens(self.plain_constraint, response, self.template, stop, row_of, decided)
         self.held = len(self.order), {start + place: token for place, token in tokens.items()}
         return self.held[1]
 

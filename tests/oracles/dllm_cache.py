@@ -28,6 +28,7 @@ Readings where the papers leave room:
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -60,6 +61,7 @@ def most_changed(fresh: torch.Tensor, cached: torch.Tensor, count: int, metric: 
     return sorted(order[:count]), gap
 
 
+@dataclass
 class AdaptiveCache:
     """Successive forward passes over the canvas of one request, which share caches.
 
@@ -67,31 +69,24 @@ class AdaptiveCache:
     reuses the response then.
     """
 
-    adapt_beside_prompt = True
+    adapt_beside_prompt: ClassVar[bool] = True
+    run: Decoding
+    prompt_refresh_interval: int = 50
+    response_refresh_interval: int = 7
+    update_ratio: float = 0.25
+    similarity: str = "value"
+    similarity_metric: str = "cosine"
+    refresh_first_layer: bool = True
+    exclude_prompt_states: bool = True
+    interval_unit: str = "tokens"
 
-    def __init__(
-        self,
-        run: Decoding,
-        *,
-        prompt_refresh_interval: int = 50,
-        response_refresh_interval: int = 7,
-        update_ratio: float = 0.25,
-        similarity: str = "value",
-        similarity_metric: str = "cosine",
-        refresh_first_layer: bool = True,
-        exclude_prompt_states: bool = True,
-        interval_unit: str = "tokens",
-    ) -> None:
-        self.run, self.model = run, run.model
-        self.intervals = prompt_refresh_interval, response_refresh_interval
-        self.counts_tokens = run.parallel and interval_unit == "tokens"
-        self.update_ratio, self.similarity, self.metric = update_ratio, similarity, similarity_metric
-        self.refresh_first_layer, self.exclude_prompt_states = refresh_first_layer, exclude_prompt_states
+    def __post_init__(self) -> None:
+        self.model = self.run.model
         self.forwards = self.num_known = 0
         self.caches: list[LayerCache] = []
         self.updated: list[list[list[int]]] = []
         """Per pass with adaptive updates, the canvas positions that each layer recomputed."""
-        run.traces["updated_positions"] = self.updated
+        self.run.traces["updated_positions"] = self.updated
 
     def decode(self) -> None:
         for _ in self.run.passes():
@@ -101,11 +96,12 @@ class AdaptiveCache:
     def due(self) -> list[bool]:
         """Whether the prompt and the response are refreshed in the pass that begins."""
         reached = [self.forwards]
-        if self.counts_tokens:
+        if self.run.parallel and self.interval_unit == "tokens":
             known = sum(map(len, self.run.order))
             # Of the tokens of the last pass, how many were unmasked when each of them was.
             reached, self.num_known = list(range(self.num_known + 1, known + 1)), known
-        return [self.forwards == 0 or any(number % interval == 0 for number in reached) for interval in self.intervals]
+        intervals = self.prompt_refresh_interval, self.response_refresh_interval
+        return [self.forwards == 0 or any(number % interval == 0 for number in reached) for interval in intervals]
 
     def forward(self) -> tuple[torch.Tensor, range]:
         """The next forward pass: its logits, NaN in rows of the prompt of which nothing is known, and rows fed."""
@@ -132,7 +128,7 @@ class AdaptiveCache:
             elif adapts:
                 fresh, cached = (v, cache.v) if self.similarity == "value" else (k, cache.k)
                 count = int(len(response) * self.update_ratio)
-                picked, gap = most_changed(fresh[response], cached[response], count, self.metric)
+                picked, gap = most_changed(fresh[response], cached[response], count, self.similarity_metric)
                 if gap > 0:  # ties are decided by position
                     self.run.decided(50 * gap)
                 cached[response] = fresh[response]

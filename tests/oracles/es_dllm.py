@@ -20,6 +20,7 @@ Readings where the paper leaves room:
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,30 +32,25 @@ from tests.oracles.sparse import select
 SCHEDULE = [[1.0, 0.0], [0.5, 0.125], [0.25, 0.25]]
 
 
+@dataclass
 class PlainESDLLM:
     """One request."""
 
-    def __init__(
-        self,
-        run: Decoding,
-        *,
-        indicator: str = "hidden_state",
-        alpha: float = 0.5,
-        keep_schedule: list[list[float]] | None = None,
-        block_refresh_interval: int = 8,
-        prompt_refresh_interval: int = 64,
-        retention_ratio: float = 1.0,
-        update_delay: int = 1,
-    ) -> None:
-        self.run, self.model = run, run.model
+    run: Decoding
+    indicator: str = "hidden_state"
+    alpha: float = 0.5
+    keep_schedule: list[list[float]] | None = None
+    block_refresh_interval: int = 8
+    prompt_refresh_interval: int = 64
+    retention_ratio: float = 1.0
+    update_delay: int = 1
+
+    def __post_init__(self) -> None:
+        run, self.model = self.run, self.run.model
         run.top_p, run.top_k = 1.0, 0  # its confidence is of the plain softmax
-        self.indicator, self.alpha = indicator, alpha
-        self.block_refresh_interval, self.prompt_refresh_interval = block_refresh_interval, prompt_refresh_interval
-        self.retention_ratio, self.update_delay = retention_ratio, update_delay
         num_layers = len(run.model.layers)
-        self.fractions = {int(depth * num_layers): fraction for fraction, depth in keep_schedule or SCHEDULE}
-        if indicator == "none":
-            self.fractions = {}
+        schedule = [] if self.indicator == "none" else self.keep_schedule or SCHEDULE
+        self.fractions = {int(depth * num_layers): fraction for fraction, depth in schedule}
         self.fractions = {number: fraction for number, fraction in self.fractions.items() if fraction < 1}
         self.buffer = Buffer(run.model, run.length)
         self.confidence = torch.zeros(run.length)
@@ -67,7 +63,7 @@ class PlainESDLLM:
         self.selected: list[list[list[int]]] = []
         """By pass that skips: the rows that each cut kept."""
         run.traces["selected_positions"] = self.selected
-        if retention_ratio < 1:
+        if self.retention_ratio < 1:
             run.traces["retained_positions"] = self.retained_by_block
         self.decoded_last: list[int] = []
         """Positions that the step before decoded."""

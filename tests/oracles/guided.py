@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.oracles.decoding import Decoding
+from tests.oracles.decoding import Decoding, gap
 from tests.oracles.models import PlainModel
 
 Guide = Callable[[list[int]], torch.Tensor]
@@ -225,16 +225,9 @@ def plain_guided(
             text[position] = draft
         judged = texts.judge(guide, text, window) if texts else judge_tokens(guide, text, window, model.mask)
 
-        chosen = select(
-            drafts,
-            probabilities,
-            [of_draft.rank for of_draft in judged],
-            [of_draft.answer for of_draft in judged],
-            top_k=top_k,
-            confidence_threshold=confidence_threshold,
-            fallback=fallback,
-            correction=correction,
-        )
+        ranks, answers = ([getattr(of_draft, name) for of_draft in judged] for name in ("rank", "answer"))
+        asked = {"confidence_threshold": confidence_threshold, "fallback": fallback, "correction": correction}
+        chosen = select(drafts, probabilities, ranks, answers, top_k=top_k, **asked)
         assert model.mask not in chosen.values(), "the diffusion model drafts its mask token"
         for i, token in chosen.items():
             run.canvas[window[i]] = token
@@ -246,12 +239,7 @@ def plain_guided(
 
 
 def _token_margin(
-    predictions: torch.Tensor,
-    judged: list[Judged],
-    chosen: set[int],
-    top_k: int,
-    fallback: str,
-    correction: bool,
+    predictions: torch.Tensor, judged: list[Judged], chosen: set[int], top_k: int, fallback: str, correction: bool
 ) -> float:
     """How close the closest choice of a token was, of those that this step's outcome depends on."""
     gaps = []
@@ -273,4 +261,4 @@ def _token_margin(
 
 
 def _gap(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), abs(b), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf
+    return gap(a, b, floor=1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf

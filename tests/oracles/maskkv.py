@@ -34,6 +34,7 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -182,49 +183,45 @@ def head_budgets(
     return [min(prompt_length, math.floor(share)) for share in shares]
 
 
+@dataclass
 class MaskKVCache(AdaptiveCache):
     """Evicts after the first forward pass."""
 
     adapt_beside_prompt = False
+    refresh_first_layer: bool = False
+    kv_budget: int = 256
+    layer_budget: str = "boundary"
+    profile: str | Sequence[float] = "online"
+    beta: float = 0.4
+    head_budget: str = "prompt_preference"
+    alpha: float = 0.1
+    redistribute: bool = False
+    scorer: str = "mask_voting"
+    voters: str = "all"
+    observation_window: int = 32
+    pool_kernel_size: int | None = None
 
-    def __init__(
-        self,
-        run: Decoding,
-        *,
-        kv_budget: int = 256,
-        layer_budget: str = "boundary",
-        profile: str | Sequence[float] = "online",
-        beta: float = 0.4,
-        head_budget: str = "prompt_preference",
-        alpha: float = 0.1,
-        redistribute: bool = False,
-        scorer: str = "mask_voting",
-        voters: str = "all",
-        observation_window: int = 32,
-        pool_kernel_size: int | None = None,
-        **refreshes: Any,
-    ) -> None:
-        super().__init__(run, **({"refresh_first_layer": False} | refreshes))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        run, profile = self.run, self.profile
         self.prompt_length, num_layers = len(run.prompt), len(run.model.layers)
-        assert layer_budget in ("boundary", "uniform", "squeeze")
-        if kv_budget >= self.prompt_length:
-            self.budgets, head_budget = [self.prompt_length] * num_layers, "uniform"
-        elif layer_budget == "uniform":
-            self.budgets = [kv_budget] * num_layers
+        assert self.layer_budget in ("boundary", "uniform", "squeeze")
+        if self.kv_budget >= self.prompt_length:
+            self.budgets, self.head_budget = [self.prompt_length] * num_layers, "uniform"
+        elif self.layer_budget == "uniform":
+            self.budgets = [self.kv_budget] * num_layers
         else:
             if isinstance(profile, str):
                 assert profile == "online"
-                profile = importance(run.model, run.canvas, of_attention=layer_budget == "squeeze")
-            if layer_budget == "squeeze":
-                assert not redistribute
-                self.budgets = squeeze(kv_budget, profile)
+                profile = importance(run.model, run.canvas, of_attention=self.layer_budget == "squeeze")
+            if self.layer_budget == "squeeze":
+                assert not self.redistribute
+                self.budgets = squeeze(self.kv_budget, profile)
             else:
-                shares = {"beta": beta, "redistribute": redistribute, "prompt_length": self.prompt_length}
-                self.budgets = layer_budgets(kv_budget, profile, num_layers, **shares)
-        self.head_budget, self.alpha, self.redistribute = head_budget, alpha, redistribute
-        self.scorer, self.observation_window = scorer, observation_window
-        self.voters = voters_of(scorer, run, voters=voters, observation_window=observation_window)
-        self.pool_kernel_size = pool_kernel_size or {"snapkv": 7}.get(scorer, 1)
+                shares = {"beta": self.beta, "redistribute": self.redistribute, "prompt_length": self.prompt_length}
+                self.budgets = layer_budgets(self.kv_budget, profile, num_layers, **shares)
+        self.voting = voters_of(self.scorer, run, voters=self.voters, observation_window=self.observation_window)
+        self.pool_kernel_size = self.pool_kernel_size or {"snapkv": 7}.get(self.scorer, 1)
         self.retained: list[list[list[int]]] = []
         run.traces["retained_per_head"] = [self.retained]
 
@@ -241,7 +238,7 @@ class MaskKVCache(AdaptiveCache):
             cache.k[evicted, g] = cache.v[evicted, g] = math.nan
 
     def vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
-        votes = votes_of(q[self.voters], cache.k, self.prompt_length)
+        votes = votes_of(q[self.voting], cache.k, self.prompt_length)
         masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
         shares = {"alpha": self.alpha, "redistribute": self.redistribute}
         keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, **shares)

@@ -52,16 +52,9 @@ class Masked(PlainModel):
     def attention(self, layer: Layer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> Any:
         number, forward = self.attended % len(self.layers), self.attended // len(self.layers)
         self.attended += 1
-        seen = torch.ones(self.heads, 1, len(keys), dtype=torch.bool)
-        group = self.heads // self.kv_heads
-        if forward > 0:
-            seen[:, :, : self.prompt_length] = False
-            for h in range(self.heads):
-                seen[h, 0, self.retained[number][h // group]] = True
-        k, v = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[None])
-        return out[0].transpose(0, 1).flatten(1) @ layer.weights["out"].T
+        response = list(range(self.prompt_length, len(keys)))
+        visible = [kept + response for kept in self.retained[number]] if forward > 0 else None
+        return super().attention(layer, q, keys, values, visible)
 
 
 @pytest.mark.parametrize("redistribute", [False, True])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.load_clients import SERVER
-from dllm_engine.scheduler.options.request_options import RequestOptions
+from dllm_engine.scheduler.options.request_fields import RequestOptions
 from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
@@ -78,21 +78,8 @@ def check(answer: tuple[int, bytes], sent: object) -> None:
 
 ODD_NUMBERS = [0, -1, 1, 2, 17, 2**31, 10**12, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.5, 0.5, 1.5, 1e308, 5e-324]
 ODD_NUMBERS += [math.nan, math.inf, -math.inf]
-ODD_TEXTS = [
-    "",
-    " ",
-    "step",
-    "best",
-    "0",
-    "1",
-    "nan",
-    "../../etc/passwd",
-    "file:///etc/passwd",
-    "\0",
-    "\ud800",
-    "é漢😀",
-    "x" * 5000,
-]
+ODD_TEXTS = ["", " ", "step", "best", "0", "1", "nan", "../../etc/passwd", "file:///etc/passwd", "\0", "\ud800"]
+ODD_TEXTS += ["é漢😀", "x" * 5000]
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.sampled_from(ODD_NUMBERS), st.integers(-40, 40), st.floats(),
     st.sampled_from(ODD_TEXTS), st.text(max_size=8),
@@ -131,79 +118,53 @@ def bounded(num_examples: int):
     )
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_odd_values_of_our_options(server, path):
-    @bounded(150)
-    @given(st.dictionaries(OPTIONS, SCALARS | VALUES, min_size=1, max_size=2), st.booleans())
-    def fuzz(xargs, stream):
-        body = GOOD[path] | {"vllm_xargs": xargs, "stream": stream}
-        check(ask(server, path, body), body)
-
-    fuzz()
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_odd_values_of_standard_fields(server, path):
-    @bounded(300)
-    @given(st.dictionaries(st.sampled_from(fields_of(path)), VALUES, min_size=1, max_size=2), st.booleans())
-    def fuzz(odd, stream):
-        body = GOOD[path] | {"stream": stream} | odd
-        check(ask(server, path, body), body)
-
-    fuzz()
-
-
-KEYWORDS = [
-    "type",
-    "properties",
-    "items",
-    "enum",
-    "const",
-    "anyOf",
-    "$ref",
-    "required",
-    "minLength",
-    "pattern",
-    "minimum",
-]
+KEYWORDS = "type properties items enum const anyOf $ref required minLength pattern minimum".split()
 SCHEMAS = st.recursive(
     SCALARS | st.sampled_from(["object", "array", "string", "integer", "#/$defs/a", "(a", "[a-z]{1,999}"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
     max_leaves=8,
 )
-ASKED = st.one_of(
-    st.tuples(st.just("structured_outputs"), st.sampled_from(["regex", "choice", "json", "json_object"]), SCHEMAS),
-    st.tuples(st.just("structured_outputs"), st.sampled_from(["grammar", "structural_tag", "whitespace"]), SCHEMAS),
-    st.tuples(st.just("response_format"), st.sampled_from(["json_schema", "format", "structures"]), SCHEMAS),
+STRUCTURES = "regex choice json json_object grammar structural_tag whitespace".split()
+FORMATS = st.sampled_from(["json_schema", "structural_tag", "text", "x"])
+
+
+def structured(name: str, value: object, kind: str) -> dict[str, object]:
+    if name in STRUCTURES:
+        return {"structured_outputs": {name: value}}
+    if name == "tools":
+        tool = {"type": "function", "function": {"name": "x", "parameters": value}}
+        return {"tools": [tool], "tool_choice": "required"}
+    value = {"name": "x", "schema": value} if name == "json_schema" else value
+    return {"response_format": {"type": kind, name: value}}
+
+
+STRUCTURED = st.builds(
+    structured, st.sampled_from([*STRUCTURES, *["tools"] * 8, "json_schema", "format", "structures"]), SCHEMAS, FORMATS
 )
+OURS = st.dictionaries(OPTIONS, VALUES, min_size=1, max_size=2).map(lambda odd: {"vllm_xargs": odd})
+ODD = {
+    "our options": (150, lambda path: OURS),
+    "standard": (300, lambda path: st.dictionaries(st.sampled_from(fields_of(path)), VALUES, min_size=1, max_size=2)),
+    "structured output": (200, lambda path: STRUCTURED),
+}
+"""How many examples to draw, and the fields of a body for a path."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_odd_structured_output(server, path):
-    @bounded(100)
-    @given(ASKED, st.sampled_from(["json_schema", "structural_tag", "text", "x"]), st.booleans())
-    def fuzz(asked, kind, stream):
-        field, name, value = asked
-        value = {"name": "x", "schema": value} if name == "json_schema" else value
-        body = GOOD[path] | {field: {"type": kind, name: value} if field == "response_format" else {name: value}}
-        check(ask(server, path, body | {"stream": stream}), body)
-        tool = {"type": "function", "function": {"name": "x", "parameters": value}}
-        body = GOOD[path] | {"tools": [tool], "tool_choice": "required"}
-        check(ask(server, path, body | {"stream": stream}), body)
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_values(server, path, odd):
+    count, fields_for = ODD[odd]
+    ask_with_odd_values(server, path, GOOD[path], fields_for(path), count)
+
+
+def ask_with_odd_values(server, path: str, plausible: dict, odd: st.SearchStrategy, num_examples: int = 40) -> None:
+    @bounded(num_examples)
+    @given(odd, st.booleans())
+    def fuzz(fields, stream):
+        body = plausible | {"stream": stream} | fields
+        check(ask(server, path, body), {"route": path, **body})
 
     fuzz()
-
-
-@pytest.mark.parametrize("number", [n for n in ODD_NUMBERS if n != 10**400], ids=str)
-def test_every_option_with_every_odd_number(server, number):
-    """As tests/llm/test_extreme_options.py, through HTTP and with the engine in a process of its own."""
-    body = GOOD[COMPLETIONS]
-    for name in RequestOptions.model_fields:
-        odd = body | {"vllm_xargs": {name: number}}
-        check(ask(server, COMPLETIONS, odd), odd)
-    for name in fields_of(COMPLETIONS):
-        odd = body | {name: number}
-        check(ask(server, COMPLETIONS, odd), odd)
 
 
 MALFORMED = [
@@ -285,17 +246,7 @@ def test_no_route_answers_an_odd_body_with_an_internal_error(server):
         plausible = {"model": "demo", "max_tokens": 4, "prompt": "x", "input": "x", "query": "x", "items": ["x"]}
         plausible |= {"messages": [{"role": "user", "content": "x"}], "tokens": [5, 6], "label_token_ids": [5, 6]}
 
-        ask_with_odd_values(server, path, plausible, fields)
-
-
-def ask_with_odd_values(server, path: str, plausible: dict, fields: list[str]) -> None:
-    @bounded(40)
-    @given(st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
-    def fuzz(odd):
-        body = plausible | odd
-        check(ask(server, path, body), {"route": path, **body})
-
-    fuzz()
+        ask_with_odd_values(server, path, plausible, st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
 
 
 def test_files_named_in_requests_are_not_opened(server, tmp_path):

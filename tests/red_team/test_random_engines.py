@@ -13,7 +13,7 @@ import torch
 from dllm_engine import DiffusionParams
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.random_requests import between_blocks, in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
@@ -32,56 +32,36 @@ GUIDE_DECIDES = (
 )
 """Options that a guided request cannot have."""
 INTERVALS = {"prompt_refresh_interval": [1, 2, 3]}
+SPARSE = INTERVALS | {"refresh": ["all", "response"], "retention_ratio": [0.0, 0.3, 1.0], "update_delay": [0, 1, 4]}
+SPARSE |= {"scope": ["prefix", "bidirectional"]}
+SPARSE |= {"scorer": "mean_query mask_voting all_voting prompt_voting snapkv random".split()}
+SPARSE |= {"pool_kernel_size": [1, 3]}
+DLLM_CACHE = {"prompt_refresh_interval": [1, 6, 50], "response_refresh_interval": [1, 4, 7]}
+DLLM_CACHE |= {"update_ratio": [0.0, 0.25, 1.0]}
+DLLM_CACHE |= {"similarity": ["key", "value", "random"], "similarity_metric": ["cosine", "l2"]}
+DLLM_CACHE |= {"refresh_first_layer": [True, False], "interval_unit": ["tokens", "passes"]}
+DLLM_CACHE |= {"exclude_prompt_states": [True, False]}
+ES_DLLM = {"indicator": ["hidden_state", "query", "key", "value", "none"], "alpha": [0.0, 0.5, 1.0]}
+ES_DLLM |= {"block_refresh_interval": [1, 4, 8], "prompt_refresh_interval": [3, 64]}
+ES_DLLM |= {"retention_ratio": [0.4, 1.0], "update_delay": [0, 1]}
+MASKKV = {"kv_budget": [0, 7, None], "retention_ratio": [0.5, 1.0]}
+MASKKV |= {"scorer": ["mask_voting", "prompt_voting", "snapkv", "h2o"]}
+MASKKV |= {"layer_budget": ["uniform", "boundary", "pyramid", "squeeze"]}
+MASKKV |= {"head_budget": ["uniform", "prompt_preference", "adaptive"]}
+MASKKV |= {"response_refresh_interval": [1, 5], "redistribute": [True, False]}
+D2_CACHE = {"rollout_p": [0.0, 0.1, 1.0], "masked_rows": [1, 4, 32], "sigma": [1.0, 10.0], "gap_fill": [0, 4]}
+D2_CACHE |= {"confidence": ["first", "latest"], "range_unit": ["masks", "block"]}
 CHOICES: dict[str, dict[str, list[Any]]] = {
     "none": {},
     "prefix": {},
     "dual": INTERVALS | {"refresh": ["all", "response", "near"], "near_tokens": [1, 8]},
-    "sparse": INTERVALS
-    | {
-        "refresh": ["all", "response"],
-        "retention_ratio": [0.0, 0.3, 1.0],
-        "update_delay": [0, 1, 4],
-        "scope": ["prefix", "bidirectional"],
-        "scorer": ["mean_query", "mask_voting", "all_voting", "prompt_voting", "snapkv", "random"],
-        "pool_kernel_size": [1, 3],
-    },
+    "sparse": SPARSE,
     "dkv": {"refresh_interval": [1, 3, 8]},
-    "dllm_cache": {
-        "prompt_refresh_interval": [1, 6, 50],
-        "response_refresh_interval": [1, 4, 7],
-        "update_ratio": [0.0, 0.25, 1.0],
-        "similarity": ["key", "value", "random"],
-        "similarity_metric": ["cosine", "l2"],
-        "refresh_first_layer": [True, False],
-        "interval_unit": ["tokens", "passes"],
-        "exclude_prompt_states": [True, False],
-    },
-    "es_dllm": {
-        "indicator": ["hidden_state", "query", "key", "value", "none"],
-        "alpha": [0.0, 0.5, 1.0],
-        "block_refresh_interval": [1, 4, 8],
-        "prompt_refresh_interval": [3, 64],
-        "retention_ratio": [0.4, 1.0],
-        "update_delay": [0, 1],
-    },
-    "maskkv": {
-        "kv_budget": [0, 7, None],
-        "retention_ratio": [0.5, 1.0],
-        "scorer": ["mask_voting", "prompt_voting", "snapkv", "h2o"],
-        "layer_budget": ["uniform", "boundary", "pyramid", "squeeze"],
-        "head_budget": ["uniform", "prompt_preference", "adaptive"],
-        "response_refresh_interval": [1, 5],
-        "redistribute": [True, False],
-    },
+    "dllm_cache": DLLM_CACHE,
+    "es_dllm": ES_DLLM,
+    "maskkv": MASKKV,
     "freecache": {"include_suffix": [True, False], "cache_block_length": [None, 240]},
-    "d2_cache": {
-        "rollout_p": [0.0, 0.1, 1.0],
-        "masked_rows": [1, 4, 32],
-        "sigma": [1.0, 10.0],
-        "gap_fill": [0, 4],
-        "confidence": ["first", "latest"],
-        "range_unit": ["masks", "block"],
-    },
+    "d2_cache": D2_CACHE,
     "delayed": {"cache_delay": [0, 1, 3], "refresh_interval": [1, 4, 10_000]},
     "block": {},
 }

@@ -27,19 +27,10 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
 BATCH = 8
-WAYS = [
-    {},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_p": 0.7, "top_k": 5},
-    {"threshold": 0.6},
-    {"factor": 2.0, "block_add_threshold": 0.25},
-    {"entropy_bound": 0.5, "unmasking": "entropy"},
-    {"steps": 24, "unmasking": "random"},
-    {"threshold": 0.5, "early_stop": True},
-    {"slow_fast": {"span_steps": 2, "fast_threshold": 0.4}},
-    {"delay_eos": True},
-    {"tokens_per_step": 3},
-]
+WAYS = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.7, "top_k": 5}, {"threshold": 0.6}]
+WAYS += [{"factor": 2.0, "block_add_threshold": 0.25}, {"entropy_bound": 0.5, "unmasking": "entropy"}]
+WAYS += [{"steps": 24, "unmasking": "random"}, {"threshold": 0.5, "early_stop": True}, {"delay_eos": True}]
+WAYS += [{"slow_fast": {"span_steps": 2, "fast_threshold": 0.4}}, {"tokens_per_step": 3}]
 GRAMMARS = st.one_of(
     patterns().map(lambda pattern: ("regex", pattern)),
     schemas().map(lambda drawn: ("json", json.dumps(drawn[0]))),
@@ -98,31 +89,16 @@ def answers_that_match(llm, admitted, max_examples: int) -> int:
     """How many there were; all others fail."""
     tokenizer, found = llm.get_tokenizer(), []
 
-    @settings(
-        max_examples=max_examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(
         st.lists(st.tuples(GRAMMARS, st.sampled_from(WAYS)), min_size=BATCH, max_size=BATCH), st.integers(0, 1 << 30)
     )
     def ask(drawn, seed):
-        cases = [
-            (
-                kind,
-                grammar,
-                DiffusionParams(
-                    structured_outputs=StructuredOutputsParams(**{kind: grammar}),
-                    **way,
-                    gen_length=96,
-                    block_length=32,
-                    seed=seed,
-                ),
-            )
-            for (kind, grammar), way in drawn
-        ]
-        cases = [case for case in cases if admitted(llm, case[2])]
+        cases = []
+        for (kind, grammar), way in drawn:
+            asked = StructuredOutputsParams(**{kind: grammar})
+            params = DiffusionParams(structured_outputs=asked, **way, gen_length=96, block_length=32, seed=seed)
+            cases += [(kind, grammar, params)] if admitted(llm, params) else []
         prompts = [tokenizer.encode(PROMPT)] * len(cases)
         for (kind, grammar, params), output in zip(cases, generate(llm, prompts, [c[2] for c in cases]), strict=True):
             (completion,) = output.outputs

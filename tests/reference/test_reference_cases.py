@@ -10,7 +10,7 @@ from tests.oracles.models import PlainModel
 from tests.support.answers import answers
 from tests.support.reference_cases import (
     DECISIVE_GAP,
-    ENGINES,
+    KINDS,
     ReferenceRow,
     assert_as_stated,
     by_engine,
@@ -18,7 +18,7 @@ from tests.support.reference_cases import (
     reference_rows,
 )
 
-ROWS = reference_rows(*ENGINES)
+ROWS = reference_rows(*KINDS)
 GROUPS = by_engine(ROWS)
 
 

@@ -58,20 +58,13 @@ def install(made: Environment, monkeypatch, fingerprints: dict[str, str], failin
     return log
 
 
-def test_second_run_installs_nothing(made, monkeypatch, capsys):
-    assert install(made, monkeypatch, {"a": "1", "b": "1"}) == ["a", "b"]
-    assert install(made, monkeypatch, {"a": "1", "b": "1"}) == []
+def test_only_steps_that_changed_or_failed_run_again(made, monkeypatch, capsys):
+    steps = {"a": "1", "b": "1", "c": "1"}
+    assert install(made, monkeypatch, steps, failing="b") == ["a", "b"]
+    assert install(made, monkeypatch, steps) == ["b", "c"]
+    assert install(made, monkeypatch, steps) == []
     assert "up to date" in capsys.readouterr().out
-
-
-def test_only_changed_steps_run_again(made, monkeypatch):
-    install(made, monkeypatch, {"a": "1", "b": "1"})
-    assert install(made, monkeypatch, {"a": "1", "b": "2"}) == ["b"]
-
-
-def test_failed_run_goes_on_where_it_stopped(made, monkeypatch):
-    assert install(made, monkeypatch, {"a": "1", "b": "1", "c": "1"}, failing="b") == ["a", "b"]
-    assert install(made, monkeypatch, {"a": "1", "b": "1", "c": "1"}) == ["b", "c"]
+    assert install(made, monkeypatch, steps | {"b": "2"}) == ["b"]
 
 
 def test_extras_of_an_earlier_run_stay(made, monkeypatch):
@@ -87,24 +80,18 @@ def test_extras_of_an_earlier_run_stay(made, monkeypatch):
     assert asked == [[], ["ray", "test"], ["ray", "test"], ["eval", "ray", "test"]]
 
 
-def test_editing_a_requirement_list_changes_the_steps_that_read_it(tmp_path, monkeypatch):
+def test_a_change_makes_those_steps_run_again_that_read_it(tmp_path, monkeypatch):
+    def changed(name, value):
+        before, _ = fingerprints(), monkeypatch.setattr(environment, name, value)
+        return {step for step, mark in fingerprints().items() if before[step] != mark}
+
+    def fingerprints():
+        return {step.name: step.fingerprint for step in Environment(tmp_path)._steps(["test"])}
+
     edited = tmp_path / "cpu.txt"
-    shutil.copy(environment.NEEDS, edited)
-    before = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([])}
-    edited.write_text(edited.read_text() + "another-package\n")
-    monkeypatch.setattr(environment, "NEEDS", edited)
-    after = {step.name: step.fingerprint for step in Environment(tmp_path)._steps([])}
-    assert {name for name in before if before[name] != after[name]} == {"requirements", "check"}
-
-
-def test_a_new_environment_is_filled_anew(tmp_path, monkeypatch):
-    before = {step.name: step.fingerprint for step in Environment(tmp_path)._steps(["test"])}
-    monkeypatch.setattr(environment, "UV", "0")
-    after = {step.name: step.fingerprint for step in Environment(tmp_path)._steps(["test"])}
-    assert not before.items() & after.items()
-
-
-def test_fingerprint_keeps_its_parts_apart():
+    edited.write_text(environment.NEEDS.read_text() + "another-package\n")
+    assert changed("NEEDS", edited) == {"requirements", "check"}
+    assert changed("UV", "0") == {*fingerprints()}
     assert fingerprint("ab", "c") != fingerprint("a", "bc")
 
 

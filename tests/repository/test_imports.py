@@ -7,17 +7,9 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-ALLOWED = {
-    "dllm_engine.kernels": ("dllm_engine.kernels",),
-    "dllm_engine.scheduler": ("dllm_engine.scheduler", "dllm_engine.options", "dllm_engine.families"),
-    "dllm_engine.model_executor": (
-        "dllm_engine.model_executor",
-        "dllm_engine.kernels",
-        "dllm_engine.scheduler",
-        "dllm_engine.options",
-        "dllm_engine.families",
-    ),
-}
+TYPES = ("dllm_engine.options", "dllm_engine.families")
+ENGINE = ("dllm_engine.kernels", "dllm_engine.scheduler", "dllm_engine.model_executor")
+ALLOWED = {ENGINE[0]: ENGINE[:1], ENGINE[1]: (ENGINE[1], *TYPES), ENGINE[2]: (*ENGINE, *TYPES)}
 """What the modules of a room may import of this package. Options and families are types that need no vLLM."""
 
 

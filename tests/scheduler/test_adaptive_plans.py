@@ -1,5 +1,7 @@
 """Plans and pages of the methods that refresh at intervals and adapt in between."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,9 +27,6 @@ INTERVALS = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "upda
 
 def spec(cache, **changes) -> DecodingSpec:
     return spec_of(**({"steps": 13, "cache": cache} | changes))
-
-
-# Prompt due in passes 0, 4, 8, 12; response in 0, 3, 6, 9, 12. Blocks begin at passes 0, 5 and 10.
 
 
 @pytest.mark.parametrize("open_count", [{"parallel": ParallelRule("threshold", 0.9)}, {"guidance": Guidance()}])
@@ -78,57 +77,33 @@ def test_average_budget_is_the_lower_of_tokens_and_share(kv_budget, retention_ra
     assert average_budget(options, prompt_length) == average
 
 
-_RATIO = st.floats(0, 1)
-_ADAPTIVE = {
-    "prompt_refresh_interval": st.integers(1, 9),
-    "response_refresh_interval": st.integers(1, 9),
-    "update_ratio": _RATIO,
-    "exclude_prompt_states": st.booleans(),
-    "refresh_first_layer": st.booleans(),
-    "similarity": st.sampled_from(["value", "random"]),
-    "interval_unit": st.sampled_from(["tokens", "passes"]),
-}
-_INTERVAL = {"prompt_refresh_interval": st.integers(1, 5)}
-METHOD_OPTIONS: dict[str, dict[str, st.SearchStrategy]] = {
-    "none": {},
-    "delayed": {"cache_delay": st.integers(0, 5), "refresh_interval": st.integers(1, 9)},
-    "d2_cache": {"masked_rows": st.integers(1, 40), "rollout_p": _RATIO, "gap_fill": st.integers(0, 9)},
-    "prefix": {},
-    "dual": _INTERVAL | {"refresh": st.sampled_from(["all", "response", "near"]), "near_tokens": st.integers(1, 20)},
-    "sparse": _INTERVAL
-    | {
-        "refresh": st.sampled_from(["all", "response"]),
-        "retention_ratio": _RATIO,
-        "update_delay": st.integers(0, 3),
-        "scope": st.sampled_from(["bidirectional", "prefix"]),
-    },
-    "dkv": {"refresh_interval": st.integers(1, 9)},
-    "freecache": {"include_suffix": st.booleans(), "cache_block_length": st.none() | st.integers(1, 30)},
-    "es_dllm": {
-        "indicator": st.sampled_from(["hidden_state", "query", "key", "value", "none"]),
-        "alpha": _RATIO,
-        "retention_ratio": _RATIO,
-        "update_delay": st.integers(0, 3),
-        "block_refresh_interval": st.integers(1, 9),
-    },
-    "dllm_cache": _ADAPTIVE,
-    "maskkv": _ADAPTIVE
-    | {
-        "kv_budget": st.none() | st.integers(0, 40),
-        "retention_ratio": _RATIO | st.just(1.0),
-        "layer_budget": st.sampled_from(["uniform", "boundary", "pyramid", "squeeze"]),
-        "beta": _RATIO,
-        "redistribute": st.booleans(),
-        "profile": st.just("online") | st.lists(st.floats(0, 2), min_size=4, max_size=4),
-    },
-}
+OF_NO_PLAN = {"scorer", "voters", "head_budget", "observation_window", "pool_kernel_size", "keep_schedule"}
+OF_NO_PLAN |= {"similarity_metric", "sigma", "confidence", "range_unit"}
+"""Options that change no plan, some of which do not go with others."""
+
+
+def values(schema: dict[str, Any]) -> st.SearchStrategy:
+    """Of an option, by its JSON schema."""
+    if "anyOf" in schema:
+        return st.one_of([values(kind) for kind in schema["anyOf"]])
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum", [schema.get("const")]))
+    if schema["type"] == "array":  # a profile of the layers
+        return st.lists(st.floats(0, 2), min_size=4, max_size=4)
+    if schema["type"] == "number":
+        return st.floats(schema["minimum"], schema["maximum"]) | st.just(schema["maximum"])
+    if schema["type"] == "integer":
+        return st.integers(schema["minimum"], schema["minimum"] + 40)
+    return {"boolean": st.booleans(), "null": st.none()}[schema["type"]]
 
 
 @pytest.mark.parametrize("method", FULL_METHODS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_request_needs_more_pages_than_the_longest(method, data):
-    options = data.draw(st.fixed_dictionaries(METHOD_OPTIONS.get(method, {})), label="options")
+    schemas = FULL_METHODS[method].options.model_json_schema().get("properties", {})
+    drawn = {name: values(schema) for name, schema in schemas.items() if name not in OF_NO_PLAN}
+    options = data.draw(st.fixed_dictionaries(drawn), label="options")
     page_size, heads, ranks = data.draw(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4]), st.integers(1, 2)))
     engine = EngineOptions(cache_method=method, cache_options=options, page_size=page_size)
     geometry = PoolGeometry(
@@ -149,7 +124,7 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=data.draw(st.integers(1, gen_length), label="block_length"),
-        block_add_threshold=data.draw(st.none() | _RATIO, label="block_add_threshold"),
+        block_add_threshold=data.draw(st.none() | st.floats(0, 1), label="block_add_threshold"),
         shifts_logits=data.draw(st.booleans(), label="shifts_logits"),
         suffix_blocks=data.draw(st.none() | st.integers(0, 5), label="suffix_blocks"),
     )
@@ -173,10 +148,3 @@ def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
     for prompt_length in range(1, 9):
         request = spec(engine.cache, prompt_length=prompt_length, gen_length=9 - prompt_length, block_length=1)
         assert page_demand(request, engine, geometry) <= longest, prompt_length
-
-
-def test_every_method_is_among_those_drawn():
-    """A new method with options of its own must be named above, or it is only tried with its defaults."""
-    assert {name for name, method in FULL_METHODS.items() if method.options.model_fields} <= {
-        name for name, options in METHOD_OPTIONS.items() if options
-    }

@@ -10,9 +10,8 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import resolve_decoding
-from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request import DecodingSpec
 from tests.support.engines import start_engine
-from tests.support.plans import plans_of
 
 
 def spec(prompt_length: int, gen_length: int, family=SDAR, **options) -> DecodingSpec:
@@ -20,38 +19,10 @@ def spec(prompt_length: int, gen_length: int, family=SDAR, **options) -> Decodin
     return resolve_decoding(params, prompt_length, family, EngineOptions())
 
 
-@pytest.mark.parametrize(
-    ("prompt_length", "gen_length", "spans", "masks"),
-    [
-        (8, 8, [(8, 12), (12, 16)], 8),
-        (6, 8, [(6, 8), (8, 12), (12, 16)], 10),  # the prompt's rest heads the first block; two masks behind
-        (3, 1, [(3, 4)], 1),
-        (1, 1, [(1, 4)], 3),  # shorter than a block
-        (7, 5, [(7, 8), (8, 12)], 5),
-    ],
-)
-def test_blocks_are_counted_from_the_start_of_the_canvas(prompt_length, gen_length, spans, masks):
-    request = spec(prompt_length, gen_length)
-    assert [request.block_span(block) for block in range(request.num_blocks)] == spans
-    assert request.canvas_length == spans[-1][1]
-    assert request.response_span == (prompt_length, prompt_length + gen_length)
-    assert request.num_masks == request.steps == masks
-    assert request.num_sent == gen_length
-
-
-def test_a_pass_computes_nothing_behind_the_block():
-    plans = plans_of(spec(6, 8), "none")
-    assert [plan.span for plan in plans] == [Span(0, 8)] * 2 + [Span(0, 12)] * 4 + [Span(0, 16)] * 4
-    assert [plan.window for plan in plans[:3]] == [Span(6, 8)] * 2 + [Span(8, 12)]
-
-
 @pytest.mark.parametrize(("family", "expected"), [(SDAR, 4), (LLADA2, 32), (DREAM, 3)])
 def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(family, expected):
     assert spec(5, 3, family).block_length == expected
-
-
-def test_a_request_may_name_another_block_length():
-    assert spec(5, 3, block_length=16).canvas_length == 16
+    assert spec(5, 3, block_length=16).canvas_length == 16, "where a request names another length, too"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Plans of block diffusion: what a step feeds, keeps and fills, and how a long prompt is fed in parts."""
+"""Plans of block diffusion: how a long prompt is fed in parts. What steps feed is in ``test_random_requests.py``."""
 
 import pytest
 
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.progress import Progress
-from tests.support.plans import pages_of, plans_of, spec_of
+from tests.support.plans import pages_of, spec_of
 
 BLOCK = CACHE_METHODS["block"]
 
@@ -17,31 +17,6 @@ def block_spec(prompt_length: int, gen_length: int, **changes):
 
 def fed(plan) -> tuple:
     return plan.state.value, tuple(plan.span), plan.read, plan.retained
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response", "expected"),
-    [
-        # The prompt's last tokens stand at the head of the first block.
-        (10, 4, [("update", (0, 12), 0, 8), ("update", (8, 16), 8, 12)]),
-        (8, 8, [("update", (0, 12), 0, 8), ("update", (8, 16), 8, 12)]),
-        (3, 5, [("reuse", (0, 4), 0, 0), ("update", (0, 8), 0, 4)]),
-        (1, 2, [("reuse", (0, 4), 0, 0)]),
-    ],
-)
-def test_a_finished_block_is_kept_by_the_first_step_of_the_next(prompt, response, expected):
-    spec = block_spec(prompt, response, block_steps=1)
-    assert [fed(plan) for plan in plans_of(spec, "block")] == expected
-
-
-def test_the_other_steps_feed_the_block_alone():
-    plans = plans_of(block_spec(6, 6, block_steps=4), "block")
-    assert [fed(plan)[:2] for plan in plans] == [
-        *[("update", (0, 8)), ("reuse", (4, 8))],
-        *[("update", (4, 12)), *[("reuse", (8, 12))] * 3],
-    ]
-    assert [plan.quota.count for plan in plans] == [1, 1, 1, 1, 1, 1]
-    assert [plan.forward for plan in plans] == [*range(6)]
 
 
 @pytest.mark.parametrize(("room", "stop"), [(4, 4), (7, 4), (8, 8), (39, 36), (100, 40)])

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreEventType, FinishReason
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
 
@@ -68,6 +67,7 @@ def make_scheduler(
     *,
     hf_config=HF_CONFIG,
     max_num_seqs=4,
+    max_num_active_seqs=None,
     max_rows=1000,
     policy="fcfs",
     watermark=0.0,
@@ -85,6 +85,7 @@ def make_scheduler(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(
             max_num_seqs=max_num_seqs,
+            max_num_active_seqs=max_num_active_seqs,
             max_num_batched_tokens=max_rows,
             enable_chunked_prefill=True,
             policy=policy,
@@ -154,25 +155,12 @@ def assert_empty(scheduler) -> None:
     assert scheduler.pages.num_reserved == scheduler.pages.num_allocated == 0
 
 
-def test_request_runs_its_steps_and_returns_a_block_at_a_time():
-    scheduler, runner = make_scheduler(), StandInRunner(token_at=lambda position: position)
-    scheduler.add_request(request("a"))
-    received, figures = [], []
-    while scheduler.has_unfinished_requests():
-        _, outputs = step(scheduler, runner)
-        received.append([(o.new_token_ids, o.finish_reason) for o in outputs[0].outputs] if outputs else [])
-        figures += [o.kv_transfer_params["diffusion"] for o in outputs[0].outputs] if outputs else []
-    assert received == [[], [([10, 11, 12, 13], None)], [], [([14, 15, 16, 17], FinishReason.LENGTH)]]
-    counts = [(f["forward_passes"], f["tokens_unmasked"], f["tokens_computed"]) for f in figures]
-    assert counts == [(2, 4, 36), (4, 8, 72)], "they accumulate over the response"
-    assert_empty(scheduler)
-
-
 # Order
 
 
-def test_place_is_taken_as_soon_as_a_request_ends():
-    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", max_num_seqs=2)
+@pytest.mark.parametrize("limit", [{"max_num_seqs": 2}, {"max_num_active_seqs": 2}], ids=str)
+def test_place_is_taken_as_soon_as_a_request_ends(limit):
+    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", **limit)
     ran, _, _ = run(scheduler, runner)
     assert [sorted(ids) for ids in ran] == [["long", "short"]] * 2 + [["long", "next"]] * 2 + [["next"]] * 2
 
@@ -232,14 +220,6 @@ def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
     assert step(scheduler, runner)[0] == ["running"]
 
 
-@pytest.mark.parametrize(("max_rows", "together"), [(35, ["a"]), (36, ["a", "b"])])
-def test_requests_run_together_when_their_rows_fit_exactly(max_rows, together):
-    scheduler, runner = make_scheduler(max_rows=max_rows), StandInRunner()
-    scheduler.add_request(request("a"))  # 18 rows each
-    scheduler.add_request(request("b"))
-    assert step(scheduler, runner)[0] == together
-
-
 def test_canvas_beyond_the_budget_is_refused_and_others_go_on():
     scheduler, runner = scheduler_with(request("large", prompt_length=11), "fits", max_rows=18)
     _, tokens, reasons = run(scheduler, runner)
@@ -260,18 +240,6 @@ def test_pages_are_reserved_at_admission_and_held_until_the_end():
 
 
 # Abort
-
-
-def test_abort_while_running_tells_the_runner_and_frees_the_place():
-    scheduler, runner = scheduler_with("a", "b", max_num_seqs=1, page_demand=lambda spec: 3)
-    step(scheduler, runner)
-    scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
-    assert scheduler.pages.num_reserved == 0
-    output = scheduler.schedule()
-    assert output.finished_req_ids == {"a"}
-    assert list(output.plans) == ["b"]
-    scheduler.update_from_output(output, runner.execute(output))
-    assert scheduler.schedule().finished_req_ids == set(), "told once"
 
 
 def test_abort_in_the_middle_of_a_step_drops_its_result():
@@ -309,19 +277,6 @@ def test_id_in_use_is_refused_and_can_be_used_again_afterwards():
 
 
 # Pause
-
-
-def test_paused_new_finishes_what_runs_and_admits_nothing():
-    scheduler, runner = scheduler_with("a", max_num_seqs=2)
-    step(scheduler, runner)
-    scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    scheduler.add_request(request("b"))
-    assert scheduler.pause_state == PauseState.PAUSED_NEW
-    assert run(scheduler, runner)[0] == [["a"]] * 3
-    assert not scheduler.has_unfinished_requests()
-    scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert run(scheduler, runner)[0] == [["b"]] * 4
-    assert_empty(scheduler)
 
 
 def test_throttled_prefills_admit_nothing():
@@ -368,31 +323,15 @@ def test_stats_count_running_and_waiting_requests():
     assert make_scheduler().make_stats() is None
 
 
-def test_one_client_alone_gets_the_stats():
-    scheduler, runner = scheduler_with(
-        request("a", client=0, gen_length=4, steps=1), request("b", client=2, gen_length=4, steps=1), log_stats=True
-    )
-    _, outputs = step(scheduler, runner)
-    assert set(outputs) == {0, 2}
-    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1
-
-
-def test_events_of_a_request_are_queued_then_scheduled():
-    scheduler, runner = scheduler_with(request("a", gen_length=4, steps=1), log_stats=True)
-    _, outputs = step(scheduler, runner)
-    events = [event.type for event in outputs[0].outputs[0].events]
-    assert events == [EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED]
-
-
 def test_finished_ids_go_to_the_client_that_asked():
-    scheduler, runner = scheduler_with(
-        request("a", client=1, gen_length=4, steps=1), request("b", client=2), include_finished_set=True
-    )
+    requests = [request(name, client=client, gen_length=4, steps=1) for client, name in enumerate("abc")]
+    scheduler, runner = scheduler_with(*requests[:2], include_finished_set=True, log_stats=True)
     _, outputs = step(scheduler, runner)
-    assert outputs[1].finished_requests == {"a"}
-    assert 2 not in outputs
+    assert [outputs[client].finished_requests for client in (0, 1)] == [{"a"}, {"b"}]
+    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1, "one gets the stats"
+    scheduler.add_request(requests[2])
     _, outputs = step(scheduler, runner)
-    assert not outputs or outputs[2].finished_requests is None
+    assert {client for client, per_client in outputs.items() if per_client.finished_requests} == {2}
 
 
 # Refreshes beside smaller requests

@@ -57,29 +57,22 @@ def test_the_last_block_is_never_kept():
 
 def test_the_newest_request_loses_its_pages_and_goes_on_where_it_stood():
     scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("b", 1, 4), num_blocks=5)
-    ran, plans = [], []
+    ran, plans, events, stats = [], [], [], []
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
         ran.append([*output.plans])
         plans += [(plan.span, plan.forward) for name, plan in output.plans.items() if name == "b"]
         assert not output.new_requests.keys() & set(ran[0]) or len(ran) == 1, "the runner keeps its canvas"
-        scheduler.update_from_output(output, runner.execute(output))
+        told = scheduler.update_from_output(output, runner.execute(output))[0]
+        events += [event.type for out in told.outputs if out.request_id == "b" for event in out.events or ()]
+        stats.append((told.scheduler_stats.num_running_reqs, told.scheduler_stats.num_waiting_reqs))
     assert ran == [["a", "b"], ["a", "b"], ["a"], ["a"], ["b"], ["b"]]
     # Its third step feeds the prompt and two blocks again, with the third.
     assert plans == [((0, 8), 0), ((4, 12), 1), ((0, 16), 2), ((12, 20), 3)]
-    assert_empty(scheduler)
-
-
-def test_a_request_that_is_preempted_says_so():
-    scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("b", 1, 4), num_blocks=5)
-    events, stats = [], []
-    while scheduler.has_unfinished_requests():
-        _, outputs = step(scheduler, runner)
-        events += [event.type for out in outputs[0].outputs if out.request_id == "b" for event in out.events or ()]
-        stats.append((outputs[0].scheduler_stats.num_running_reqs, outputs[0].scheduler_stats.num_waiting_reqs))
     kinds = EngineCoreEventType
     assert events == [kinds.QUEUED, kinds.SCHEDULED, kinds.PREEMPTED, kinds.SCHEDULED]
     assert stats == [(2, 0), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)]
+    assert_empty(scheduler)
 
 
 def test_by_priority_the_least_urgent_request_is_preempted():

@@ -1,6 +1,7 @@
 """vLLM's ``AsyncLLM``: streaming from Python, with the engine in a process of its own."""
 
 import asyncio
+from contextlib import contextmanager
 
 import pytest
 
@@ -24,32 +25,34 @@ def expected(engines):
     return llm.generate([PROMPT], parameters(logprobs=0), use_tqdm=False)[0].outputs[0]
 
 
+@contextmanager
+def started(**settings):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(demo_model_path(), **ENGINE, **settings, enable_log_requests=False)
+    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
 async def collected(engine, name, params) -> list:
     return [output.outputs[0] async for output in engine.generate(PROMPT, params, name)]
 
 
 async def streams() -> dict[str, list]:
     """Three requests of one engine, answered together."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(
-        demo_model_path(), **ENGINE, additional_config={"dllm": {"cache_method": "sparse"}}, enable_log_requests=False
-    )
-    engine = AsyncLLM.from_engine_args(arguments)
-    try:
-        wanted = {
-            "steps": parameters(stream_granularity="step", logprobs=0),
-            "blocks": parameters(),
-            "whole": parameters(),
-        }
+    with started(additional_config={"dllm": {"cache_method": "sparse"}}) as engine:
+        wanted = {"steps": parameters(stream_granularity="step", logprobs=0)}
+        wanted |= {name: parameters() for name in ("blocks", "whole")}
         wanted["steps"].output_kind = wanted["blocks"].output_kind = RequestOutputKind.DELTA
         wanted["whole"].output_kind = RequestOutputKind.FINAL_ONLY
         answers = await asyncio.gather(*(collected(engine, name, params) for name, params in wanted.items()))
         return dict(zip(wanted, answers, strict=True))
-    finally:
-        engine.shutdown()
 
 
 def test_streams_by_step_and_by_block_are_the_offline_response(expected, monkeypatch):
@@ -74,12 +77,8 @@ def test_streams_by_step_and_by_block_are_the_offline_response(expected, monkeyp
 
 async def updates() -> tuple[list[str], list]:
     """What changing weights beside a running request is answered with, and the request's outputs."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(demo_model_path(), **ENGINE, enable_log_requests=False))
     refusals, outputs = [], []
-    try:
+    with started() as engine:
         async for output in engine.generate(PROMPT, parameters(), "first"):
             outputs.append(output.outputs[0])
             if not refusals:
@@ -92,8 +91,6 @@ async def updates() -> tuple[list[str], list]:
         waiting = asyncio.create_task(collected(engine, "second", parameters()))
         await engine.resume_generation()
         return refusals, [outputs[-1], (await waiting)[-1]]
-    finally:
-        engine.shutdown()
 
 
 def test_weights_do_not_change_beside_a_request_in_another_process(monkeypatch):

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from dllm_engine import DiffusionParams
-from tests.support.blocks_server import PAGE_SIZE, blocks_server
+from tests.support.model_servers import PAGE_SIZE, blocks_server
 from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
@@ -90,25 +90,6 @@ def test_what_else_a_request_asks_for(client, offline):
     assert len(figures["trace"]["windows"]) == figures["denoising_steps"] < LENGTH
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"template": [" a", 2, " b"]}, "response_template"),
-        ({"block_add_threshold": 0.5, "threshold": 0.9}, "block_add_threshold"),
-        ({"suffix_blocks": 1}, "suffix_blocks"),
-        ({"guided": True}, "guided=True"),
-    ],
-)
-def test_what_blocks_cannot_do_is_refused_by_name(client, options, named):
-    with pytest.raises(openai.BadRequestError, match=named):
-        chat(client, {"vllm_xargs": options}, max_tokens=openai.NOT_GIVEN)
-
-
-def test_an_editors_suffix_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match=r"attention of SDAR goes by blocks: .*suffix"):
-        client.completions.create(model="blocks", prompt="Tom", suffix=" Oslo", max_tokens=4)
-
-
 def test_preemptions_and_hits_are_in_vllms_metrics(client, server):
     """Requests side by side get the tokens that they get alone."""
     shared, numbers = [*range(10, 26)], range(4)
@@ -125,10 +106,10 @@ def test_preemptions_and_hits_are_in_vllms_metrics(client, server):
         return [after[f"vllm:{name}"] - before[f"vllm:{name}"] for name in names]
 
     def reset():
-        urllib.request.urlopen(urllib.request.Request(server.url + "/reset_prefix_cache", b""), timeout=30)
+        urllib.request.urlopen(server.url + "/reset_prefix_cache", b"", timeout=30)
+        return scrape(server.url)
 
-    reset()
-    before = scrape(server.url)
+    before = reset()
     alone = [ask(number) for number in numbers]
     assert [len(tokens) for tokens in alone] == [200] * 4
     # Each but the first finds what all begin with.
@@ -136,8 +117,7 @@ def test_preemptions_and_hits_are_in_vllms_metrics(client, server):
     with ThreadPoolExecutor(4) as clients:
         assert [*clients.map(ask, numbers)] == alone
     assert grown()[0] > 0
-    reset()
-    before = scrape(server.url)
+    before = reset()
     assert ask(0) == alone[0]
     assert grown() == [0, len(shared) + 5, 0]
     assert scrape(server.url)["vllm:dllm_pages_reserved"] == 0

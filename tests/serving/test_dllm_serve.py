@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.support.keyed_server import KEY, keyed_server
+from tests.support.model_servers import KEY, keyed_server
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +21,9 @@ def client(server):
 @pytest.fixture
 def figures(client):
     def ask(**options):
-        answer = client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": "Reverse: Rome Tom Oslo"}],  # 10 tokens with the template
-            max_tokens=32,
-            extra_body={"ignore_eos": True, "vllm_xargs": {"block_length": 8} | options},
-        )
+        messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
+        body = {"ignore_eos": True, "vllm_xargs": {"block_length": 8} | options}
+        answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=32, extra_body=body)
         return answer.choices[0].model_extra["diffusion"]
 
     return ask
@@ -34,16 +31,13 @@ def figures(client):
 
 def test_the_cache_is_the_one_asked_for(figures):
     by_default = figures()
+    assert "trace" not in by_default
+    assert figures(trace=True)["trace"]
     assert by_default["tokens_retained"] == (10 + 24) // 2
     assert by_default["pages_held"] % 3 == 0, "17 tokens are three pages in each layer"
     assert figures(retention_ratio=0.25)["tokens_retained"] == (10 + 24) // 4
     with pytest.raises(openai.BadRequestError, match=r"retention_ratio=0\.75 is out of range"):
         figures(retention_ratio=0.75)
-
-
-def test_a_trace_comes_where_it_is_asked_for(figures):
-    assert "trace" not in figures()
-    assert figures(trace=True)["trace"]
 
 
 def test_the_log_has_requests_but_neither_prompts_nor_keys(server, client, figures):

@@ -2,15 +2,14 @@
 
 import json
 import subprocess
-import time
-import urllib.request
+from functools import partial
 
 import openai
 import pytest
 
-from dllm_engine import DiffusionParams
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
+from tests.support.engines import demo_answers
 from tests.support.preloaded import preloaded_programs
 from tests.support.server import scrape
 
@@ -44,13 +43,7 @@ def examples():
 @pytest.fixture(scope="module")
 def offline(engines, examples):
     """The same questions answered by ``LLM.chat``."""
-    llm = engines("demo", skip_tokenizer_init=False, dtype="auto", max_model_len=MAX_MODEL_LEN, trace=False)
-    outputs = llm.chat(
-        [[{"role": "user", "content": example.prompt}] for example in examples],
-        DiffusionParams(gen_length=GEN_LENGTH, block_length=8),
-        use_tqdm=False,
-    )
-    return [output.outputs[0] for output in outputs]
+    return demo_answers(engines, examples)
 
 
 def ask(client, model, text, **options):
@@ -65,16 +58,33 @@ def figures_of(choice) -> dict:
     return choice.model_extra["diffusion"]
 
 
+@pytest.fixture(params=["chat", "completions"])
+def endpoint(request, client, model, examples):
+    """What asks an endpoint a question, and what the text of a choice is."""
+    prompt = examples[0].prompt
+    if request.param == "chat":
+        return partial(
+            ask, client, model, prompt
+        ), lambda choice: (getattr(choice, "delta", None) or choice.message).content
+    asked = {"model": model, "prompt": prompt, "max_tokens": GEN_LENGTH}
+    return partial(client.completions.create, **asked), lambda choice: choice.text
+
+
 def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, examples, offline):
+    """Usage does not count the tokens of the last block that lie behind the end."""
     for example, expected in zip(examples, offline, strict=True):
         answer = ask(client, model, example.prompt)
         assert answer.choices[0].message.content == expected.text
         assert answer.choices[0].finish_reason == expected.finish_reason
-        assert answer.usage.completion_tokens == len(expected.token_ids)
         figures = figures_of(answer.choices[0])
         assert figures["forward_passes"] == expected.diffusion.forward_passes
         assert figures["tokens_per_forward"] == 1.0
         assert "trace" not in figures
+        *_, last = ask(client, model, example.prompt, stream=True, stream_options={"include_usage": True})
+        for usage in (answer.usage, last.usage):
+            assert usage.completion_tokens == len(expected.token_ids) <= expected.diffusion.tokens_unmasked
+            assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -87,27 +97,12 @@ def test_parallel_unmasking_can_be_asked_for_per_request(client, model, rule):
     assert figures_of(answer.choices[0])["tokens_per_forward"] > 1.5
 
 
-def test_completions_take_plain_prompts(client, server, model, examples, offline):
-    question = {"model": model, "messages": [{"role": "user", "content": examples[0].prompt}]}
-    tokenized = client.with_options(base_url=server.url).post("/tokenize", body=question, cast_to=object)["tokens"]
-    answer = client.completions.create(model=model, prompt=tokenized, max_tokens=GEN_LENGTH, extra_body=BLOCK)
-    assert answer.choices[0].text == offline[0].text
-
-
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_streaming_sends_blocks_with_the_figures_so_far(client, model, examples, endpoint):
-    if endpoint == "chat":
-        stream = ask(client, model, examples[0].prompt, stream=True, extra_body={"ignore_eos": True})
-        (whole,) = ask(client, model, examples[0].prompt, extra_body={"ignore_eos": True}).choices
-        text_of, whole_text = (lambda choice: choice.delta.content or ""), whole.message.content
-    else:
-        create = client.completions.create
-        settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
-        stream, answer = (create(**settings, stream=s, extra_body=BLOCK | {"ignore_eos": True}) for s in (True, False))
-        (whole,) = answer.choices
-        text_of, whole_text = (lambda choice: choice.text), whole.text
+def test_streaming_sends_blocks_with_the_figures_so_far(endpoint):
+    create, text_of = endpoint
+    stream, answer = (create(stream=s, extra_body=BLOCK | {"ignore_eos": True}) for s in (True, False))
+    (whole,) = answer.choices
     chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
-    assert "".join(map(text_of, chunks)) == whole_text
+    assert "".join(text_of(chunk) or "" for chunk in chunks) == text_of(whole)
     assert chunks[-1].finish_reason == "length"
     figures = [figures_of(chunk) for chunk in chunks if "diffusion" in chunk.model_extra]
     # A chunk per block; vLLM joins those that its server had no time to send one by one.
@@ -116,20 +111,13 @@ def test_streaming_sends_blocks_with_the_figures_so_far(client, model, examples,
     assert figures[-1] == figures_of(whole)
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_streaming_by_step_shows_the_running_block(client, model, examples, endpoint):
-    options = {"vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
-    if endpoint == "chat":
-        whole = ask(client, model, examples[0].prompt).choices[0]
-        chunks = list(ask(client, model, examples[0].prompt, stream=True, extra_body=options))
-        text_of, whole_text = (lambda choice: choice.delta.content or ""), whole.message.content
-    else:
-        settings = {"model": model, "prompt": examples[0].prompt, "max_tokens": GEN_LENGTH}
-        whole = client.completions.create(**settings, extra_body=BLOCK).choices[0]
-        chunks = list(client.completions.create(**settings, stream=True, extra_body=options))
-        text_of, whole_text = (lambda choice: choice.text), whole.text
+def test_streaming_by_step_shows_the_running_block(endpoint):
+    create, text_of = endpoint
+    (whole,) = create(extra_body=BLOCK).choices
+    by_step = {"vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
+    chunks = list(create(stream=True, extra_body=by_step))
     usual = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert "".join(map(text_of, usual)) == whole_text
+    assert "".join(text_of(chunk) or "" for chunk in usual) == text_of(whole)
     assert usual[-1].finish_reason == whole.finish_reason
     assert figures_of(usual[-1]) == figures_of(whole)
     steps = [chunk.model_extra["provisional"] for chunk in chunks if "provisional" in chunk.model_extra]
@@ -137,42 +125,22 @@ def test_streaming_by_step_shows_the_running_block(client, model, examples, endp
     pieces = {}
     for step in steps:
         pieces |= zip(step["positions"], step["pieces"], strict=True)
-        for position in step["special"]:
-            pieces[position] = ""
+        pieces |= dict.fromkeys(step["special"], "")
         filled = sum(p // 8 == step["block"] for p in pieces)
         if step["step"] == 8:  # the last of its block
             assert filled == 8
-    assert "".join(pieces[p] for p in sorted(pieces)).startswith(whole_text)
+    assert "".join(pieces[p] for p in sorted(pieces)).startswith(text_of(whole))
     assert steps[-1]["forward_pass"] == steps[-1]["diffusion"]["forward_passes"] == figures_of(whole)["forward_passes"]
     assert len({(chunk.id, chunk.model) for chunk in chunks if chunk.id}) == 1
 
 
-def test_a_client_that_hangs_up_amid_steps_frees_its_place(client, server, model, examples):
-    options = {"ignore_eos": True, "vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
-    for _ in range(3):
-        stream = ask(client, model, examples[0].prompt, stream=True, max_tokens=256, extra_body=options)
-        for _ in zip(range(5), stream, strict=False):
-            pass
-        stream.close()
-    deadline = time.monotonic() + 20
-    while scrape(server.url)["vllm:num_requests_running"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert scrape(server.url)["vllm:num_requests_running"] == 0
-
-
 def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
     prompts = ["Tom=48. Give: Tom", "Tom=48. Ida=07. Max=31. Give: Ida, Tom"]
-    answer = client.completions.create(
-        model=model, prompt=prompts, n=2, temperature=1.0, max_tokens=8, extra_body=BLOCK
-    )
-    computed = [figures_of(choice)["tokens_computed"] for choice in answer.choices]
+    asked = {"model": model, "prompt": prompts, "n": 2, "temperature": 1.0, "max_tokens": 8, "extra_body": BLOCK}
+    computed = [figures_of(choice)["tokens_computed"] for choice in client.completions.create(**asked).choices]
     assert computed[0] == computed[1] < computed[2] == computed[3]
-    computed_streamed = {}
-    for chunk in client.completions.create(
-        model=model, prompt=prompts, n=2, temperature=1.0, max_tokens=8, stream=True, extra_body=BLOCK
-    ):
-        computed_streamed[chunk.choices[0].index] = figures_of(chunk.choices[0])["tokens_computed"]
-    assert computed_streamed == dict(enumerate(computed))
+    choices = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    assert {choice.index: figures_of(choice)["tokens_computed"] for choice in choices} == dict(enumerate(computed))
 
 
 def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
@@ -193,44 +161,12 @@ def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
 
 @pytest.mark.parametrize("logprobs", [0, 1, 3])
 def test_log_probabilities_of_a_completion(client, model, logprobs):
-    answer = client.completions.create(
-        model=model, prompt="Tom=48. Give: Tom", max_tokens=16, logprobs=logprobs,
-        extra_body=BLOCK | {"ignore_eos": True},
-    )  # fmt: skip
+    asked = {"prompt": "Tom=48. Give: Tom", "max_tokens": 16, "extra_body": BLOCK | {"ignore_eos": True}}
+    answer = client.completions.create(model=model, logprobs=logprobs, **asked)
     got = answer.choices[0].logprobs
     assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == 16
     assert all(value <= 0 for value in got.token_logprobs)
     assert all(len(top) in (max(logprobs, 1), logprobs + 1) for top in got.top_logprobs)
-
-
-def test_an_answer_matches_a_schema_and_calls_a_tool(client, model, server):
-    schema = {"type": "object", "properties": {"Ida": {"enum": [7, 48]}}, "required": ["Ida"]}
-    format = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
-    tools = [{"type": "function", "function": {"name": "look_up", "parameters": schema}}]
-    asked = {"text": "Tom=48. Ida=07. Give: Ida", "temperature": 1.0, "seed": 1, "max_tokens": 64}
-    answer = ask(client, model, response_format=format, **asked).choices[0].message.content
-    (call,) = ask(client, model, tools=tools, tool_choice="required", **asked).choices[0].message.tool_calls
-    assert {json.loads(text)["Ida"] for text in (answer, call.function.arguments)} <= {7, 48}
-    counted = scrape(server.url)
-    assert counted["vllm:dllm_constrained_requests_total"] >= 2
-    assert counted["vllm:dllm_automaton_builds_total"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"max_tokens": 505}, "max_tokens=505"),
-        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs=1"),
-        ({"extra_body": {"use_beam_search": True}, "n": 2, "temperature": 1.0}, "beam search"),
-        ({"extra_body": {"vllm_xargs": {"stream_granularity": "step"}}}, "stream_granularity='step'"),
-        ({"extra_body": {"vllm_xargs": {"stream_granularity": "token"}}}, "stream_granularity='token'"),
-    ],
-)
-def test_what_cannot_be_served_is_answered_with_400_and_loses_nothing(client, model, examples, offline, options, named):
-    with pytest.raises(openai.BadRequestError) as error:
-        ask(client, model, examples[0].prompt, **options)
-    assert named in error.value.body["message"]
-    assert ask(client, model, examples[0].prompt).choices[0].message.content == offline[0].text
 
 
 def test_the_responses_api_streams(client, model):
@@ -248,49 +184,23 @@ def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, model, server
 
 def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
     before = scrape(server.url)
-    answers = [ask(client, model, example.prompt) for example in examples[:3]]
+    regex = {"structured_outputs": {"regex": "Ida=[0-9]{2}"}}
+    answers = [ask(client, model, examples[i].prompt, extra_body=regex if i == 2 else {}) for i in range(3)]
     figures = [figures_of(answer.choices[0]) for answer in answers]
     after = scrape(server.url)
     grown = {name: after[name] - before[name] for name in after}
     assert grown["vllm:diffusion_num_committed_tokens_total"] == sum(f["tokens_unmasked"] for f in figures)
-    assert grown["vllm:dllm_tokens_computed_total"] == sum(f["tokens_computed"] for f in figures)
     assert grown["steps:full"] == sum(f["denoising_steps"] for f in figures)
     assert grown["vllm:dllm_request_pages_held_count"] == 3
-    assert (
-        after["vllm:dllm_pages_reserved"]
-        == after["vllm:dllm_pages_allocated"]
-        == after["vllm:dllm_tokens_retained"]
-        == 0
-    )
-    labels = 'engine="0",model_name="' + model
-    assert labels in urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_usage_counts_the_tokens_of_the_answer(client, model, examples, offline, stream):
-    """Not those of its last block that lie behind the end."""
-    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    answer = ask(client, model, examples[0].prompt, **options)
-    usage = list(answer)[-1].usage if stream else answer.usage
-    assert usage.completion_tokens == len(offline[0].token_ids)
-    assert offline[0].diffusion.tokens_unmasked > usage.completion_tokens
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert grown["vllm:dllm_constrained_requests_total"] == grown["vllm:dllm_automaton_builds_total"] == 1
 
 
 def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
-    done = subprocess.run(
-        [
-            *(preloaded_programs() / "vllm", "bench", "serve"),
-            *("--base-url", server.url, "--model", model, "--dataset-name", "random"),
-            *("--random-input-len", "20", "--random-output-len", "24", "--ignore-eos"),
-            *("--num-prompts", "8", "--max-concurrency", "4", "--disable-tqdm"),
-            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [preloaded_programs() / "vllm", "bench", "serve", "--base-url", server.url, "--model", model]
+    command += "--dataset-name random --random-input-len 20 --random-output-len 24 --ignore-eos".split()
+    command += "--num-prompts 8 --max-concurrency 4 --disable-tqdm --save-result --result-filename result.json".split()
+    command += ["--result-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (8, 0)

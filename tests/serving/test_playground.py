@@ -5,16 +5,14 @@ folder to keep the screenshots, for example to renew those in ``docs/``.
 """
 
 import os
-import re
 import shutil
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.blocks_server import blocks_server
-from tests.support.keyed_server import KEY, MARKUP, WORD, keyed_server
+from tests.support.model_servers import KEY, MARKUP, WORD, blocks_server, keyed_server
+from tests.support.server import scrape
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -85,6 +83,12 @@ class Page:
             str(value),
         )
 
+    def choose_rule(self) -> None:
+        """Unmask by threshold."""
+        self.js(
+            "const e = document.getElementById('rule'); e.value = 'threshold'; e.dispatchEvent(new Event('change'));"
+        )
+
     def send(self, prompt: str) -> None:
         self.element("prompt").send_keys(prompt, Keys.ENTER)
 
@@ -112,6 +116,12 @@ class Page:
     @property
     def answer(self) -> str:
         return self.all(".turn.model span")[-2 if self.all(".turn.model .running") else -1].text
+
+    @property
+    def cells(self) -> str:
+        """The text of those that are filled."""
+        shown = "".join(cell.text for cell in self.all(".cell:not(.masked) span"))
+        return shown.replace("␣", " ").replace("■", "").strip()
 
     @property
     def masked(self) -> int:
@@ -172,9 +182,7 @@ def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
     assert page.figure("forward_passes") == 24, "the end token leaves the last block out"
     assert page.figure("tokens_unmasked") == 24
     assert page.figure("tokens_per_forward") == 1.0
-    assert page.figure("rate") > 0
-    assert page.figure("pages_held") > 0
-    assert page.figure("tokens_retained") > 0
+    assert all(page.figure(name) > 0 for name in ("rate", "pages_held", "tokens_retained"))
     slider = page.element("step")
     assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("24", "24")
     for step in (1, 5, 12, 24):
@@ -183,8 +191,7 @@ def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
         assert page.figure("forward_passes") == step
         assert len(page.all(".cell.new")) == 1
         assert slider.get_attribute("aria-valuetext") == f"step {step} of 24, block {(step - 1) // 8 + 1}"
-    shown = "".join(cell.text for cell in page.all(".cell:not(.masked) span"))
-    assert shown.replace("␣", " ").replace("■", "").strip() == ANSWER
+    assert page.cells == ANSWER
     # By keyboard.
     slider.send_keys(Keys.ARROW_LEFT)
     page.wait(lambda: page.masked == 9)
@@ -234,7 +241,7 @@ def test_a_block_that_begins_in_the_prompt_is_shown_from_the_response_on(driver,
 
 def test_several_running_blocks_are_shown_as_they_fill(page):
     page.short()
-    page.js("const e = document.getElementById('rule'); e.value = 'threshold'; e.dispatchEvent(new Event('change'));")
+    page.choose_rule()
     page.move("block_add_threshold", 0)
     page.ask_for_all_steps(PROMPT)
     page.move("step", 1)
@@ -244,10 +251,8 @@ def test_several_running_blocks_are_shown_as_they_fill(page):
     page.move("step", 2)
     page.wait(lambda: page.masked < before)
     assert len(page.all(".cell.new")) == before - page.masked
-    last = int(page.element("step").get_attribute("max"))
-    page.move("step", last)
-    shown = "".join(cell.text for cell in page.all(".cell:not(.masked) span"))
-    assert shown.replace("␣", " ").replace("■", "").strip().startswith(page.answer)
+    page.move("step", int(page.element("step").get_attribute("max")))
+    assert page.cells.startswith(page.answer)
 
 
 def test_only_what_was_moved_is_sent(page):
@@ -256,10 +261,12 @@ def test_only_what_was_moved_is_sent(page):
         "window.fetch = (to, options) => { if (options.body) window.asked.push(JSON.parse(options.body));"
         " return real(to, options); };"
     )
+    slider = page.element("retention_ratio")
+    assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("0.5", "0.5"), "the engine's own"
     page.ask("Hello!")
     page.short()
     page.move("retention_ratio", 0.25)
-    page.js("const e = document.getElementById('rule'); e.value = 'threshold'; e.dispatchEvent(new Event('change'));")
+    page.choose_rule()
     page.ask("Hello!")
     assert page.figure("tokens_per_forward") > 1.5
     page.element("reset").click()
@@ -293,11 +300,6 @@ def test_only_what_was_moved_is_sent(page):
     assert third["messages"][0] == {"role": "system", "content": "Be brief."}
     assert page.js("const log = document.getElementById('log');"
                    "return log.scrollHeight - log.clientHeight - log.scrollTop") < 2, "the end is in view"  # fmt: skip
-
-
-def test_the_retention_slider_ends_at_the_engines_own(page):
-    slider = page.element("retention_ratio")
-    assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("0.5", "0.5")
 
 
 def test_a_refusal_is_shown_in_words_and_the_next_request_works(page):
@@ -347,12 +349,7 @@ def test_stop_ends_the_request_and_keeps_its_steps(page):
     assert steps < 128
     page.move("step", 1)
     page.wait(lambda: page.masked == 255)
-
-    def running_now() -> float:
-        metrics = urllib.request.urlopen(page.server.url + "/metrics", timeout=30).read().decode()
-        return float(re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", metrics, re.MULTILINE)[1])
-
-    page.wait(lambda: running_now() == 0)
+    page.wait(lambda: scrape(page.server.url)["vllm:num_requests_running"] == 0)
     page.short().ask(PROMPT)
     assert page.answer == ANSWER
 
@@ -375,16 +372,15 @@ def test_everything_is_reached_by_tab(page):
     for _ in range(30):
         reached.append(page.js("return document.activeElement.id"))
         webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
-    wanted = ["key", "clear", "log", "prompt", "send", "max_tokens", "block_length", "rule", "retention_ratio",
-              "temperature", "seed", "system", "template", "match", "remember", "reset", "play", "step", "canvas",
-              "maps"]  # fmt: skip
+    wanted = "key clear log prompt send max_tokens block_length rule retention_ratio temperature seed".split()
+    wanted += "system template match remember reset play step canvas maps".split()
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 
 
-SHOTS = [("wide", 1240, "light", 12), ("narrow", 390, "light", 5), ("dark", 1240, "dark", 12)]
-
-
-@pytest.mark.parametrize(("name", "width", "scheme", "step"), SHOTS)
+@pytest.mark.parametrize(
+    ("name", "width", "scheme", "step"),
+    [("wide", 1240, "light", 12), ("narrow", 390, "light", 5), ("dark", 1240, "dark", 12)],
+)
 def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
     page = browser.open(width=width, scheme=scheme)
     assert page.js("return document.documentElement.scrollWidth") <= width
@@ -399,6 +395,5 @@ def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
         width,
     )
     assert wider == []
-    folder = Path(os.environ.get("DLLM_SCREENSHOTS") or tmp_path)
-    size = page.keep(name, folder).stat().st_size
-    assert 10_000 < size < 200_000
+    kept = page.keep(name, Path(os.environ.get("DLLM_SCREENSHOTS") or tmp_path))
+    assert 10_000 < kept.stat().st_size < 200_000

@@ -12,14 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from dllm_engine import plugin
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import admission
-from dllm_engine.vllm_hooks.shutdown import (
-    DIED,
-    ENGINE_DIED,
-    STOPPING,
-    EngineDied,
-    ServerStopping,
-    with_graceful_shutdown,
-)
+from dllm_engine.vllm_hooks.shutdown import STOPPING, ServerStopping, serve_gracefully
 from tests.support.http_app import app_client
 
 
@@ -29,12 +22,8 @@ class Engine:
     def __init__(self, *, owns_processes=True):
         resources = SimpleNamespace(engine_manager="manager" if owns_processes else None)
         self.engine_core = SimpleNamespace(resources=resources)
-        self.errored = False
-        self.is_running = True
-        self.stopped_after = None
-        self.told = []
-        self.queue = []
-        self.processed = []
+        self.errored, self.stopped_after = False, None
+        self.told, self.queue, self.processed = [], [], []
         waiting = SimpleNamespace(queue=SimpleNamespace(put=self.queue.append))
         self.output_processor = SimpleNamespace(
             request_states={"waiting": waiting},
@@ -47,7 +36,7 @@ class Engine:
 
 
 def serve(engine, *, until):
-    """Run vLLM's part, ``until(engine)``, to its end; returns the application, or raises what the whole raises."""
+    """Run vLLM's part, ``until(engine)``, to its end."""
     closed = []
 
     async def close():
@@ -63,27 +52,16 @@ def serve(engine, *, until):
         return close()
 
     async def run():
-        await (await with_graceful_shutdown(serve_http)(app, None, host=None, port=1))
+        await (await serve_gracefully(serve_http, app, None, host=None, port=1))
 
-    try:
-        asyncio.run(run())
-    finally:
-        assert closed == [True]
-    return app
+    asyncio.run(run())
+    assert closed == [True]
 
 
 async def stop(engine):
     """As vLLM does when the server is asked to stop."""
     await asyncio.get_running_loop().run_in_executor(None, lambda: engine.shutdown(timeout=7))
     await asyncio.sleep(0)
-
-
-def test_a_server_that_is_asked_to_stop_tells_its_clients_and_succeeds():
-    engine = Engine()
-    app = serve(engine, until=stop)
-    assert app.state.refusal == STOPPING
-    assert engine.stopped_after == 7
-    assert [type(error) for error in engine.told] == [ServerStopping]
 
 
 def test_a_worker_that_ends_while_vllm_asks_who_has_the_port_cuts_off_no_client():
@@ -133,23 +111,6 @@ def test_a_server_that_stops_does_not_blame_the_engine():
     engine = Engine()
     serve(engine, until=stop_then_lose_the_engine)
     assert {type(error) for error in engine.told} == {ServerStopping}
-    assert "shutting down" in str(engine.told[0])
-
-
-def test_a_server_whose_engine_died_fails_at_once_and_its_clients_read_a_sentence():
-    engine = Engine()
-
-    async def die(engine):
-        engine.errored, engine.is_running = True, False
-        engine.output_processor.propagate_error(EngineDeadError())
-        await asyncio.sleep(0)
-
-    with pytest.raises(SystemExit) as ended:
-        serve(engine, until=die)
-    assert ended.value.code == ENGINE_DIED
-    (error,) = engine.told
-    assert isinstance(error, EngineDied)
-    assert str(error) == DIED
 
 
 def test_a_server_that_ends_for_another_reason_is_left_alone():
@@ -165,7 +126,7 @@ def test_a_port_that_was_taken_while_the_model_loaded_is_named():
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=Engine()))
     with pytest.raises(SystemExit, match=r"port 8123 is in use on 127\.0\.0\.1"):
-        asyncio.run(with_graceful_shutdown(serve_http)(app, host="127.0.0.1", port=8123))
+        asyncio.run(serve_gracefully(serve_http, app, host="127.0.0.1", port=8123))
 
 
 def test_a_server_that_stops_refuses_everything_but_its_metrics():
@@ -186,35 +147,21 @@ def test_a_server_that_stops_refuses_everything_but_its_metrics():
         assert "shutting down" in answer.json()["error"]["message"]
     assert client.get("/v1/models").status_code == 401
     assert client.get("/metrics").status_code == 200
+    another_model = app_client(ours=False)
+    another_model.app.state.engine_client, another_model.app.state.refusal = None, STOPPING
+    assert another_model.get("/health").status_code == 200
 
 
-def test_another_models_server_refuses_nothing():
-    client = app_client(ours=False)
-    client.app.state.engine_client = None
-    client.app.state.refusal = STOPPING
-    assert client.get("/health").status_code == 200
+def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody(monkeypatch):
+    from vllm.entrypoints.serve.utils import api_utils
 
-
-@pytest.fixture
-def limit(monkeypatch):
     plugin.register()
     monkeypatch.setattr(admission, "_serves_diffusion", False)
     monkeypatch.setattr(admission, "_response_limit", None)
-    return admission.limit_responses
-
-
-@pytest.mark.parametrize(("asked", "given"), [(400, 400), (None, 256), (10, 10)])
-def test_our_default_length_limits_nobody(limit, asked, given):
-    from vllm.entrypoints.serve.utils import api_utils
-
-    limit(None)
-    assert api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
-
-
-def test_lengths_above_a_servers_own_limit_are_refused(limit):
-    from vllm.entrypoints.serve.utils import api_utils
-
-    limit(300)
+    admission.limit_responses(None)
+    for asked, given in ((400, 400), (None, 256), (10, 10)):
+        assert api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
+    admission.limit_responses(300)
     assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300
     with pytest.raises(InvalidRequestError, match="max_tokens=301 is above this server's limit of 300"):
         api_utils.get_max_tokens(512, 301, 100, {"max_tokens": 300}, 300)

@@ -1,20 +1,19 @@
 """A server whose processes are killed, or that is asked to stop, while it loads or answers."""
 
-import http.client
 import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from dllm_engine.demo import demo_model_path
 from dllm_engine.vllm_hooks.server_start import shared_memory_of
+from tests.support.preloaded import wait_until
 from tests.support.server import START_TIMEOUT_S, Server, scrape
 
 pytestmark = pytest.mark.slow
@@ -22,6 +21,7 @@ pytestmark = pytest.mark.slow
 NUM_CLIENTS = 3
 SECONDS = 60
 """Far above what it takes, far below a timeout of any client."""
+JSON = {"Content-Type": "application/json"}
 NEVER_ENDING = 1900
 """Tokens of a request that outlasts its test."""
 
@@ -49,8 +49,9 @@ class Watched:
         assert not alive
         assert not [path for path in self.segments if Path(path).exists()]
 
-    def check_no_blame(self):
-        """The log of a server that was asked to stop reports no failure."""
+    def check_the_end(self):
+        """Nothing is left, and the log of a server that was asked to stop reports no failure."""
+        self.check_nothing_is_left()
         assert "EngineCore encountered an issue" not in self.server.tail()
         assert "Traceback" not in self.server.tail()
 
@@ -76,38 +77,44 @@ def body(num_tokens, **fields):
 
 
 def ask(server, num_tokens=8, path="/v1/completions"):
-    """(HTTP status, headers, body) of an answer; a status of 0 where the connection broke."""
-    data = None if path == "/health" else body(num_tokens)
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    """The answer; with a status of 0 where the connection broke."""
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return response.status, response.headers, json.loads(response.read() or b"{}")
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers, json.load(error)
-    except OSError:
-        return 0, {}, {}
+        if path == "/health":
+            return httpx.get(server.url + path, timeout=120)
+        return httpx.post(server.url + path, content=body(num_tokens), headers=JSON, timeout=120)
+    except httpx.TransportError:
+        return httpx.Response(0)
 
 
 def stream(server, num_tokens):
     """The data of a streamed answer's events."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    connection.request("POST", "/v1/completions", body(num_tokens, stream=True), {"Content-Type": "application/json"})
-    lines = connection.getresponse().read().decode().splitlines()
-    return [line.removeprefix("data: ") for line in lines if line]
+    answer = httpx.post(
+        server.url + "/v1/completions", content=body(num_tokens, stream=True), headers=JSON, timeout=120
+    )
+    return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+
+
+def assert_refused(answer):
+    assert answer.status_code == 503
+    assert int(answer.headers["Retry-After"]) > 0
+    assert "shutting down" in answer.json()["error"]["message"]
+
+
+def assert_ends_with_an_error(events):
+    *_, error, done = events
+    assert "shutting down" in json.loads(error)["error"]["message"]
+    assert done == "[DONE]"
 
 
 def idle_connection(server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    connection.request("GET", "/health")
-    assert connection.getresponse().read() == b""
-    return connection
+    client = httpx.Client()
+    assert client.get(server.url + "/health", timeout=120).text == ""
+    return client
 
 
 def wait_until_running(server, number):
-    deadline = time.monotonic() + 60
-    while scrape(server.url)["vllm:num_requests_running"] < number:
-        assert time.monotonic() < deadline, "the requests never ran together; ask for more tokens"
-        time.sleep(0.05)
+    """Together: if they never do, ask for more tokens."""
+    wait_until(lambda: scrape(server.url)["vllm:num_requests_running"] >= number, 60)
 
 
 # Two ranks: what is left waits in the middle of a step for the one that is gone.
@@ -125,9 +132,8 @@ def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name
         watched.process_called(name).kill()
         killed = time.monotonic()
         for answer in answers:
-            status, _, content = answer.result()
-            assert status in (500, 503)
-            assert "the engine died" in content["error"]["message"]
+            assert answer.result().status_code in (500, 503)
+            assert "the engine died" in answer.result().json()["error"]["message"]
         assert server.process.wait(SECONDS) == 1, server.tail()
     assert time.monotonic() - killed < SECONDS
     watched.check_nothing_is_left()
@@ -146,22 +152,16 @@ def test_a_server_that_drains_finishes_what_runs_refuses_what_comes_and_ends_at_
         server.process.terminate()
         time.sleep(0.5)
         for path in ("/v1/completions", "/v1/chat/completions", "/health"):
-            status, headers, content = ask(server, path=path)
-            assert status == 503
-            assert int(headers["Retry-After"]) > 0
-            assert "shutting down" in content["error"]["message"]
+            assert_refused(ask(server, path=path))
         assert scrape(server.url)["vllm:num_requests_running"] > 0
-        assert [answer.result()[0] for answer in finished] == [200] * NUM_CLIENTS
+        assert [answer.result().status_code for answer in finished] == [200] * NUM_CLIENTS
         assert not any(answer.done() for answer in endless)
         server.process.terminate()
         assert server.process.wait(SECONDS) == 0, server.tail()
-        *_, error, done = endless[0].result()
-        assert "shutting down" in json.loads(error)["error"]["message"]
-        assert done == "[DONE]"
-        assert endless[1].result()[0] == 503
+        assert_ends_with_an_error(endless[0].result())
+        assert endless[1].result().status_code == 503
     idle.close()
-    watched.check_nothing_is_left()
-    watched.check_no_blame()
+    watched.check_the_end()
 
 
 def test_clients_of_a_server_that_stops_at_once_read_why(start):
@@ -177,18 +177,12 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
         stopped = time.monotonic()
         server.process.terminate()
         for answer in answers:
-            status, headers, content = answer.result()
-            assert status == 503
-            assert int(headers["Retry-After"]) > 0
-            assert "shutting down" in content["error"]["message"]
-        *_, error, done = streamed.result()
-        assert "shutting down" in json.loads(error)["error"]["message"]
-        assert done == "[DONE]"
+            assert_refused(answer.result())
+        assert_ends_with_an_error(streamed.result())
         assert server.process.wait(SECONDS) == 0, server.tail()
     assert time.monotonic() - stopped < SECONDS
     idle.close()
-    watched.check_nothing_is_left()
-    watched.check_no_blame()
+    watched.check_the_end()
 
 
 @pytest.mark.parametrize(
@@ -202,12 +196,12 @@ def test_clients_of_a_server_that_stops_at_once_read_why(start):
 def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, status, said):
     watched = start(program=program, model=model)
     server = watched.server
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while watched.process_called(name) is None:
-        assert time.monotonic() < deadline, server.tail()
-        assert server.process.poll() is None, server.tail()
-        time.sleep(0.2)  # a look takes time of the processor, which the server needs
+
+    def seen():
         watched.look()
+        return watched.process_called(name)
+
+    wait_until(seen, START_TIMEOUT_S, server.process, server.log)
     if number == signal.SIGINT:
         os.killpg(server.process.pid, number)  # a terminal sends it to all
     else:
@@ -215,5 +209,4 @@ def test_a_signal_ends_a_server_that_loads(start, program, model, number, name, 
     assert server.process.wait(SECONDS) == status, server.tail()
     assert server.tail().splitlines()[-1] == said
     assert "leaked" not in server.tail()
-    watched.check_nothing_is_left()
-    watched.check_no_blame()
+    watched.check_the_end()

@@ -1,7 +1,6 @@
 import itertools
 import re
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from dllm_engine.structured_output.grammar import grammar_of
 from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
 from tests.support.automaton_walks import accepts, laid_out
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
-from tests.support.preloaded import Program
+from tests.support.preloaded import Program, wait_until
 
 END = "<|end|>"
 LIMITS = Limits(4096, 30.0)
@@ -45,17 +44,18 @@ def in_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "kind", "text"),
+    ("told", "grammar"),
     [
-        ({"regex": "a*"}, "regex", "a*"),
-        ({"choice": ["b", "a", "b"]}, "choice", '["b", "a"]'),
-        ({"json": {"type": "null"}}, "json", '{"type": "null"}'),
-        ({"json": ' {"type":"null"}'}, "json", '{"type": "null"}'),
-        ({"json_object": True}, "json_object", ""),
+        ({"regex": "a*"}, Grammar("regex", "a*")),
+        ({"choice": ["b", "a", "b"]}, Grammar("choice", '["b", "a"]')),
+        ({"json": {"type": "null"}}, Grammar("json", '{"type": "null"}')),
+        ({"json": ' {"type":"null"}'}, Grammar("json", '{"type": "null"}')),
+        ({"json": {}, "disable_any_whitespace": True}, Grammar("json", "{}", spaces=False)),
+        ({"json_object": True}, Grammar("json_object", "")),
     ],
 )
-def test_grammars(told, kind, text):
-    assert grammar_of(StructuredOutputsParams(**told)) == Grammar(kind, text)
+def test_grammars(told, grammar):
+    assert grammar_of(StructuredOutputsParams(**told)) == grammar
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,6 @@ def test_refused(told, named):
         grammar_of(StructuredOutputsParams(**told))
 
 
-def test_without_whitespace():
-    grammar = grammar_of(StructuredOutputsParams(json={}, disable_any_whitespace=True))
-    assert grammar == Grammar("json", "{}", spaces=False)
-
-
 def test_bytes_of_a_byte_level_tokenizer(tokenizer):
     vocabulary = vocabulary_of(tokenizer, 410)  # a model may predict more than its tokenizer has
     expected = spelled(tokenizer)
@@ -103,14 +98,11 @@ def metaspace(strip: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_bytes_of_a_tokenizer_that_falls_back_to_bytes():
+def test_bytes_of_a_tokenizer_that_falls_back_to_bytes_and_tokenizers_that_are_refused():
     vocabulary = vocabulary_of(metaspace(strip=False), 261)
     assert vocabulary.token_bytes.tobytes() == bytes(range(256)) + "  abé".encode()
     with pytest.raises(InvalidRequestError, match="decodes tokens to other text"):
         vocabulary_of(metaspace(strip=True), 261)
-
-
-def test_tokenizers_that_are_refused():
     with pytest.raises(InvalidRequestError, match="without skip_tokenizer_init"):
         vocabulary_of(None, 10)
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}))
@@ -239,7 +231,4 @@ def test_a_build_does_not_hold_up_the_end_of_the_program(tmp_path):
     with log.open("wb") as output:
         assert Program([program], stdout=output).wait(120) == 0
     (builder,) = map(int, log.read_text().splitlines()[-1].split())
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(builder):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not psutil.pid_exists(builder), 60)

@@ -23,9 +23,7 @@ def bounds(draw, low: int, high: int) -> tuple[int | None, int | None]:
 
 @st.composite
 def scalars(draw) -> Pair:
-    kind = draw(
-        st.sampled_from(["string", "integer", "number", "enum", "const", "pattern", "true", "boolean", "types"])
-    )
+    kind = draw(st.sampled_from("string integer number enum const pattern true boolean types".split()))
     if kind == "string":
         least, most = draw(bounds(0, 5))
         told = {"minLength": least, "maxLength": most}
@@ -40,9 +38,8 @@ def scalars(draw) -> Pair:
         within = st.integers(-300 if low is None else low, max(1300, low or 0) if high is None else high)
         return {"type": kind, **_told(told)}, within.map(lambda value: value / scale)
     if kind == "enum":
-        values = draw(
-            st.lists(st.one_of(TEXTS, st.integers(), st.none(), st.lists(TEXTS, max_size=2)), min_size=1, max_size=4)
-        )
+        value = st.one_of(TEXTS, st.integers(), st.none(), st.lists(TEXTS, max_size=2))
+        values = draw(st.lists(value, min_size=1, max_size=4))
         return {"enum": values}, st.sampled_from(values)
     if kind == "const":
         value = draw(st.dictionaries(TEXTS, st.floats(allow_nan=False, allow_infinity=False), max_size=2))
@@ -65,9 +62,7 @@ def schemas(draw, depth: int = 3) -> Pair:
         names = draw(st.lists(TEXTS, unique=True, max_size=4))
         fields = {name: draw(inner) for name in names}
         required = [name for name in names if draw(st.booleans())]
-        more = (
-            draw(st.sampled_from([{}, {"additionalProperties": False}])) if names else {"additionalProperties": False}
-        )
+        more = {"additionalProperties": False} if not names or draw(st.booleans()) else {}
         schema = {"type": "object", "properties": {name: field[0] for name, field in fields.items()}, **more}
         values = st.fixed_dictionaries({}).flatmap(lambda _: _fields(fields, required))
         return {**schema, "required": required}, values
@@ -75,20 +70,17 @@ def schemas(draw, depth: int = 3) -> Pair:
         item, values = draw(inner)
         least, most = draw(bounds(0, 3))
         told = _told({"minItems": least, "maxItems": most})
-        return {"type": "array", "items": item, **told}, st.lists(
-            values, min_size=least or 0, max_size=max(4, least or 0) if most is None else most
-        )
+        most = max(4, least or 0) if most is None else most
+        return {"type": "array", "items": item, **told}, st.lists(values, min_size=least or 0, max_size=most)
     if kind == "map":
         item, values = draw(inner)
         return {"type": "object", "additionalProperties": item}, st.dictionaries(TEXTS, values, max_size=2)
     if kind == "tuple":
-        items = [draw(inner) for _ in range(2)]
-        return {"type": "array", "prefixItems": [item for item, _ in items]}, st.tuples(*(v for _, v in items)).map(
-            list
-        )
+        items, values = zip(*(draw(inner) for _ in range(2)), strict=True)
+        return {"type": "array", "prefixItems": [*items]}, st.tuples(*values).map(list)
     if kind == "any":
-        branches = [draw(inner) for _ in range(2)]
-        return {"anyOf": [branch for branch, _ in branches]}, st.one_of(*(values for _, values in branches))
+        branches, values = zip(*(draw(inner) for _ in range(2)), strict=True)
+        return {"anyOf": [*branches]}, st.one_of(*values)
     return draw(scalars())
 
 
@@ -126,13 +118,6 @@ def test_valid_values_are_accepted(drawn, data, choice):
             assert accepts(of_schema(schema, spaces), segmented(text.encode(), TOKENS, choice)), text
 
 
-def test_without_spaces():
-    text = b'{"a": 1}'
-    schema = {"properties": {"a": {"type": "integer"}}}
-    assert accepts(of_schema(schema), list(text))
-    assert not accepts(of_schema(schema, spaces=False), list(text))
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name):
     schema = {"type": "string", "format": name}
@@ -146,7 +131,7 @@ def test_formats(name):
     "told",
     [
         {"exclusiveMinimum": 0},
-        {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        {"exclusiveMinimum": 0, "exclusiveMaximum": 1.5},
         {"exclusiveMinimum": -0.25, "maximum": 0.5},
         {"minimum": 99.95},
         {"exclusiveMaximum": -3},
@@ -156,14 +141,7 @@ def test_formats(name):
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_bounds_of_numbers(kind, told):
     schema = {"type": kind, **told}
-    validator = Draft202012Validator(schema)
-    try:
-        automaton = of_schema(schema)
-    except ValueError:
-        if (kind, told) == ("integer", {"exclusiveMinimum": 0, "exclusiveMaximum": 1}):
-            return
-        raise
-    choice = random.Random(0)
+    validator, automaton, choice = Draft202012Validator(schema), of_schema(schema), random.Random(0)
     for _ in range(100):
         validator.validate(json.loads(walk(automaton, TOKENS, choice, 12)))
     for hundredths in range(-500, 12_000):
@@ -199,6 +177,8 @@ def test_references_and_discriminated_objects():
     assert accepts(automaton, list(b'{"kind": "cat", "lives": 9}'))
     assert accepts(automaton, list(b'{"kind":"wolf"}'))
     assert not accepts(automaton, list(b'{"kind": "dog", "lives": 9}'))
+    assert accepts(without_spaces := of_schema(schema, spaces=False), list(b'{"kind":"wolf"}'))
+    assert not accepts(without_spaces, list(b'{"kind": "wolf"}'))
 
 
 @pytest.mark.parametrize(
@@ -208,24 +188,11 @@ def test_references_and_discriminated_objects():
         ({"type": "strin"}, "#/type: 'strin' is none of"),
         ({"type": "array", "items": {"type": "integer", "multipleOf": 2}}, "#/items: the keyword 'multipleOf'"),
         *(
-            ({"type": "object", "properties": {"a": {keyword: value}}}, f"#/properties/a: the keyword '{keyword}'")
-            for keyword, value in [
-                ("uniqueItems", True),
-                ("patternProperties", {}),
-                ("propertyNames", {}),
-                ("minProperties", 1),
-                ("maxProperties", 1),
-                ("not", {}),
-                ("if", {}),
-                ("contains", {}),
-                ("dependentRequired", {}),
-                ("unevaluatedProperties", False),
-                ("contentEncoding", "base64"),
-                ("$dynamicRef", "#a"),
-                ("$anchor", "a"),
-                ("$id", "a"),
-                ("x-unknown", 1),
-            ]
+            ({"type": "object", "properties": {"a": {keyword: {}}}}, f"#/properties/a: the keyword '{keyword}'")
+            for keyword in (
+                "uniqueItems patternProperties propertyNames minProperties maxProperties not if contains "
+                "dependentRequired unevaluatedProperties contentEncoding $dynamicRef $anchor $id x-unknown"
+            ).split()
         ),
         ({"$ref": "#"}, "recursion"),
         (

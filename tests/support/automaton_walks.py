@@ -11,19 +11,8 @@ from dllm_engine.structured_output.build import Grammar, Limits, build
 LETTERS = [b"a", b"b", b"c", b"ab", b"ba", b"abc", b"cc", b"aaaa"]
 """Tokens of more than one letter, for several ways to spell a text."""
 TOKENS = [bytes([byte]) for byte in range(256)] + LETTERS[3:]
-TOKENS += [
-    b'"',
-    b'", "',
-    b'": ',
-    b"{}",
-    b"[]",
-    b"true",
-    b"12",
-    b"0.5",
-    "é".encode(),
-    "你好".encode(),
-    "é".encode()[1:] + b"a",
-]
+TOKENS += [b'"', b'", "', b'": ', b"{}", b"[]", b"true", b"12", b"0.5", "é".encode(), "你好".encode()]
+TOKENS += ["é".encode()[1:] + b"a"]
 
 
 def laid_out(tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:

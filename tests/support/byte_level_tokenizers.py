@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 TALE = """
 There once was a weaver who counted her threads before she went to sleep, and in the morning there were always seven
@@ -40,14 +41,8 @@ def train_tokenizer(text: str, size: int, end: str | None = None) -> PreTrainedT
 
 
 def spelled(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
-    """Bytes of all tokens but the special ones.
-
-    Vocabularies of byte-level BPE write bytes that Latin-1 prints as those letters, and the others, in order, as the
-    letters from U+0100 on.
-    """
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    letters = {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    """Bytes of all tokens but the special ones."""
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     special = set(tokenizer.all_special_ids)
     return {
         number: bytes(letters[letter] for letter in token)

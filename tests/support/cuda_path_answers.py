@@ -6,25 +6,21 @@ each, with how often each kernel ran, as the last line. With ``recorded``, a sta
 recorded.
 """
 
-import importlib
 import json
-import pkgutil
 import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import torch
 
-import dllm_engine.kernels
-from dllm_engine.kernels._operator import Operator
 from tests.support.engines import freeze_imports, generate, runner_of, start_engine
+from tests.support.kernels import all_operators
 from tests.support.stand_in_recorder import record_steps
 
 
 def run_cuda_kernels() -> Counter[str]:
     """Let CPU tensors take the way of CUDA ones; returns a count of calls that grows."""
     calls: Counter[str] = Counter()
-    replaced: set[str] = set()
     # Asked for the number of processors to spread over.
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
 
@@ -35,11 +31,9 @@ def run_cuda_kernels() -> Counter[str]:
 
         return run
 
-    for module in pkgutil.iter_modules(dllm_engine.kernels.__path__):
-        for value in vars(importlib.import_module(f"dllm_engine.kernels.{module.name}")).values():
-            if isinstance(value, Operator) and value.triton_kernel and value.name not in replaced:
-                replaced.add(value.name)
-                value.kernel = counted(value.name, value.triton_kernel)
+    for name, operator in all_operators().items():
+        if operator.triton_kernel:
+            operator.kernel = counted(name, operator.triton_kernel)
     return calls
 
 

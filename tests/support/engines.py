@@ -67,16 +67,10 @@ def start_engine(model: Path | str, **settings: Any) -> "LLM":
     """A small engine; raises what a user would see. Only for engines that are not expected to start."""
     from dllm_engine import LLM
 
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_model_len": 256,
-        "max_num_seqs": 64,
-        "kv_cache_memory_bytes": 64 << 20,
-        "gpu_memory_utilization": 0.02,  # what vLLM wants free on a GPU, beside the engines that run already
-        "enforce_eager": True,
-        "trace": True,
-    }
+    # `gpu_memory_utilization` is what vLLM wants free on a GPU, beside the engines that run already.
+    defaults: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "trace": True}
+    defaults |= {"max_model_len": 256, "max_num_seqs": 64}
+    defaults |= {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.02}
     return LLM(str(model), **(defaults | settings))
 
 
@@ -121,6 +115,17 @@ def runner_of(llm: "LLM") -> "DiffusionModelRunner":
 
 def generate(llm: "LLM", prompts: Sequence[list[int]], params: Any) -> "list[RequestOutput]":
     return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+
+
+def demo_answers(engines: EngineFactory, examples: Sequence[Any], model: str = "demo", **settings: Any) -> list[Any]:
+    """The answers of one engine in this process to the questions of examples, in blocks of 8."""
+    from dllm_engine import DiffusionParams
+
+    defaults = {"skip_tokenizer_init": False, "dtype": "auto", "max_model_len": 512, "trace": False}
+    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
+    params = DiffusionParams(gen_length=32, block_length=8)
+    outputs = engines(model, **defaults, **settings).chat(chats, params, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
 
 
 def tokens_of(llm: "LLM", prompt: list[int], **params: Any) -> list[int]:

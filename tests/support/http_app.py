@@ -1,7 +1,8 @@
 """vLLM's HTTP application without an engine, or with one in this process."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,30 +16,38 @@ def app_client(
     *arguments: str, ours: bool = True, model_type: str = "llada", tasks: tuple[str, ...] = ()
 ) -> "TestClient":
     """A client of the application that ``vllm serve`` with these arguments builds for a model of ours or another."""
+    model_config = SimpleNamespace(get_pooling_task=lambda tasks: None, is_encoder_decoder=False)
+    if ours:
+        model_config.is_dllm_engine, model_config.hf_config = True, SimpleNamespace(model_type=model_type, block_size=4)
+    return _client(arguments, tasks, model_config)
+
+
+def _client(arguments: Sequence[str], tasks: tuple[str, ...], model_config: Any, engine: Any = None) -> "TestClient":
     from starlette.testclient import TestClient
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.entrypoints.launchers import app as launcher
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from dllm_engine.plugin import register
 
     register()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
-    model_config = SimpleNamespace(get_pooling_task=lambda tasks: None, is_encoder_decoder=False)
-    if ours:
-        model_config.is_dllm_engine, model_config.hf_config = True, SimpleNamespace(model_type=model_type, block_size=4)
-    return TestClient(launcher.build_app(args, tasks, model_config), raise_server_exceptions=False)
+    app = launcher.build_app(args, tasks, model_config)
+    if engine is not None:
+        asyncio.run(init_app_state(engine, app.state, args, tasks))
+    return TestClient(app, raise_server_exceptions=False)
 
 
 class EngineInProcess:
     """What vLLM's server asks of ``AsyncLLM``, answered by an engine in this process; one request at a time."""
 
     def __init__(self, llm: "LLM") -> None:
-        from dllm_engine.vllm_hooks.admission import checked_generate
+        from dllm_engine.vllm_hooks.admission import generate_if_valid
 
         self.llm_engine = llm.llm_engine
         self.errored, self.is_running, self.dead_error = False, True, None
-        self._checked_generate = checked_generate(type(self)._generate)
+        self._checked_generate = partial(generate_if_valid, type(self)._generate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.llm_engine, name)
@@ -52,9 +61,7 @@ class EngineInProcess:
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         return self._checked_generate(self, *args, **kwargs)
 
-    async def _generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
+    async def _generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
         for name in ("data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs"):
             kwargs.pop(name, None)
         self.llm_engine.add_request(request_id, prompt, sampling_params, **kwargs)
@@ -65,13 +72,5 @@ class EngineInProcess:
 
 def served(llm: "LLM", *arguments: str) -> "TestClient":
     """A client of the application that ``vllm serve`` with these arguments builds, with this engine behind it."""
-    from starlette.testclient import TestClient
-    from vllm.entrypoints.cli.serve import make_arg_parser
-    from vllm.entrypoints.launchers import app as launcher
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", llm.model_config.model, *arguments])
-    app = launcher.build_app(args, ("generate",), llm.model_config)
-    asyncio.run(init_app_state(EngineInProcess(llm), app.state, args, ("generate",)))
-    return TestClient(app, raise_server_exceptions=False)
+    arguments = ("--model", llm.model_config.model, *arguments)
+    return _client(arguments, ("generate",), llm.model_config, EngineInProcess(llm))

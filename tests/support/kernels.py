@@ -4,7 +4,9 @@ Kernels run on a GPU where there is one, and under ``TRITON_INTERPRET=1``, which
 CPU. Without either, what a launch would run can still be compiled for a GPU.
 """
 
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -14,10 +16,20 @@ from typing import Any
 import pytest
 import torch
 
+import dllm_engine.kernels
+from dllm_engine.kernels._operator import Operator
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 runs_triton = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def all_operators() -> dict[str, Operator]:
+    """By name."""
+    modules = [f"dllm_engine.kernels.{module.name}" for module in pkgutil.iter_modules(dllm_engine.kernels.__path__)]
+    values = [value for module in modules for value in vars(importlib.import_module(module)).values()]
+    return {value.name: value for value in values if isinstance(value, Operator)}
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

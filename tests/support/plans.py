@@ -35,17 +35,8 @@ def cache_of(cache_method: str, **cache_options: Any) -> CacheOptions:
 
 def spec_of(**changes: Any) -> DecodingSpec:
     """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
-    fields = {
-        "prompt_length": 10,
-        "gen_length": 21,
-        "block_length": 8,
-        "steps": 11,
-        "schedule": "uniform",
-        "unmasking": "low_confidence",
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "top_k": 0,
-    }
+    fields = {"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11, "schedule": "uniform"}
+    fields |= {"unmasking": "low_confidence", "temperature": 0.0, "top_p": 1.0, "top_k": 0}
     return DecodingSpec(**(fields | changes))
 
 

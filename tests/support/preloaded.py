@@ -24,7 +24,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,15 @@ class Program:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], object], timeout: float, program: Any = None, log: Path | None = None) -> None:
+    """Until ``condition`` holds, within ``timeout`` seconds and before ``program`` ends, which writes ``log``."""
+    end = time.monotonic() + timeout
+    while not condition():
+        is_late = time.monotonic() > end or (program is not None and program.poll() is not None)
+        assert not is_late, log and log.read_text(errors="replace")[-4000:]
+        time.sleep(0.1)  # a look takes time of the processor, which the program needs
 
 
 _servers: list[subprocess.Popen[bytes]] = []

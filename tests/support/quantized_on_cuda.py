@@ -78,15 +78,13 @@ def pretend_gpu() -> None:
         (torch.cuda, "get_device_capability"): CAPABILITY,
         (torch.cuda, "get_device_name"): "a pretended GPU",
         (torch.accelerator, "device_count"): 1,
-        (torch.accelerator, "empty_cache"): None,
-        (torch.accelerator, "synchronize"): None,
         (torch.accelerator, "get_memory_info"): (memory, memory),
-        (torch.accelerator, "memory_reserved"): 0,
         (torch.accelerator, "memory_stats"): {},
-        (torch.accelerator, "reset_peak_memory_stats"): None,
-        (torch.accelerator, "max_memory_allocated"): 0,
-        (torch.accelerator, "memory_allocated"): 0,
     }
+    answers |= {
+        (torch.accelerator, name): 0 for name in ("memory_reserved", "max_memory_allocated", "memory_allocated")
+    }
+    answers |= {(torch.accelerator, name): None for name in ("empty_cache", "synchronize", "reset_peak_memory_stats")}
     for (module, name), answer in answers.items():
         patch.object(module, name, lambda *of, answer=answer: answer).start()
     from vllm import platforms

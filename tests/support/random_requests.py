@@ -98,11 +98,8 @@ def between_blocks(requests: list[Request]) -> list[Request]:
         for name in ("response_template", "block_add_threshold"):
             asked.pop(name, None)
         length = asked["block_length"] = (1, 4, 5, 8, 16)[i % 5]
-        asked |= (
-            {"steps": max(asked["steps"], -(-(len(prompt) % length + asked["gen_length"]) // length))}
-            if "steps" in asked
-            else {}
-        )
+        if "steps" in asked:
+            asked["steps"] = max(asked["steps"], -(-(len(prompt) % length + asked["gen_length"]) // length))
     return requests
 
 

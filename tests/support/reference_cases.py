@@ -1,11 +1,11 @@
 """Reference cases: outputs of the authors' own code (``tests/reference``), as requests and what they must give.
 
-One driver for all kinds. A new kind of case needs a row in ``ENGINES``; a new way to ask a branch in
+One driver for all kinds. A new kind of case needs a branch in ``engine_options``; a new way to ask one in
 ``request_fields``; a new thing that cases state a check in ``assert_as_stated``.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,79 +17,21 @@ from tests.support.answers import Answer
 REFERENCE = Path(__file__).parents[1] / "reference"
 Case = dict[str, Any]
 
-ENGINES: dict[str, Callable[[Case], dict[str, Any]]] = {
-    "vanilla": lambda h: {"cache_method": "none"},
-    "fast_dllm": lambda h: {"cache_method": h["cache"]},
-    "dkv": lambda h: {
-        "cache_method": "dkv",
-        "cache_options": {"refresh_interval": h.get("cache_reloading_step") or h["cache_steps"]},
-    },
-    "sparse_dllm": lambda h: {
-        "cache_method": "sparse",
-        "cache_options": {"retention_ratio": h["keep_ratio"], "pool_kernel_size": h["kernel_size"], "update_delay": 1},
-    },
-    "dllm_cache": lambda h: {
-        "cache_method": "dllm_cache",
-        "cache_options": {
-            "prompt_refresh_interval": h["prompt_interval_steps"],
-            "response_refresh_interval": h["gen_interval_steps"],
-            "update_ratio": h["transfer_ratio"],
-        },
-    },
-    "es_dllm": lambda h: (
-        {
-            "cache_method": "es_dllm",
-            "cache_options": {
-                "indicator": "none" if h["ESdLLM_mode"] is None else "hidden_state",
-                "alpha": h["importance_score_alpha"],
-                "keep_schedule": h["proportion_steps"],
-                "prompt_refresh_interval": h["prompt_update_freq"],
-                "block_refresh_interval": h["block_update_freq"],
-            },
-        }
-        if h["use_kvcache"]
-        else {"cache_method": "none"}
-    ),
-    "slow_fast": lambda h: (
-        {
-            "cache_method": "dllm_cache",
-            "cache_options": {
-                "prompt_refresh_interval": h["prompt_interval_steps"],
-                "response_refresh_interval": h["gen_interval_steps"],
-                "update_ratio": h["transfer_ratio"],
-                "refresh_first_layer": False,
-                "interval_unit": "passes",
-            },
-        }
-        if h["cache"] == "dllm_cache"
-        else {"cache_method": "none"}
-    ),
-    "d2_cache": lambda h: (
-        {
-            "cache_method": "d2_cache",
-            "cache_options": {
-                "rollout_p": h["rollout_p"],
-                "masked_rows": h["current_k"],
-                "sigma": h["cache_sigma"],
-                "gap_fill": h["inflate_w"],
-                "confidence": "latest" if "confidence" in h.get("upstream_repairs", ()) else "first",
-                "range_unit": "block" if "block_mask" in h.get("upstream_repairs", ()) else "masks",
-            },
-        }
-        if h["cache"] == "d2cache"
-        else {"cache_method": "none"}
-    ),
-    "multi_block": lambda h: (
-        {
-            "cache_method": "delayed",
-            "cache_options": {"cache_delay": h["cache_delay_iter"], "refresh_interval": h["refresh_interval"]},
-        }
-        if h["kv_cache"]
-        else {"cache_method": "none"}
-    ),
-    "block": lambda h: {"cache_method": "block"},
+KINDS = "vanilla fast_dllm dkv sparse_dllm dllm_cache es_dllm slow_fast d2_cache multi_block block".split()
+"""What the files' names begin with."""
+DLLM_CACHE = {
+    "prompt_refresh_interval": "prompt_interval_steps",
+    "response_refresh_interval": "gen_interval_steps",
+    "update_ratio": "transfer_ratio",
 }
-"""By the beginning of a file's name: engine options that are the authors' hyperparameters."""
+ES_DLLM = {
+    "alpha": "importance_score_alpha",
+    "keep_schedule": "proportion_steps",
+    "prompt_refresh_interval": "prompt_update_freq",
+    "block_refresh_interval": "block_update_freq",
+}
+D2_CACHE = {"rollout_p": "rollout_p", "masked_rows": "current_k", "sigma": "cache_sigma", "gap_fill": "inflate_w"}
+DELAYED = {"cache_delay": "cache_delay_iter", "refresh_interval": "refresh_interval"}
 SLOW_FAST = {
     "span_steps": ("k_exploration_steps", "n_cycle_discovery_steps"),
     "span_threshold": ("cycle_len_confidence_threshold", "conf_threshold_cycle_len_pred"),
@@ -105,6 +47,41 @@ SLOW_FAST = {
 
 def reference_cases(file: str) -> list[Case]:
     return json.loads((REFERENCE / f"{file}.json").read_text())
+
+
+def engine_options(kind: str, h: dict[str, Any]) -> dict[str, Any]:
+    """Those that are the authors' hyperparameters."""
+
+    def options(names: dict[str, str], **others: Any) -> dict[str, Any]:
+        return {ours: h[theirs] for ours, theirs in names.items()} | others
+
+    repairs = h.get("upstream_repairs", ())
+    match kind, h:
+        case "fast_dllm", {"cache": method}:
+            return {"cache_method": method}
+        case "block", _:
+            return {"cache_method": "block"}
+        case "dkv", _:
+            interval = h.get("cache_reloading_step") or h["cache_steps"]
+            return {"cache_method": "dkv", "cache_options": {"refresh_interval": interval}}
+        case "sparse_dllm", _:
+            asked = options({"retention_ratio": "keep_ratio", "pool_kernel_size": "kernel_size"}, update_delay=1)
+            return {"cache_method": "sparse", "cache_options": asked}
+        case "dllm_cache", _:
+            return {"cache_method": "dllm_cache", "cache_options": options(DLLM_CACHE)}
+        case "slow_fast", {"cache": "dllm_cache"}:
+            asked = options(DLLM_CACHE, refresh_first_layer=False, interval_unit="passes")
+            return {"cache_method": "dllm_cache", "cache_options": asked}
+        case "es_dllm", {"use_kvcache": True}:
+            asked = options(ES_DLLM, indicator="none" if h["ESdLLM_mode"] is None else "hidden_state")
+            return {"cache_method": "es_dllm", "cache_options": asked}
+        case "d2_cache", {"cache": "d2cache"}:
+            asked = options(D2_CACHE, confidence="latest" if "confidence" in repairs else "first")
+            asked["range_unit"] = "block" if "block_mask" in repairs else "masks"
+            return {"cache_method": "d2_cache", "cache_options": asked}
+        case "multi_block", {"kv_cache": True}:
+            return {"cache_method": "delayed", "cache_options": options(DELAYED)}
+    return {"cache_method": "none"}
 
 
 def request_fields(case: Case) -> dict[str, Any]:
@@ -196,7 +173,7 @@ class ReferenceRow:
 
     @property
     def engine(self) -> dict[str, Any]:
-        return ENGINES[self.kind](self.case["hyperparameters"])
+        return engine_options(self.kind, self.case["hyperparameters"])
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -2,20 +2,20 @@
 
 import functools
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.preloaded import Program
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.preloaded import Program, wait_until
 
 START_TIMEOUT_S = 600
 
@@ -50,16 +50,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        raise AssertionError(f"the server is not ready after {START_TIMEOUT_S} s:\n{self.tail()}")
+        wait_until(lambda: is_healthy(self.url), START_TIMEOUT_S, self.process, self.log)
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
@@ -96,6 +87,14 @@ class ServerFactory:
         assert not any(statuses.values()), statuses
 
 
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
 @contextmanager
 def running(program: str, *arguments: str, log: Path, **options: Any) -> Iterator[Server]:
     server = Server(program, *arguments, log=log, **options)
@@ -109,12 +108,10 @@ def running(program: str, *arguments: str, log: Path, **options: Any) -> Iterato
 def scrape(url: str) -> dict[str, float]:
     """Every series of ``/metrics`` summed over its labels, and denoising steps by state as ``steps:<state>``."""
     text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if match := re.fullmatch(r"([^{# ]+)(\{.*\})? (\S+)", line):
-            name, labels, value = match.groups()
-            values[name] = values.get(name, 0.0) + float(value)
-            state = re.search(r'refresh_state="(\w+)"', labels or "")
-            if state and name == "vllm:dllm_denoising_steps_total":
-                values["steps:" + state[1]] = float(value)
-    return values
+    values: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] += sample.value
+            if sample.name == "vllm:dllm_denoising_steps_total":
+                values["steps:" + sample.labels["refresh_state"]] += sample.value
+    return dict(values)

@@ -2,137 +2,64 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 150  # no multiple of vLLM's padding of vocabularies
 MASK = 140
 EOS = 141
 Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
 
-_VOCABULARY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "mask_token_id": MASK,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
-}
-LLADA_CONFIG: dict[str, Any] = _VOCABULARY | {
-    "architectures": ["LLaDAModelLM"],
-    "model_type": "llada",
-    "block_type": "llama",
-    "activation_type": "silu",
-    "layer_norm_type": "rms",
-    "rms_norm_eps": 1e-5,
-    "rope": True,
-    "rope_theta": 500000.0,
-    "alibi": False,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "weight_tying": False,
-    "d_model": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "mlp_hidden_size": 112,
-    "embedding_size": VOCAB_SIZE,
-    "max_sequence_length": 256,
-}
-_TRANSFORMERS_NAMES: dict[str, Any] = _VOCABULARY | {
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+_VOCABULARY: Config = {"vocab_size": VOCAB_SIZE, "mask_token_id": MASK, "eos_token_id": EOS, "torch_dtype": "float32"}
+LLADA_CONFIG = _VOCABULARY | {"architectures": ["LLaDAModelLM"], "model_type": "llada", "block_type": "llama"}
+LLADA_CONFIG |= {"activation_type": "silu", "layer_norm_type": "rms", "rms_norm_eps": 1e-5}
+LLADA_CONFIG |= {"rope": True, "rope_theta": 500000.0, "alibi": False}
+LLADA_CONFIG |= {"include_bias": False, "include_qkv_bias": False, "weight_tying": False}
+LLADA_CONFIG |= {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 112}
+LLADA_CONFIG |= {"embedding_size": VOCAB_SIZE, "max_sequence_length": 256}
+_TRANSFORMERS_NAMES = _VOCABULARY | {"hidden_act": "silu", "hidden_size": 64, "num_hidden_layers": 2}
+_TRANSFORMERS_NAMES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_TRANSFORMERS_NAMES |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """What all other families have, by the names that transformers gives it."""
-DREAM_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
-    "architectures": ["DreamModel"],
-    "model_type": "Dream",
-    "intermediate_size": 112,
-    "rope_theta": 1000000.0,
-    "rope_scaling": None,
-    "use_sliding_window": False,
-}
-LLADA_MOE_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
-    "architectures": ["LLaDAMoEModelLM"],
-    "model_type": "llada",
-    "num_key_value_heads": 4,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "expert_intermediate_size": 48,
-    "dense_intermediate_size": 112,
-    "shared_expert_intermediate_size": None,
-    "moe_layer_freq": [1, 1],
-    "moe_router_enable_expert_bias": False,
-    "moe_router_score_function": "softmax",
-    "norm_topk_prob": None,
-    "qk_layernorm": True,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50000,
-    "partial_rotary_factor": 1,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "clip_qkv": None,
-}
-SDAR_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
-    "architectures": ["SDARForCausalLM"],
-    "model_type": "sdar",
-    "block_size": 4,
-    "intermediate_size": 112,
-    "head_dim": 24,  # heads need not fill the hidden size
-    "rope_theta": 1000000,
-    "attention_bias": False,
-}
-SDAR_MOE_CONFIG: dict[str, Any] = SDAR_CONFIG | {
-    "architectures": ["SDARMoeForCausalLM"],
-    "model_type": "sdar_moe",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-LLADA2_CONFIG: dict[str, Any] = _TRANSFORMERS_NAMES | {
-    "architectures": ["LLaDA2MoeModelLM"],
-    "model_type": "llada2_moe",
+DREAM_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["DreamModel"], "model_type": "Dream"}
+DREAM_CONFIG |= {"intermediate_size": 112, "rope_theta": 1000000.0, "rope_scaling": None, "use_sliding_window": False}
+LLADA_MOE_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["LLaDAMoEModelLM"], "model_type": "llada"}
+LLADA_MOE_CONFIG |= {"dense_intermediate_size": 112, "expert_intermediate_size": 48}
+LLADA_MOE_CONFIG |= {"shared_expert_intermediate_size": None, "num_experts": 6, "num_experts_per_tok": 2}
+LLADA_MOE_CONFIG |= {"moe_layer_freq": [1, 1], "moe_router_enable_expert_bias": False, "norm_topk_prob": None}
+LLADA_MOE_CONFIG |= {"moe_router_score_function": "softmax", "num_key_value_heads": 4, "qk_layernorm": True}
+LLADA_MOE_CONFIG |= {"rms_norm_eps": 1e-5, "rope_theta": 50000, "partial_rotary_factor": 1, "rope_scaling": None}
+LLADA_MOE_CONFIG |= {"attention_bias": False, "clip_qkv": None}
+SDAR_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4}
+SDAR_CONFIG |= {"head_dim": 24, "intermediate_size": 112}  # heads need not fill the hidden size
+SDAR_CONFIG |= {"rope_theta": 1000000, "attention_bias": False}
+SDAR_MOE_CONFIG = SDAR_CONFIG | {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"}
+SDAR_MOE_CONFIG |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+SDAR_MOE_CONFIG |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+LLADA2_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"}
+LLADA2_CONFIG |= {
     "block_size": 8,
     "intermediate_size": 112,
     "head_dim": 16,
     "partial_rotary_factor": 0.5,
     "use_qk_norm": True,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-    "rope_theta": 600000,
 }
-ALL_KINDS_OF_EXPERTS: dict[str, Any] = {
-    "moe_layer_freq": [0, 1],
-    "shared_expert_intermediate_size": 32,
-    "moe_router_enable_expert_bias": True,
-    "num_key_value_heads": 2,
-}
+LLADA2_CONFIG |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_shared_experts": 1}
+LLADA2_CONFIG |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+LLADA2_CONFIG |= {"moe_router_enable_expert_bias": True, "rope_theta": 600000}
+ALL_KINDS_OF_EXPERTS: Config = {"moe_layer_freq": [0, 1], "shared_expert_intermediate_size": 32}
+ALL_KINDS_OF_EXPERTS |= {"moe_router_enable_expert_bias": True, "num_key_value_heads": 2}
 """A dense layer and one with all that layers with experts may have."""
 
 
-def write_llada(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
-    """A LLaDA checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place."""
-    c = LLADA_CONFIG | config
+def _llada_tensors(c: Config, draw: "_Draw") -> Tensors:
     d, mlp, root = c["d_model"], c["mlp_hidden_size"], "model.transformer."
     kv = d // c["n_heads"] * c["n_kv_heads"]
-    draw = _Draw(seed)
     t: Tensors = {root + "wte.weight": draw.embedding(c["embedding_size"], d), root + "ln_f.weight": draw.norm(d)}
     if not c["weight_tying"]:
         t[root + "ff_out.weight"] = draw.head(c["embedding_size"], d)
@@ -146,123 +73,52 @@ def write_llada(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] 
         t[p + "attn_out.weight"] = draw.linear(d, d)
         t[p + "ff_proj.weight"], t[p + "up_proj.weight"] = draw.linear(mlp, d), draw.linear(mlp, d)
         t[p + "ff_out.weight"] = draw.linear(d, mlp)
-    return _write(folder, c, t, edit)
-
-
-def write_dream(
-    folder: Path,
-    *,
-    seed: int = 0,
-    head_scale: float = 4.0,
-    edit: Callable[[Tensors], None] | None = None,
-    **config: Any,
-) -> Path:
-    """A Dream checkpoint; arguments as for ``write_llada``. A smaller ``head_scale`` makes it less sure of itself."""
-    c = DREAM_CONFIG | config
-    draw = _Draw(seed, head_scale)
-    t = _outside_layers(c, draw)
-    for i in range(c["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        _add_attention(t, p, c, draw, with_biases=True)
-        _add_mlp(t, p + "mlp.", c["hidden_size"], c["intermediate_size"], draw)
-    return _write(folder, c, t, edit)
-
-
-def write_llada_moe(
-    folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any
-) -> Path:
-    """A LLaDA-MoE checkpoint; arguments as for ``write_llada``."""
-    c = LLADA_MOE_CONFIG | config
-    d, draw = c["hidden_size"], _Draw(seed)
-    t = _outside_layers(c, draw)
-    for i, has_experts in enumerate(c["moe_layer_freq"]):
-        p = f"model.layers.{i}."
-        _add_attention(t, p, c, draw, with_biases=False)
-        if c["qk_layernorm"]:
-            t |= {f"{p}self_attn.{name}_norm.weight": draw.norm(d // c["num_attention_heads"]) for name in "qk"}
-        if not has_experts:
-            _add_mlp(t, p + "mlp.", d, c["dense_intermediate_size"], draw)
-            continue
-        t[p + "mlp.gate.weight"] = draw.linear(c["num_experts"], d)
-        if c["moe_router_enable_expert_bias"]:
-            t[p + "mlp.expert_bias"] = draw.bias(c["num_experts"])
-        for n in range(c["num_experts"]):
-            _add_mlp(t, f"{p}mlp.experts.{n}.", d, c["expert_intermediate_size"], draw)
-        if c["shared_expert_intermediate_size"]:
-            _add_mlp(t, p + "shared_expert.", d, c["shared_expert_intermediate_size"], draw)
-    return _write(folder, c, t, edit)
-
-
-def write_sdar(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
-    """A SDAR checkpoint; arguments as for ``write_llada``."""
-    c = SDAR_CONFIG | config
-    draw = _Draw(seed)
-    t = _outside_layers(c, draw)
-    for i in range(c["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        _add_attention(t, p, c, draw, with_biases=False)
-        t |= {f"{p}self_attn.{name}_norm.weight": draw.norm(c["head_dim"]) for name in "qk"}
-        if "num_experts" not in c or i in c["mlp_only_layers"] or (i + 1) % c["decoder_sparse_step"]:
-            _add_mlp(t, p + "mlp.", c["hidden_size"], c["intermediate_size"], draw)
-            continue
-        t[p + "mlp.gate.weight"] = draw.linear(c["num_experts"], c["hidden_size"])
-        for n in range(c["num_experts"]):
-            _add_mlp(t, f"{p}mlp.experts.{n}.", c["hidden_size"], c["moe_intermediate_size"], draw)
-    return _write(folder, c, t, edit)
-
-
-def write_sdar_moe(folder: Path, **arguments: Any) -> Path:
-    """A SDAR-MoE checkpoint; arguments as for ``write_llada``."""
-    return write_sdar(folder, **(SDAR_MOE_CONFIG | arguments))
-
-
-def write_llada2(folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any) -> Path:
-    """A LLaDA2 checkpoint; arguments as for ``write_llada``."""
-    c = LLADA2_CONFIG | config
-    d, head_dim, width, draw = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"], _Draw(seed)
-    t = _outside_layers(c, draw)
-    t["model.word_embeddings.weight"] = t.pop("model.embed_tokens.weight")
-    for i in range(c["num_hidden_layers"]):
-        p = f"model.layers.{i}."
-        t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
-        rows = (c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * head_dim
-        t[p + "attention.query_key_value.weight"] = draw.linear(rows, d)
-        t[p + "attention.dense.weight"] = draw.linear(d, c["num_attention_heads"] * head_dim)
-        if c["use_qk_norm"]:
-            t |= {f"{p}attention.{name}_layernorm.weight": draw.norm(head_dim) for name in ("query", "key")}
-        if i < c["first_k_dense_replace"]:
-            _add_mlp(t, p + "mlp.", d, c["intermediate_size"], draw)
-            continue
-        t[p + "mlp.gate.weight"] = draw.linear(c["num_experts"], d)
-        if c["moe_router_enable_expert_bias"]:
-            t[p + "mlp.gate.expert_bias"] = draw.bias(c["num_experts"])
-        for n in range(c["num_experts"]):
-            _add_mlp(t, f"{p}mlp.experts.{n}.", d, width, draw)
-        if c["num_shared_experts"]:
-            _add_mlp(t, p + "mlp.shared_experts.", d, width * c["num_shared_experts"], draw)
-    return _write(folder, c, t, edit)
-
-
-def _outside_layers(c: dict[str, Any], draw: "_Draw") -> Tensors:
-    t = {
-        "model.embed_tokens.weight": draw.embedding(c["vocab_size"], c["hidden_size"]),
-        "model.norm.weight": draw.norm(c["hidden_size"]),
-    }
-    if not c["tie_word_embeddings"]:
-        t["lm_head.weight"] = draw.head(c["vocab_size"], c["hidden_size"])
     return t
 
 
-def _add_attention(t: Tensors, p: str, c: dict[str, Any], draw: "_Draw", *, with_biases: bool) -> None:
-    d, heads = c["hidden_size"], c["num_attention_heads"]
-    head_dim = c.get("head_dim", d // heads)
-    q, kv = heads * head_dim, c["num_key_value_heads"] * head_dim
-    t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
-    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
-        t[f"{p}self_attn.{name}.weight"] = draw.linear(rows, d)
-        if with_biases:
-            t[f"{p}self_attn.{name}.bias"] = draw.bias(rows)
-    t[p + "self_attn.o_proj.weight"] = draw.linear(d, q)
+def _other_tensors(c: Config, draw: "_Draw") -> Tensors:
+    """A checkpoint of any other family."""
+    d, heads, kv_heads = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    head_dim, is_llada2 = c.get("head_dim", d // heads), c["model_type"] == "llada2_moe"
+    embedding = "model.word_embeddings.weight" if is_llada2 else "model.embed_tokens.weight"
+    t = {embedding: draw.embedding(c["vocab_size"], d), "model.norm.weight": draw.norm(d)}
+    if not c["tie_word_embeddings"]:
+        t["lm_head.weight"] = draw.head(c["vocab_size"], d)
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        t[p + "input_layernorm.weight"], t[p + "post_attention_layernorm.weight"] = draw.norm(d), draw.norm(d)
+        if is_llada2:
+            t[p + "attention.query_key_value.weight"] = draw.linear((heads + 2 * kv_heads) * head_dim, d)
+            t[p + "attention.dense.weight"] = draw.linear(d, heads * head_dim)
+        else:
+            for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+                t[f"{p}self_attn.{name}.weight"] = draw.linear(rows * head_dim, d)
+                if c["model_type"] == "Dream":
+                    t[f"{p}self_attn.{name}.bias"] = draw.bias(rows * head_dim)
+            t[p + "self_attn.o_proj.weight"] = draw.linear(d, heads * head_dim)
+        if c.get("use_qk_norm", c.get("qk_layernorm", c["model_type"].startswith("sdar"))):
+            names = ("attention.query_layer", "attention.key_layer") if is_llada2 else ("self_attn.q_", "self_attn.k_")
+            t |= {f"{p}{name}norm.weight": draw.norm(head_dim) for name in names}
+        if not _has_experts(c, i):
+            _add_mlp(t, p + "mlp.", d, c.get("dense_intermediate_size") or c["intermediate_size"], draw)
+            continue
+        width = c.get("expert_intermediate_size") or c["moe_intermediate_size"]
+        t[p + "mlp.gate.weight"] = draw.linear(c["num_experts"], d)
+        if c.get("moe_router_enable_expert_bias"):
+            t[f"{p}mlp.{'gate.' if is_llada2 else ''}expert_bias"] = draw.bias(c["num_experts"])
+        for n in range(c["num_experts"]):
+            _add_mlp(t, f"{p}mlp.experts.{n}.", d, width, draw)
+        if shared := c.get("shared_expert_intermediate_size") or width * c.get("num_shared_experts", 0):
+            _add_mlp(t, p + ("mlp.shared_experts." if is_llada2 else "shared_expert."), d, shared, draw)
+    return t
+
+
+def _has_experts(c: Config, layer: int) -> bool:
+    if "moe_layer_freq" in c:
+        return bool(c["moe_layer_freq"][layer])
+    if "decoder_sparse_step" in c:
+        return layer not in c["mlp_only_layers"] and (layer + 1) % c["decoder_sparse_step"] == 0
+    return layer >= c.get("first_k_dense_replace", layer + 1)
 
 
 def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:
@@ -270,12 +126,41 @@ def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:
     t[p + "down_proj.weight"] = draw.linear(d, width)
 
 
+def _write(
+    defaults: Config,
+    folder: Path,
+    *,
+    seed: int = 0,
+    head_scale: float = 4.0,
+    edit: Callable[[Tensors], None] | None = None,
+    **config: Any,
+) -> Path:
+    """A checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place. A smaller
+    ``head_scale`` makes it less sure of itself."""
+    c = defaults | config
+    tensors = (_llada_tensors if "d_model" in c else _other_tensors)(c, _Draw(seed, head_scale))
+    if edit is not None:
+        edit(tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, c.get("torch_dtype") or "float32")
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}, indent=1))
+    return folder
+
+
+write_llada = partial(_write, LLADA_CONFIG)
+write_dream = partial(_write, DREAM_CONFIG)
+write_llada_moe = partial(_write, LLADA_MOE_CONFIG)
+write_sdar = partial(_write, SDAR_CONFIG)
+write_sdar_moe = partial(_write, SDAR_MOE_CONFIG)
+write_llada2 = partial(_write, LLADA2_CONFIG)
+
+
 def write_adapter(
     folder: Path, checkpoint: Path, modules: list[str], *, rank: int = 3, seed: int = 1, **config: Any
 ) -> Path:
     """A random LoRA adapter of a checkpoint's modules, as PEFT saves it; ``config`` adds keys to its config."""
-    from safetensors.torch import load_file
-
     weights, draw, t = load_file(checkpoint / "model.safetensors"), _Draw(seed), {}
     for module in modules:
         out_features, in_features = weights[f"{module}.weight"].shape
@@ -289,8 +174,6 @@ def write_adapter(
 
 def shard(folder: Path, num_files: int = 3) -> Path:
     """Split a checkpoint's one file into several with an index, as large checkpoints come."""
-    from safetensors.torch import load_file
-
     single = folder / "model.safetensors"
     tensors = load_file(single)
     single.unlink()
@@ -334,17 +217,3 @@ class _Draw:
 
     def norm(self, size: int) -> torch.Tensor:
         return 1 + 0.2 * self._normal(size)
-
-
-def _write(folder: Path, config: dict[str, Any], tensors: Tensors, edit: Callable[[Tensors], None] | None) -> Path:
-    if edit is not None:
-        edit(tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = getattr(torch, config.get("torch_dtype") or "float32")
-    save_file(
-        {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}, indent=1))
-    return folder

@@ -141,19 +141,15 @@ def test_of_equals_one_is_chosen(searched):
     assert search.file.turns[1].ratios == pytest.approx([4.0] * module.ROUNDS)
 
 
-@pytest.mark.parametrize("budget", [30.0, 60.0, 120.0, 240.0])
-def test_the_budget_is_kept(searched, budget):
+@pytest.mark.parametrize("budget", [30.0, 40.0, 60.0, 120.0, 240.0])
+def test_the_budget_is_kept_and_a_short_search_finds_something_fast_already(searched, budget):
     runner = MadeUpRunner(FAST, {"threshold=0.5": 0.2})
     search = searched(runner, budget=budget)
     assert runner.seconds <= budget + 10
     assert search.standings.chosen(1).scores
-
-
-def test_a_short_search_finds_something_fast_already(searched):
-    runner = MadeUpRunner(FAST, {"threshold=0.5": 0.2})
-    search = searched(runner, budget=40.0)
-    assert search.ran_out
-    assert search.standings.chosen(16).setting != PLAIN
+    if budget == 40:
+        assert search.ran_out
+        assert search.standings.chosen(16).setting != PLAIN
 
 
 def test_an_engine_is_started_once_per_rung(searched):

@@ -7,7 +7,7 @@ import pytest
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import PARALLEL_OPTIONS
+from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from dllm_engine.tuning.space import PLAIN, RULES, Setting, Space
 from tests.support.plans import FULL_METHODS
 

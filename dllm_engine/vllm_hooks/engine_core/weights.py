@@ -12,65 +12,58 @@ from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
-from dllm_engine.vllm_hooks.patch import is_ours
+from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _COMPLETE = ("reload_weights", "finish_weight_update")
 """Calls of workers after which the weights are complete."""
 _CHANGES = (*_COMPLETE, "start_weight_update", "start_draft_weight_update", "update_weights", "reset_weights")
 
 
-def guarding_weights(collective_rpc: Callable[..., Any]) -> Callable[..., Any]:
+def guard_weights(
+    collective_rpc: Original,
+    self: Any,
+    method: str | Callable[..., Any],
+    timeout: float | None = None,
+    args: tuple = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
     """For the calls that change weights."""
-
-    def call(
-        self: Any,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if method not in _CHANGES or not is_ours(self):
-            return collective_rpc(self, method, timeout, args, kwargs)
-        assert isinstance(method, str)
-        _refuse_while_running(self, method, "a response must not come from two sets of weights")
-        if self.vllm_config.model_config.is_moe and current_platform.is_cpu():
-            raise NotImplementedError(f"{method}: vLLM cannot pack experts again on a CPU; start a new engine")
-        self.scheduler.reset_prefix_cache()  # pages that requests share come from the old weights
-        if method == "reload_weights":
-            path = (kwargs or {}).get("weights_path", args[1] if len(args) > 1 else None)
-            if path is not None:
-                _check_weights(self.vllm_config, str(path))
-            self.scheduler.weights_incomplete_since = method  # also if it fails on its way
-        result = collective_rpc(self, method, timeout, args, kwargs)
-        self.scheduler.weights_incomplete_since = None if method in _COMPLETE else method
-        return result
-
-    return call
+    if method not in _CHANGES or not is_ours(self):
+        return collective_rpc(self, method, timeout, args, kwargs)
+    assert isinstance(method, str)
+    _refuse_while_running(self, method, "a response must not come from two sets of weights")
+    if self.vllm_config.model_config.is_moe and current_platform.is_cpu():
+        raise NotImplementedError(f"{method}: vLLM cannot pack experts again on a CPU; start a new engine")
+    self.scheduler.reset_prefix_cache()  # pages that requests share come from the old weights
+    if method == "reload_weights":
+        path = (kwargs or {}).get("weights_path", args[1] if len(args) > 1 else None)
+        if path is not None:
+            # They may be missing, damaged or of other shapes than the engine's.
+            check_folder(str(path))
+            check_checkpoint(str(path), self.vllm_config.model_config.hf_config)
+        self.scheduler.weights_incomplete_since = method  # also if it fails on its way
+    result = collective_rpc(self, method, timeout, args, kwargs)
+    self.scheduler.weights_incomplete_since = None if method in _COMPLETE else method
+    return result
 
 
-def guarding_sleep(sleep: Callable[..., Any]) -> Callable[..., Any]:
-    def sleep_if_possible(self: Any, level: int = 1, mode: str = "abort") -> Any:
-        if is_ours(self) and level > 0:
-            if current_platform.is_cpu():
-                raise NotImplementedError(
-                    f"sleep(level={level}): vLLM gives memory back with CUDA's allocator, which a CPU lacks; use "
-                    f"level=0, which stops the engine from running requests"
-                )
-            if mode == "keep":
-                _refuse_while_running(self, f"sleep(level={level}, mode='keep')", "their pages would be lost")
-        return sleep(self, level, mode)
-
-    return sleep_if_possible
+def sleep_if_possible(sleep: Original, self: Any, level: int = 1, mode: str = "abort") -> Any:
+    if is_ours(self) and level > 0:
+        if current_platform.is_cpu():
+            raise NotImplementedError(
+                f"sleep(level={level}): vLLM gives memory back with CUDA's allocator, which a CPU lacks; use "
+                f"level=0, which stops the engine from running requests"
+            )
+        if mode == "keep":
+            _refuse_while_running(self, f"sleep(level={level}, mode='keep')", "their pages would be lost")
+    return sleep(self, level, mode)
 
 
-def guarding_pages(release: Callable[[Any], None]) -> Callable[[Any], None]:
-    def release_kv_cache_memory(self: Any) -> None:
-        if is_ours(self):
-            _refuse_while_running(self, "release_kv_cache_memory", "their pages would be lost")
-            self.scheduler.reset_prefix_cache()
-        release(self)
-
-    return release_kv_cache_memory
+def release_if_unused(release: Original, self: Any) -> None:
+    if is_ours(self):
+        _refuse_while_running(self, "release_kv_cache_memory", "their pages would be lost")
+        self.scheduler.reset_prefix_cache()
+    release(self)
 
 
 def _refuse_while_running(engine: Any, call: str, why: str) -> None:
@@ -79,9 +72,3 @@ def _refuse_while_running(engine: Any, call: str, why: str) -> None:
             f"{call}: {running} requests are running, and {why}; let them finish (mode='wait' of vLLM's pause and "
             f"sleep), or abort them (mode='abort')"
         )
-
-
-def _check_weights(vllm_config: Any, model: str) -> None:
-    """Raises ``ValueError`` for a folder whose weights are missing, damaged or of other shapes than the engine's."""
-    check_folder(model)
-    check_checkpoint(model, vllm_config.model_config.hf_config)

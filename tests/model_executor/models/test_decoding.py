@@ -43,13 +43,6 @@ SAMPLED_SETTINGS = {
 }  # fmt: skip
 
 
-BLOCK_SETTINGS = {
-    "a step per token": {"gen_length": 18, "block_length": 4},
-    "longer blocks, uneven steps": {"gen_length": 21, "block_length": 8, "steps_per_block": 3},
-    "threshold": {"gen_length": 19, "block_length": 4, "threshold": 0.3},
-}
-
-
 CONSTRAINT = random_automaton(random.Random(0), tiny_checkpoints.VOCAB_SIZE, {tiny_checkpoints.MASK})
 
 
@@ -67,31 +60,18 @@ def noise_of(seed: int) -> tuple[Uniform, Callable[[int, int], float]]:
 @pytest.mark.parametrize("constraint", [{}, {"constraint": CONSTRAINT.packed}], ids=["free", "constrained"])
 @pytest.mark.parametrize("name", SAMPLED_SETTINGS)
 def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, tiny_sdar, name, constraint):
+    """Two prompts of different lengths in one batch: tokens and order."""
     folders = {"llada": tiny_llada, "dream": tiny_dream, "sdar": tiny_sdar, "dream, filters": unsure_dream}
     folder = folders.get(name) or folders[name.split(",")[0]]
-    assert_decodes_like_the_plain_model(engines(folder), folder, SAMPLED_SETTINGS[name] | constraint, seed=17)
-
-
-@pytest.mark.parametrize("cache_method", ["block", "none"])
-@pytest.mark.parametrize("name", BLOCK_SETTINGS)
-def test_sdar_moe(engines, tiny_sdar_moe, name, cache_method):
-    llm, settings = engines(tiny_sdar_moe, cache_method=cache_method), BLOCK_SETTINGS[name]
-    assert_decodes_like_the_plain_model(llm, tiny_sdar_moe, settings, cache_method)
-    requests = [(prompt, settings) for prompt in PROMPTS]
-    assert answers(llm, requests) == [answers(llm, [request])[0] for request in requests], "alone and in a batch"
-
-
-def assert_decodes_like_the_plain_model(llm, folder, settings, cache_method="none", seed=None) -> None:
-    """Two prompts of different lengths in one batch: tokens and order."""
-    tokens, order = (None, None) if seed is None else noise_of(seed)
-    expected: dict[int, Decoding] = {}
+    settings, expected = SAMPLED_SETTINGS[name] | constraint | {"seed": 17}, dict[int, Decoding]()
+    tokens, order = noise_of(17)
     for prompt in PROMPTS:
         if len(prompt) not in expected and len(expected) < 2:
-            run = decode(PlainModel(folder), prompt, cache_method, **settings, uniform=tokens, order_noise=order)
+            run = decode(PlainModel(folder), prompt, **settings, uniform=tokens, order_noise=order)
             if run.closest > MARGIN:
                 expected[len(prompt)] = run
     assert len(expected) == 2, "these weights leave every prompt to rounding; choose another seed"
-    found = answers(llm, [(run.prompt, settings | {"seed": seed}) for run in expected.values()])
+    found = answers(engines(folder), [(run.prompt, settings) for run in expected.values()])
     for run, answer in zip(expected.values(), found, strict=True):
         assert (answer.tokens, answer.order) == (run.tokens, run.order)
 
@@ -111,13 +91,3 @@ def test_settings_left_out_are_the_familys(engines, tiny_llada, tiny_dream, fami
     }[family]
     llm, length = engines(folder), {"gen_length": 40}
     assert answers(llm, [(PROMPTS[0], length)]) == answers(llm, [(PROMPTS[0], length | named | {"steps": 40})])
-
-
-@pytest.mark.parametrize("gen_length", [33, 40, 65])
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_steps_left_open_are_one_per_token_whatever_the_length(engines, tiny_llada, tiny_dream, family, gen_length):
-    llm = engines(tiny_llada if family == "llada" else tiny_dream)
-    (answer,) = answers(llm, [(PROMPTS[0], {"gen_length": gen_length, "block_length": 32})])
-    assert len(answer.order) == gen_length
-    if family == "llada":
-        assert [len(step) for step in answer.order] == [1] * gen_length

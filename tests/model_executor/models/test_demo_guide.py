@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 
-GUIDE_DIR = DEMO_GUIDE_DIR
 MAX_BYTES = 4 * 1024 * 1024
 RESPONSE_TOKENS = 32
 SEED = 100
@@ -17,18 +17,14 @@ SEED = 100
 
 @pytest.fixture(scope="module")
 def guide():
-    from transformers import AutoModelForCausalLM
-
-    model, report = AutoModelForCausalLM.from_pretrained(GUIDE_DIR, dtype=torch.float32, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(DEMO_GUIDE_DIR, dtype=torch.float32, output_loading_info=True)
     assert not any(report.values()), "no tensor is missing, left over or of another shape"
     return model.eval()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(GUIDE_DIR)
+    return AutoTokenizer.from_pretrained(DEMO_GUIDE_DIR)
 
 
 def canvas(tokenizer, example) -> tuple[list[int], int, int]:
@@ -41,25 +37,15 @@ def canvas(tokenizer, example) -> tuple[list[int], int, int]:
     return prompt_ids + answer_ids + tail, len(prompt_ids), len(prompt_ids) + len(answer_ids) + 1
 
 
-@torch.inference_mode()
-def predictions(guide, tokens: list[int]) -> torch.Tensor:
-    """The greedy prediction of every token but the first, given the true ones before it."""
-    logits = guide(torch.tensor([tokens])).logits[0]
-    assert logits.isfinite().all()
-    return logits[:-1].argmax(dim=-1)
-
-
 def test_it_is_a_small_plain_llama(guide):
     assert type(guide).__name__ == "LlamaForCausalLM"
-    assert sum(file.stat().st_size for file in GUIDE_DIR.iterdir()) <= MAX_BYTES
-    config = json.loads((GUIDE_DIR / "config.json").read_text(encoding="utf-8"))
+    assert sum(file.stat().st_size for file in DEMO_GUIDE_DIR.iterdir()) <= MAX_BYTES
+    config = json.loads((DEMO_GUIDE_DIR / "config.json").read_text(encoding="utf-8"))
     assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
     assert not [name for name, _ in guide.named_parameters() if name.endswith("bias")]
 
 
 def test_it_shares_the_demo_models_tokens(guide, tokenizer):
-    from transformers import AutoTokenizer
-
     demo_tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
     demo_config = json.loads((DEMO_MODEL_DIR / "config.json").read_text(encoding="utf-8"))
     assert tokenizer.get_vocab() == demo_tokenizer.get_vocab()
@@ -72,11 +58,13 @@ def test_it_shares_the_demo_models_tokens(guide, tokenizer):
 
 
 @pytest.mark.parametrize("task", TASKS)
+@torch.inference_mode()
 def test_it_foresees_right_answers_and_their_end(guide, tokenizer, task):
     right = total = tail_right = tail_total = 0
     for example in make_examples(task, 20, SEED):
         tokens, start, end = canvas(tokenizer, example)
-        hits = predictions(guide, tokens) == torch.tensor(tokens[1:])
+        # Of every token but the first, given the true ones before it.
+        hits = guide(torch.tensor([tokens])).logits[0, :-1].argmax(dim=-1) == torch.tensor(tokens[1:])
         answer, tail = hits[start - 1 : end - 1], hits[end - 1 :]
         right, total = right + int(answer.sum()), total + len(answer)
         tail_right, tail_total = tail_right + int(tail.sum()), tail_total + len(tail)

@@ -1,12 +1,9 @@
 """What a checkpoint's folder may hold, and how what it must not hold is refused."""
 
-import json
-
 import pytest
 import torch
 
 from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig, LLaDAMoEConfig
-from dllm_engine.plugin import register
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
@@ -51,12 +48,6 @@ def test_remote_code_beside_the_weights_is_never_executed(engines, tmp_path, fam
     assert not executed.exists()
 
 
-def test_sharded_checkpoint_answers_as_the_single_file(engines, tiny_llada, tmp_path):
-    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path / "model"))
-    settings = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
-    assert tokens_of(engines(folder), PROMPT, **settings) == tokens_of(engines(tiny_llada), PROMPT, **settings)
-
-
 def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
     def add_head(tensors):
         tensors["model.transformer.ff_out.weight"] = torch.zeros(tiny_checkpoints.VOCAB_SIZE, 64)
@@ -70,12 +61,8 @@ def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
 # Tensors
 
 
-EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
-
-
-def test_unknown_tensor_is_named(tmp_path):
-    name = BLOCK_0 + "gate_of_the_future.weight"
-    refuse(tiny_checkpoints.write_llada(tmp_path, edit=lambda tensors: tensors.update({name: torch.zeros(3)})), name)
+EXPERT, UNKNOWN = "model.layers.1.mlp.experts.3.down_proj.weight", f"{BLOCK_0}gate_of_the_future.weight"
+PARTS = ("q_proj", "v_proj", "attn_out", "ff_proj", "ff_out", "attn_norm")
 
 
 @pytest.mark.parametrize(
@@ -101,38 +88,29 @@ def test_missing_tensor_is_named(tmp_path, family, missing, fragment):
     refuse(write(tmp_path, edit=lambda tensors: tensors.pop(missing), **kinds), fragment, "lacks 1 tensor")
 
 
-def test_misshapen_expert_is_named(tmp_path):
-    """vLLM itself would load what it holds."""
-
-    def edit(tensors):
-        tensors[EXPERT] = tensors[EXPERT][:, :-2]
-
-    refuse(tiny_checkpoints.write_llada_moe(tmp_path, edit=edit), EXPERT, "expert_intermediate_size=48")
+@pytest.mark.parametrize(
+    ("family", "name", "edited", "fragment"),
+    [
+        ("llada", UNKNOWN, lambda _: torch.zeros(3), ""),
+        *[("llada", f"{BLOCK_0}{part}.weight", lambda tensor: tensor[:-2], "") for part in PARTS],
+        # vLLM itself would load what it holds.
+        ("llada_moe", EXPERT, lambda tensor: tensor[:, :-2], "expert_intermediate_size=48"),
+        *[
+            ("llada", name, lambda tensor, value=value: tensor.index_fill(0, torch.tensor([3]), value), "NaN")
+            for name in (f"{BLOCK_0}up_proj.weight", "model.transformer.wte.weight")
+            for value in (float("nan"), float("inf"))
+        ],
+    ],
+)
+def test_unknown_misshapen_and_infinite_tensors_are_named(tmp_path, family, name, edited, fragment):
+    write = getattr(tiny_checkpoints, f"write_{family}")
+    refuse(write(tmp_path, edit=lambda tensors: tensors.update({name: edited(tensors.get(name))})), name, fragment)
 
 
 def test_experts_of_a_width_without_a_kernel_are_named(tmp_path):
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
     folder = tiny_checkpoints.write_llada_moe(tmp_path, hidden_size=48, **heads)
     refuse(folder, "experts of hidden_size=48", "must be a multiple of 32")
-
-
-@pytest.mark.parametrize(
-    "name", [BLOCK_0 + part for part in ("q_proj", "v_proj", "attn_out", "ff_proj", "ff_out", "attn_norm")]
-)
-def test_misshapen_tensor_is_named(tmp_path, name):
-    def edit(tensors):
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"][:-2]
-
-    refuse(tiny_checkpoints.write_llada(tmp_path, edit=edit), f"{name}.weight")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", [BLOCK_0 + "up_proj.weight", "model.transformer.wte.weight"])
-def test_tensor_that_is_not_finite_is_named(tmp_path, name, value):
-    def edit(tensors):
-        tensors[name][3, 5] = value
-
-    refuse(tiny_checkpoints.write_llada(tmp_path, edit=edit), name, "NaN")
 
 
 # Files
@@ -162,28 +140,6 @@ def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
 
 
 # Configuration
-
-
-@pytest.mark.parametrize(
-    "write", [tiny_checkpoints.write_llada, tiny_checkpoints.write_llada_moe, tiny_checkpoints.write_dream]
-)
-def test_config_reads_as_written(tmp_path, engines, write):
-    """The aliases vLLM asks for agree with the file."""
-    from transformers import AutoConfig
-
-    register()
-    folder = write(tmp_path)
-    config, file = AutoConfig.from_pretrained(folder), json.loads((folder / "config.json").read_text())
-    assert config.hidden_size == 64
-    assert config.num_attention_heads == 4
-    assert config.num_hidden_layers == 2
-    assert config.intermediate_size == 112
-    assert config.max_position_embeddings == 256
-    assert config.num_key_value_heads == file.get("n_kv_heads", file.get("num_key_value_heads"))
-    assert config.eos_token_id == tiny_checkpoints.EOS
-    assert config.mask_token_id == tiny_checkpoints.MASK
-    assert not config.tie_word_embeddings
-    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():

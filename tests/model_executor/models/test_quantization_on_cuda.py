@@ -26,10 +26,7 @@ FAMILIES = {
     "llada": (tiny_checkpoints.write_llada, {"d_model": 128, "mlp_hidden_size": 256}),
     "dream": (tiny_checkpoints.write_dream, WIDE),
     "sdar": (tiny_checkpoints.write_sdar, WIDE | {"head_dim": 32}),
-    "llada_moe": (
-        tiny_checkpoints.write_llada_moe,
-        tiny_checkpoints.ALL_KINDS_OF_EXPERTS | WIDE_EXPERTS,
-    ),
+    "llada_moe": (tiny_checkpoints.write_llada_moe, tiny_checkpoints.ALL_KINDS_OF_EXPERTS | WIDE_EXPERTS),
     "sdar_moe": (tiny_checkpoints.write_sdar_moe, WIDE | {"head_dim": 32, "moe_intermediate_size": 128}),
     "llada2": (tiny_checkpoints.write_llada2, WIDE | {"head_dim": 32, "moe_intermediate_size": 128}),
 }
