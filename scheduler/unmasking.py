@@ -151,20 +151,20 @@ class SlowFast(BaseModel):
     span_steps: int = Field(default=6, ge=1, le=MOST_TOKENS)
     """Slow passes at the beginning of each span."""
     span_threshold: float = Field(default=0.3, ge=0, le=1)
-    """A slow pass estimates that the span ends behind the farthest masked position of the block with this
-    confidence."""
+    """A slow pass estimates that the span ends after the farthest masked position of the block with this confidence."""
     span_window: int = Field(default=2, ge=1, le=MOST_TOKENS)
-    """Latest estimates that are compared, and of which the mean is the end where none is stable."""
+    """Number of latest estimates that are compared. If they are not stable, the end is their mean."""
     span_variance: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """Variance of these estimates below which the last one is the end; for Dream the sample variance, at most."""
+    """If the variance of these estimates is below this, they are stable, and the last one is the end. Dream: the sample
+    variance, at most this."""
     slow_threshold: float = Field(default=0.9, ge=0, le=1)
     """A slow pass fills every position from the span's start to the block's end with this confidence, or the best."""
     fast_threshold: float = Field(default=0.9, ge=0, le=1)
     """A fast pass fills every position of the span with this confidence, or the best."""
     slow_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
-    """Where fewer positions than this reach ``slow_threshold``, only the best one is filled."""
+    """If fewer positions than this reach ``slow_threshold``, only the best one is filled."""
     fast_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
-    """Where fewer positions than this reach ``fast_threshold``, only the best one is filled."""
+    """If fewer positions than this reach ``fast_threshold``, only the best one is filled."""
 
 
 class SeenOfBlock(NamedTuple):

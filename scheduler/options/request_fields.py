@@ -56,21 +56,20 @@ class RequestOptions(BaseModel):
     """Response tokens denoised together, at most ``gen_length``. The last block may be shorter. SDAR and LLaDA2 attend
     by blocks of this length, counted from the prompt's first token; it may be longer than the response."""
     steps: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Denoising steps over the whole response, at most ``gen_length``. Blocks share them by their length; each block
-    gets at least one."""
+    """Denoising steps of the whole response, at most ``gen_length``. They are split between blocks by their length;
+    each block gets at least one."""
     steps_per_block: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Denoising steps of each block, in place of ``steps``; a block of fewer tokens takes a step for each. With a rule
-    of parallel unmasking, each step fills at least what the schedule of so many steps does. ``entropy_budget`` takes no
-    such count."""
+    """Denoising steps of each block, instead of ``steps``; at most one per token. With a rule of parallel unmasking, a
+    step fills at least what this schedule would fill. No effect with ``entropy_budget``."""
     tokens_per_step: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
-    """Tokens that each step unmasks, in place of ``steps`` and of a family's schedule, or with a rule of parallel
-    unmasking the least (d2Cache)."""
+    """Tokens that each step unmasks, instead of ``steps`` and of a family's schedule. With a rule of parallel
+    unmasking, the least number (d2Cache)."""
     unmasking: str | None = None
     """Unmasking policy: which masked positions are filled first. With a rule of parallel unmasking, the default is the
     policy that measures what the rule needs."""
     certainty_sigma: float | None = Field(default=None, ge=0.01, le=1e6)
-    """Weight the confidences by how many tokens near a position are known, with a Gaussian of this many tokens as the
-    measure of near (the certainty prior of d2Cache). For policies that measure a probability or a margin."""
+    """Multiply the confidence of a position by the share of known tokens near it, weighted by a Gaussian of this width
+    in tokens (the certainty prior of d2Cache). For policies that measure a probability or a margin."""
     threshold: float | None = Field(default=None, gt=0, le=1)
     """Parallel unmasking (Fast-dLLM): fill every position of the block with at least this probability. For the policies
     ``low_confidence`` and ``maskgit_plus``. Other policies, if named, ignore it and keep their fixed count, as in
@@ -91,21 +90,21 @@ class RequestOptions(BaseModel):
     """Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in nats; Dream: below it). For the
     policy ``low_entropy``."""
     slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(read_slow_fast)] = None
-    """Parallel unmasking (SlowFast sampling): slow passes look how far the model is confident, fast ones fill that span
-    and leave out what lies behind it. A dictionary of options; those left out are as in the authors' code for the
-    family, ``{}`` is all of them. For the policy ``low_confidence``."""
+    """Parallel unmasking (SlowFast sampling): slow passes find the span in which the model is confident; fast passes
+    fill it and do not compute what is after it. A dictionary of options; those left out are as in the authors' code for
+    the family, and ``{}`` leaves out all. For the policy ``low_confidence``."""
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
     """Several blocks at once (d3LLM): the next block joins the running ones once this share of the last one is decided.
     0: one more block in every step; 1 or unset: one block at a time. Needs a rule of parallel unmasking."""
     suffix_blocks: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
-    """Masked blocks behind the running ones that a step computes (DPad). Unset: all of them. Cache methods that keep
-    the whole canvas refuse it."""
+    """Masked blocks after the running ones that a step computes (DPad). Unset: all of them. Cache methods that keep the
+    whole canvas refuse it."""
     early_stop: bool | None = None
-    """Give up everything behind the first end token as soon as it is decided, though tokens before it are masked still
+    """Drop everything after the first end token as soon as it is decided, even if tokens before it are still masked
     (d3LLM)."""
     retention_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share to retain for this request, at most the engine's ``retention_ratio``, for which pages are reserved. Cache
-    methods that evict nothing refuse it."""
+    """Share to retain for this request, at most the engine's ``retention_ratio``. Cache methods that evict nothing
+    refuse it."""
     delay_eos: bool | None = None
     """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM).
     Works with every cache method. Without a cache, it also selects the rest of ES-dLLM's sampler."""
@@ -117,12 +116,12 @@ class RequestOptions(BaseModel):
     guide_top_k: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """A draft passes if it is among this many best tokens of the guide. Unset: 1."""
     guide_threshold: float | None = Field(default=None, gt=0, lt=1)
-    """Beside the drafts that pass, which end at the first that does not, also fill every drafted position whose token
-    has a probability above this, wherever it lies. It adds to the passing ones and holds none of them back."""
+    """Also fill every drafted position whose token has a probability above this, whether it passes or not. Drafts that
+    pass are filled in any case."""
     guide_fallback: Literal["guide", "draft"] | None = None
     """Whose token fills the first position when no draft passes. Unset: the guide's."""
     guide_correction: bool | None = None
-    """Replace the drafts that pass by the guide's tokens."""
+    """Fill positions whose drafts pass with the guide's tokens."""
     stream_granularity: Literal["block", "step"] | None = None
     """What a streamed response shows: finished blocks, or also the running block after each step
     (``outputs[i].provisional``)."""
@@ -135,12 +134,12 @@ class RequestOptions(BaseModel):
     """Return for each token the forward pass that committed it and its log-probability then, as
     ``outputs[i].diffusion.committed_at`` and ``committed_logprobs``."""
     trace: bool | None = None
-    """Over HTTP: return the trace, which the engine must record (``trace=True``). In Python, ``outputs[i].diffusion``
-    has it whenever the engine records it."""
+    """Over HTTP: return the trace; the engine must record it (``trace=True``). In Python, ``outputs[i].diffusion``
+    always has it if the engine records it."""
     # vLLM clears its own fields of these names for greedy requests; Dream's confidences depend on them there too.
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample from the smallest set of likeliest tokens whose probabilities reach this sum. It applies to greedy
-    requests too: Dream's confidences are those of the filtered distribution."""
+    """Sample from the smallest set of likeliest tokens whose probabilities reach this sum. It affects greedy requests
+    too: Dream's confidences are those of the filtered distribution."""
     top_k: int | None = Field(default=None, ge=-1, le=MOST_TOKENS)
     """Sample from this many likeliest tokens; 0 or -1 means all. It applies to greedy requests as ``top_p`` does."""
 
