@@ -77,7 +77,7 @@ PLAN, ON_CPU = [*LLADA, "--gpu-memory", "80GiB", "--cache-method", "sparse"], [*
         (["eval", "--unmasking-rules", "guided"], "unmasking rule 'guided' is unknown; give one, guided=MODEL"),
         (["eval", "--unmasking-rules", "guided=demo+threshold=0.9"], "rule 'guided=demo+threshold=0.9' is unknown"),
         (["eval", "--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),
-        (["eval", "--paper-table", "maskkv/table-6"], "maskkv/table-6 is not made by this command: it has only settings"),
+        (["eval", "--paper-table", "maskkv/table-6"], "table-6 is not made by this command: it has only settings"),
         (["tune", "some/model"], "nothing says what some/model is to answer; give --tasks FILE"),
         (["tune", "demo", "--loss", "-1"], "--loss -1 is out of range"),
         (["tune", "demo", "--budget", "0"], "--budget 0 is out of range"),
