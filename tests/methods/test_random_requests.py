@@ -116,7 +116,7 @@ def in_certain_order(requests: list[Request], number: int) -> list[Request]:
         if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin"):
             asked["certainty_sigma"] = (2.0, 10.0)[i % 2]
         asked.pop("steps", None)
-        asked["tokens_per_step"] = 1 + (i + number) % 3
+        asked["tokens_per_step"] = (2, 3, 1)[(i + number) % 3]
     return requests
 
 

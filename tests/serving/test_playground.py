@@ -225,7 +225,7 @@ def test_a_block_that_begins_in_the_prompt_is_shown_from_the_response_on(driver,
     assert sizes == [2, 4, 4, 4, 2]
     assert page.masked == 0
     page.move("step", 3)
-    assert "block 2" in page.text("where")
+    page.wait(lambda: "block 2" in page.text("where"))  # drawn with the next frame
     assert page.masked == 16 - 3
     captions = [caption.text for caption in page.all("#maps figcaption")]
     assert captions[-4:] == [
@@ -252,7 +252,7 @@ def test_several_running_blocks_are_shown_as_they_fill(page):
     page.wait(lambda: page.masked < before)
     assert len(page.all(".cell.new")) == before - page.masked
     page.move("step", int(page.element("step").get_attribute("max")))
-    assert page.cells.startswith(page.answer)
+    page.wait(lambda: page.cells.startswith(page.answer))
 
 
 def test_only_what_was_moved_is_sent(page):
