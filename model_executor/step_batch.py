@@ -78,7 +78,7 @@ class Canvas:
         """Canvas positions to be sent now: what is decided with no mask before it, up to its first end token, or else
         as far as blocks are complete. Nothing behind the response."""
         last = self.spec.response_span.stop
-        if self.sent < last and self.known[self.sent] < 0:  # as after most steps
+        if self.sent < last and self.known[self.sent] < 0:  # after most steps, and quickly told
             return np.arange(0)
         masked = np.flatnonzero(self.known[self.sent : last] < 0)
         decided = self.sent + int(masked[0]) if masked.size else last

@@ -63,7 +63,7 @@ class RetainedCopy(Enum):
     """Attend to the copy and the window, not to the rest of the canvas."""
 
 
-@dataclass(slots=True)  # a frozen one takes four times as long to make
+@dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
 class UnmaskQuota:
     """How many of the masked positions in ``candidates`` a step unmasks."""
 
@@ -104,7 +104,7 @@ class Retention:
         return cls(spans, sum(span.size for span in spans))
 
 
-@dataclass(slots=True)  # a frozen one takes four times as long to make
+@dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
 class StepPlan:
     """One denoising step of one request."""
 
