@@ -117,9 +117,9 @@ class EngineOptions(BaseModel):
     """Folder of a LoRA adapter as PEFT saves it. It is merged into the weights while they are loaded, and serves all
     requests. Every node needs the folder."""
     cuda_graphs: bool | None = None
-    """Record steps that compute few rows, and the filling in of their tokens, as CUDA graphs, and replay them. Needs
-    CUDA and a cache method with steps that always do the same work. None: on if both are given and vLLM's
-    ``enforce_eager`` is not set."""
+    """Record steps that compute few rows, and the filling in of their tokens, and replay them: as CUDA graphs, or on a
+    CPU as lists of operators. Needs a cache method with steps that always do the same work. None: on if it has some
+    and vLLM's ``enforce_eager`` is not set."""
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
     requests."""
@@ -165,11 +165,10 @@ class EngineOptions(BaseModel):
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
         """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``."""
-        on_gpu = device_type == "cuda"
         records = self.cuda_graphs
         if records is None:
-            records = on_gpu and self.method.recordable and not enforce_eager
-        steps = self.steps_per_dispatch or (STEPS_ON_GPU if on_gpu else 1)
+            records = self.method.recordable and not enforce_eager
+        steps = self.steps_per_dispatch or (STEPS_ON_GPU if device_type == "cuda" else 1)
         return self.model_copy(update={"cuda_graphs": records, "steps_per_dispatch": steps})
 
     @field_validator("guide_model")

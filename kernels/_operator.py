@@ -19,6 +19,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _library = torch.library.Library("dllm", "FRAGMENT")
 
+_operators: dict[object, "Operator[Any, Any]"] = {}
 plain_on_cuda: set[str] = set()
 """Names of operators, ours and vLLM's, whose plain kernel CUDA tensors get too, because their own failed its check.
 Ours wait for the device there, so no CUDA graph can record them."""
@@ -40,6 +41,7 @@ class Operator(Generic[_P, _R]):
         _library.define(name + torch.library.infer_schema(kernel, mutates_args=mutates))
         self._overload = getattr(torch.ops.dllm, name).default
         _library.impl(name, self.run, "CompositeExplicitAutograd")
+        _operators[self._overload] = self
         if mutates:
             torch.library.register_fake(self._overload, lambda *args: None, lib=_library)
 
@@ -96,3 +98,10 @@ def operator(
         return Operator(kernel, name, mutates, triton)
 
     return of_kernel
+
+
+def kernel_of(overload: Callable[..., Any]) -> Callable[..., Any]:
+    """What an operator of ``torch.ops`` calls, where it is one of ours: the same, without the dispatcher. Any other one
+    as it is."""
+    operator = _operators.get(overload)
+    return overload if operator is None else operator.run

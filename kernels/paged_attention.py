@@ -138,8 +138,9 @@ def _paged_attention(
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
+    groups = equal_groups(bounds, tokens)
     out, lse = empty_results(q, return_lse)
-    for (length, retained), group in equal_groups(bounds, tokens).items():
+    for (length, retained), group in groups.items():
         num_fresh = length if attend_fresh else 0
         copies = None
         per_part = len(group)
@@ -151,21 +152,20 @@ def _paged_attention(
         for start in range(0, len(group), per_part):
             members = group[start : start + per_part]
             rows = rows_of(bounds, members, length, q.device)
-            fresh_k = k[rows].view(len(members), length, *k.shape[1:])[:, :num_fresh]
-            fresh_v = v[rows].view(len(members), length, *v.shape[1:])[:, :num_fresh]
+            part_q, part_k, part_v = (x[rows].view(len(members), length, *x.shape[1:]) for x in (q, k, v))
+            fresh_k, fresh_v = (part_k, part_v) if attend_fresh else (part_k[:, :0], part_v[:, :0])
             keys, values, visible, numbers = fresh_k, fresh_v, None, None
             if retained is None:
                 keys, values, visible = gather_ragged(fresh_k, fresh_v, tokens, members)
                 numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len[members])
             elif copies is not None:
                 keys, values = gather_whole_pages(fresh_k, fresh_v, tokens, members, retained, copies)
-            part_q = q[rows].view(len(members), length, *q.shape[1:])
             if limits is None:
                 part_out, part_lse = softmax_attention(part_q, keys, values, visible, return_lse)
             else:
                 of_rows = limits[rows].view(len(members), length)
                 part_out, part_lse = limited_attention(part_q, keys, values, visible, numbers, of_rows, return_lse)
-            if len(part_q) * length == len(q) and part_lse is None:
+            if len(members) * length == q.shape[0] and part_lse is None:
                 return part_out.flatten(0, 1).contiguous(), lse
             out[rows] = part_out.flatten(0, 1)
             if part_lse is not None:

@@ -46,35 +46,45 @@ def token_statistics(
         ValueError: logits that are not ``[num_rows, vocab_size]`` with a token to choose (two for a margin), or a
             forbidden column outside them.
     """
-    num_rows, vocab_size = logits.shape
-    results = token, token_logit, log_total, negative_entropy, top2 = empty_results(
-        logits, forbidden_token, with_entropy, with_margin
-    )
-    rows_per_chunk = max(1, _LOGITS_PER_CHUNK[logits.device.type] // vocab_size)
-    buffer = logits.new_empty(min(rows_per_chunk, num_rows), vocab_size, dtype=torch.float32)
+    rows_per_chunk = max(1, _LOGITS_PER_CHUNK[logits.device.type] // logits.shape[1])
+    if 0 < logits.shape[0] <= rows_per_chunk:
+        return _of_chunk(logits, forbidden_token, with_entropy, with_margin, None)
+    results = empty_results(logits, forbidden_token, with_entropy, with_margin)
+    buffer = logits.new_empty(rows_per_chunk, logits.shape[1], dtype=torch.float32)
     # Several passes over a chunk that is in the cache, one over the logits in memory.
-    for start in range(0, num_rows, rows_per_chunk):
+    for start in range(0, logits.shape[0], rows_per_chunk):
         rows = slice(start, start + rows_per_chunk)
-        chunk = logits[rows].float()
-        token[rows] = best = _argmax(chunk)
-        highest = chunk.gather(1, best[:, None])
-        if with_margin:
-            others = buffer[: chunk.shape[0]].copy_(chunk).scatter_(1, best[:, None], -torch.inf)
-            top2[rows] = torch.cat((highest, others.amax(dim=-1, keepdim=True)), dim=1)
-        p = torch.sub(chunk, highest, out=buffer[: chunk.shape[0]]).exp_()
-        total = p.sum(dim=-1, keepdim=True)
-        token_logit[rows] = highest[:, 0]
-        log_total[rows] = total.log().add_(highest)[:, 0]
-        if with_entropy:
-            p.div_(total)
-            negative_entropy[rows] = (p + _ENTROPY_EPS).log_().mul_(p).sum(dim=-1)
+        of_chunk = _of_chunk(logits[rows], forbidden_token, with_entropy, with_margin, buffer)
+        for result, part in zip(results, of_chunk, strict=True):
+            result[rows] = part
+    return results
+
+
+def _of_chunk(
+    logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool, buffer: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``buffer``: memory for as many logits or more, float32."""
+    chunk = logits.float()
+    buffer = torch.empty_like(chunk) if buffer is None else buffer[: chunk.shape[0]]
+    token = _argmax(chunk)
+    token_logit = highest = chunk.gather(1, token[:, None])
+    negative_entropy, top2 = highest.new_empty(0), highest.new_empty(0, 2)
+    if with_margin:
+        others = buffer.copy_(chunk).scatter_(1, token[:, None], -torch.inf)
+        top2 = torch.cat((highest, others.amax(dim=-1, keepdim=True)), dim=1)
+    p = torch.sub(chunk, highest, out=buffer).exp_()
+    total = p.sum(dim=-1, keepdim=True)
+    log_total = total.log().add_(highest)[:, 0]
+    if with_entropy:
+        p.div_(total)
+        negative_entropy = (p + _ENTROPY_EPS).log_().mul_(p).sum(dim=-1)
     barred = (token == forbidden_token).nonzero()[:, 0]
     if barred.numel():
-        others = logits[barred].float()
+        others = chunk[barred]
         others[:, forbidden_token] = -torch.inf
         token[barred] = best = _argmax(others)
-        token_logit[barred] = others.gather(1, best[:, None])[:, 0]
-    return results
+        token_logit = token_logit.index_copy(0, barred, others.gather(1, best[:, None]))
+    return token, token_logit[:, 0], log_total, negative_entropy, top2
 
 
 @token_statistics.register_fake

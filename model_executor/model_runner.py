@@ -24,6 +24,7 @@ from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
+from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
@@ -31,7 +32,7 @@ from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PageP
 from dllm_engine.model_executor.passes import PASSES
 from dllm_engine.model_executor.recording.recorder import Recorder
 from dllm_engine.model_executor.recording.step_graphs import StepGraphs
-from dllm_engine.model_executor.step_batch import Canvas
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
@@ -45,7 +46,7 @@ from dllm_engine.scheduler.messages import (
 )
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.step_plan import StepPlan
-from dllm_engine.scheduler.steps_ahead import steps_known_ahead
+from dllm_engine.scheduler.steps_ahead import does_same_work, steps_known_ahead
 
 
 class DiffusionModelRunner:
@@ -59,8 +60,6 @@ class DiffusionModelRunner:
         self.model_config = vllm_config.model_config
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
-        if self.options.cuda_graphs and device.type != "cuda":
-            raise ValueError(f"cuda_graphs=True needs a CUDA device, and the engine runs on {device}; leave it out")
         head_dim = self.model_config.get_head_size()
         use_dense_backend(choose_backend(self.options.dense_attention, device, self.model_config.dtype, head_dim))
         self.family = family_of(self.model_config.hf_config)
@@ -70,6 +69,8 @@ class DiffusionModelRunner:
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
+        self.last_layout: tuple[StepBatch, LayerPass] | None = None
+        """Of the last step; None if a canvas or a page table is another since."""
         self.pages: PageMemory | None = None
         self.model_memory_usage = 0
         # vLLM's CPU worker reads it; there are none outside the page pool.
@@ -277,6 +278,8 @@ class DiffusionModelRunner:
     def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> None:
         """Canvases of new requests, and page tables that have changed."""
         new, tables = scheduler_output.new_requests, scheduler_output.page_tables
+        if new or tables:
+            self.last_layout = None
         for request_id in new | tables:
             try:
                 if request_id in new:
@@ -303,10 +306,8 @@ class DiffusionModelRunner:
     def _run_batch(
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
     ) -> list[dict[str, StepResult]]:
-        batch = build_batch(plans, self.store)
+        batch, layer_pass = self._lay_out(plans)
         candidates = BatchCandidates.of(batch)
-        # There are no pages where the method keeps nothing; its pass does not look at them.
-        layer_pass = self.make_layer_pass(batch, cast(PageMemory, self.pages))
         steps = [plans]
         if layer_pass.repeats and num_steps > 1:
             specs = {request_id: self.canvases[request_id].spec for request_id in plans}
@@ -315,3 +316,20 @@ class DiffusionModelRunner:
         reports = step_reports(batch, steps, outcomes, layer_pass, self.mask_token_id, with_trace=self.options.trace)
         reports[-1] |= self.denoiser.failures
         return reports
+
+    def _lay_out(self, plans: dict[str, StepPlan]) -> tuple[StepBatch, LayerPass]:
+        """The rows of a step and who runs the layers over them: those of the last step where this one repeats it."""
+        if self.last_layout is not None:
+            batch, layer_pass = self.last_layout
+            repeated = dict(zip(batch.request_ids, batch.plans, strict=True))
+            if (
+                layer_pass.repeats
+                and plans.keys() == repeated.keys()
+                and all(does_same_work(plan, repeated[request_id]) for request_id, plan in plans.items())
+            ):
+                return self.last_layout
+        batch = build_batch(plans, self.store)
+        # There are no pages where the method keeps nothing; its pass does not look at them.
+        layer_pass = self.make_layer_pass(batch, cast(PageMemory, self.pages))
+        self.last_layout = batch, layer_pass
+        return self.last_layout

@@ -40,7 +40,7 @@ def steps_known_ahead(
             following = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
         except Exception:
             return run  # the step itself will fail, and only the request whose plan it is
-        if not all(_does_same_work(following[request_id], first) for request_id, first in plans.items()):
+        if not all(does_same_work(following[request_id], first) for request_id, first in plans.items()):
             return run
         run.append(following)
     return run
@@ -53,8 +53,10 @@ def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     return whole_window and fills_fixed_count(plan, spec) and not asks and spec.constraint is None
 
 
-def _does_same_work(plan: StepPlan, other: StepPlan) -> bool:
+def does_same_work(plan: StepPlan, other: StepPlan) -> bool:
     """Whether steps differ in nothing but how many positions they fill, if any, and with which random numbers."""
+    if plan.span != other.span:  # most of those that differ, and quickly told
+        return False
     quota = replace(plan.quota, count=other.quota.count, ratio=other.quota.ratio)
     alike = replace(plan, quota=quota, forward=other.forward) == other
     return alike and bool(plan.quota.count) == bool(other.quota.count)

@@ -159,7 +159,9 @@ class _Clock:
         beside = DISPATCH + batch * DISPATCH_OF_REQUEST
         launched = recorded = beside + max(launches * HOST_LAUNCH, self._on_device(kernels, STREAM_GAP))
         records = self.options.method.records
-        size = padded_size([plan.max_rows] * batch) if records is not None and records(self.spec, plan) else None
+        size = None
+        if records is not None and records(self.spec, plan):
+            size = padded_size([plan.max_rows] * batch, pads=True)
         if size is not None:
             num_requests, num_rows = size
             kernels = self._kernels(replace(plan, max_rows=num_rows), head_rows, num_requests)

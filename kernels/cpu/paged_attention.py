@@ -27,15 +27,18 @@ def equal_groups(bounds: list[int], tokens: PagedTokens) -> dict[tuple[int, int 
     groups: dict[tuple[int, int | None], list[int]] = {}
     layout = zip(tokens.head_start.tolist(), tokens.token_stride.tolist(), tokens.head_len.tolist(), strict=True)
     for request, (starts, stride, lengths) in enumerate(layout):
-        num_rows = bounds[request + 1] - bounds[request]
+        num_rows, longest = bounds[request + 1] - bounds[request], max(lengths)
         if not num_rows:
             continue
-        end = max((start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n), default=0)
+        in_order = not longest or (whole_tokens and stride == num_kv_heads and starts == token_major)
+        in_order = in_order and lengths.count(longest) == num_kv_heads
+        if in_order:
+            end = longest * num_kv_heads
+        else:
+            end = max(start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n)
         if end > capacity:
             raise ValueError(f"request {request} retains tokens up to slot {end} of page tables of {capacity} slots")
-        uniform = lengths == [lengths[0]] * num_kv_heads
-        in_order = uniform and whole_tokens and stride == num_kv_heads and starts == token_major
-        groups.setdefault((num_rows, lengths[0] if in_order or not end else None), []).append(request)
+        groups.setdefault((num_rows, longest if in_order else None), []).append(request)
     return groups
 
 
@@ -72,18 +75,20 @@ def gather_whole_pages(
     Whole pages are copied. What the last one has beyond ``retained`` is written over or cut off: no mask is needed.
     ``copies``: memory for it, ``[2, group or more, tokens of whole pages and fresh rows, num_kv_heads, head_dim]``.
     """
-    slots_per_page, stop = tokens.k_pages.shape[1], retained + fresh_k.shape[1]
-    num_pages = -(-retained * fresh_k.shape[2] // slots_per_page)
-    keys, values = copies[:, : len(members)].unbind()
-    of_pages = num_pages * slots_per_page // fresh_k.shape[2]
-    for i, request in enumerate(members):
-        pages = tokens.page_tables[request, :num_pages]
-        shape = num_pages, slots_per_page, fresh_k.shape[3]
-        torch.index_select(tokens.k_pages, 0, pages, out=keys[i, :of_pages].view(shape))
-        torch.index_select(tokens.v_pages, 0, pages, out=values[i, :of_pages].view(shape))
-    keys[:, retained:stop] = fresh_k
-    values[:, retained:stop] = fresh_v
-    return keys[:, :stop], values[:, :stop]
+    slots_per_page, head_dim = tokens.k_pages.shape[1:]
+    group, num_fresh, num_kv_heads, _ = fresh_k.shape
+    num_pages = -(-retained * num_kv_heads // slots_per_page)
+    shape, strides = (num_pages, slots_per_page, head_dim), (slots_per_page * head_dim, head_dim, 1)
+    gathered = []
+    # Views are made in one call each: together, they take as long as copying does.
+    for pages, fresh, copy in ((tokens.k_pages, fresh_k, copies[0]), (tokens.v_pages, fresh_v, copies[1])):
+        start, per_request = copy.storage_offset(), copy.stride(0)
+        for i, request in enumerate(members):
+            out = copy.as_strided(shape, strides, start + i * per_request)
+            torch.index_select(pages, 0, tokens.page_tables[request].narrow(0, 0, num_pages), out=out)
+        copy.narrow(1, retained, num_fresh)[:group] = fresh
+        gathered.append(copy[:group, : retained + num_fresh])
+    return gathered[0], gathered[1]
 
 
 def gather_ragged(
@@ -187,7 +192,8 @@ def softmax_attention(
         visible = visible.repeat(1, 1, sharing, 1)
 
     def per_query_head(x: torch.Tensor) -> torch.Tensor:
-        return x.view(group, num_kv_heads, sharing, num_rows, x.shape[3]).flatten(1, 2).transpose(1, 2)
+        apart = x.view(group, num_kv_heads, sharing, num_rows, x.shape[3]).permute(0, 3, 1, 2, 4)
+        return apart.reshape(group, num_rows, num_heads, x.shape[3])
 
     if return_lse and visible is None and k.shape[1] and not q.is_cuda:
         # What scaled_dot_product_attention calls on a CPU; only by this name does it tell the denominators. Scores of

@@ -6,7 +6,7 @@ import torch
 
 from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, outcomes
 from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
-from dllm_engine.model_executor.recording.recorder import Recorder, padded
+from dllm_engine.model_executor.recording.recorder import Recorder, most_rows, padded
 from dllm_engine.model_executor.token_prediction import GREEDY, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.selection import select
@@ -18,6 +18,8 @@ class FillingSize(NamedTuple):
     num_candidates: int
     width: int
     """Candidates and positions of one request."""
+    num_requests: int
+    """The most of a batch."""
     choice: Choice
     guaranteed: bool
     """Whether some request fills one candidate at least, whatever its rule says."""
@@ -26,7 +28,12 @@ class FillingSize(NamedTuple):
 
 
 def filling_size(
-    group: BatchCandidates, choices: dict[Choice, dict[int, float]], guaranteed: list[int], least: list[int]
+    group: BatchCandidates,
+    choices: dict[Choice, dict[int, float]],
+    guaranteed: list[int],
+    least: list[int],
+    max_requests: int,
+    pads: bool,
 ) -> FillingSize | None:
     """The size of a graph that fills ``group``; None where there is none. Graphs are for greedy requests that choose
     alike and ask for tokens alone."""
@@ -46,7 +53,10 @@ def filling_size(
     num_candidates, width = padded(group.positions.numel()), padded(group.width)
     if choice.measure == "noise" or num_candidates is None or width is None:
         return None
-    return FillingSize(num_candidates, width, choice, any(guaranteed), any(least))
+    if num_candidates > most_rows(group.positions.numel(), pads):
+        return None
+    num_requests = max_requests if pads else len(plans)
+    return FillingSize(num_candidates, width, num_requests, choice, any(guaranteed), any(least))
 
 
 class FillingGraph:
@@ -57,21 +67,16 @@ class FillingGraph:
         predictor: TokenPredictor,
         store: CanvasStore,
         hidden: torch.Tensor,
-        num_requests: int,
         record: Recorder,
         size: FillingSize,
     ) -> None:
-        """
-        Args:
-            hidden: hidden states of any row, ``[1, hidden_size]``.
-            num_requests: the most requests of a batch.
-        """
+        """``hidden``: hidden states of any row, ``[1, hidden_size]``."""
         device, measure = hidden.device, size.choice.measure
         self.hidden = hidden.new_zeros(size.num_candidates, hidden.shape[1])
         # What fills the graph up belongs to one more request.
-        self.filler = torch.tensor([num_requests, 0, 0, SPARE, 0], device=device)[:, None]
+        self.filler = torch.tensor([size.num_requests, 0, 0, SPARE, 0], device=device)[:, None]
         self.table = self.filler.repeat(1, size.num_candidates)
-        self.values = torch.zeros(num_requests + 1, device=device)
+        self.values = torch.zeros(size.num_requests + 1, device=device)
         self.guaranteed, self.least = (
             torch.zeros_like(self.values, dtype=torch.int64) if has_any else None
             for has_any in (size.guaranteed, size.least)

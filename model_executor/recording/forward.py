@@ -11,7 +11,7 @@ from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.layer_pass.paged import PagedPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
-from dllm_engine.model_executor.recording.recorder import SIZES, Recorder, padded, padded_requests
+from dllm_engine.model_executor.recording.recorder import Recorder, most_rows, padded, padded_requests
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.request import DecodingSpec
@@ -20,8 +20,6 @@ from dllm_engine.scheduler.step_plan import StepPlan
 Records = Callable[[DecodingSpec, StepPlan], bool]
 """Whether a step of a request can be recorded."""
 NO_LIMIT = torch.iinfo(torch.int32).max
-FREE_ROWS = 256
-"""Rows that a GPU computes about as fast as one: reading the weights takes longer."""
 
 
 class ForwardSize(NamedTuple):
@@ -36,22 +34,22 @@ class ForwardSize(NamedTuple):
     """Whether some rows are put into pages beside being attended to, and rows have limits."""
 
 
-def padded_size(num_rows: Sequence[int]) -> tuple[int, int] | None:
+def padded_size(num_rows: Sequence[int], pads: bool) -> tuple[int, int] | None:
     """Number of requests and rows of one, of a graph for requests of ``num_rows`` each; None where filling it up would
-    cost more than launching does."""
-    num_requests, most_rows = padded_requests(len(num_rows)), padded(max(num_rows))
-    if most_rows is None or num_requests * most_rows > min(SIZES[-1], max(FREE_ROWS, 2 * sum(num_rows))):
+    cost more than launching does. ``pads`` as in ``Recorder``."""
+    num_requests, longest = padded_requests(len(num_rows)), padded(max(num_rows))
+    if longest is None or num_requests * longest > most_rows(sum(num_rows), pads):
         return None
-    return num_requests, most_rows
+    return num_requests, longest
 
 
-def forward_size(batch: StepBatch, layer_pass: LayerPass, records: Records) -> ForwardSize | None:
+def forward_size(batch: StepBatch, layer_pass: LayerPass, records: Records, pads: bool) -> ForwardSize | None:
     """The size of a graph that does what the pass does; None: it is to be launched."""
     if not (isinstance(layer_pass, PagedPass) and layer_pass.reads):
         return None
     if not all(records(canvas.spec, plan) for canvas, plan in zip(batch.canvases, batch.plans, strict=True)):
         return None
-    size, writes = padded_size(layer_pass.rows.sizes), layer_pass.row_places is not None
+    size, writes = padded_size(layer_pass.rows.sizes, pads), layer_pass.row_places is not None
     if size is None:
         return None
     return ForwardSize(*size, writes and not layer_pass.attend_fresh, writes and layer_pass.attend_fresh)

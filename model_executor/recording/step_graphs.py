@@ -40,16 +40,15 @@ class StepGraphs:
 
     def _begin(self) -> None:
         model, store, pages, record = self.model, self.store, self.pages, self.record
-        self.tokens = store.tokens
-        """The canvases' tensor that the graphs read and write."""
+        self.begun_with = store.tokens, model.num_loads
+        """The canvases that the graphs read and write, and the weights at the time."""
         hidden = torch.empty(1, model.shape.hidden_size, dtype=pages.keys.dtype, device=pages.keys.device)
         self.forwards = Recordings(lambda size: ForwardGraph(model, store, pages, self.max_pages, record, size))
-        self.fillings = Recordings(
-            lambda size: FillingGraph(self.predictor, store, hidden, self.max_requests, record, size)
-        )
+        self.fillings = Recordings(lambda size: FillingGraph(self.predictor, store, hidden, record, size))
 
-    def _follow_store(self) -> None:
-        if self.store.tokens is not self.tokens:
+    def _forget_outdated(self) -> None:
+        tokens, num_loads = self.begun_with
+        if self.store.tokens is not tokens or (self.model.num_loads != num_loads and not self.record.outlives_weights):
             self._begin()
 
     def problem(self, max_error: float) -> str | None:
@@ -78,19 +77,21 @@ class StepGraphs:
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor | None:
         """Hidden states ``[num_rows, hidden_size]``, to be read before the next step; None: launch it."""
-        size = forward_size(batch, layer_pass, self.records)
+        size = forward_size(batch, layer_pass, self.records, self.record.pads)
         if size is None:
             return None
         assert isinstance(layer_pass, PagedPass)
-        self._follow_store()
+        self._forget_outdated()
         return self.forwards[size](batch, layer_pass)
 
     def fill(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> Filled | None:
         """What the step fills of ``group``; None: launch it. ``hidden`` is of all rows of the batch."""
         choices, guaranteed, least = group.choices(plans), group.guaranteed(plans), group.least(plans)
-        size = filling_size(group, choices, guaranteed, least) if self.predictor.tp_group.world_size == 1 else None
+        if self.predictor.tp_group.world_size > 1:
+            return None
+        size = filling_size(group, choices, guaranteed, least, self.max_requests, self.record.pads)
         if size is None:
             return None
-        self._follow_store()
+        self._forget_outdated()
         values = [choices[size.choice].get(i, 0.0) for i in range(len(plans))]
         return self.fillings[size](hidden, group, values, guaranteed, least)

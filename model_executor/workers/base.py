@@ -1,7 +1,5 @@
 """What our workers have in common, whatever the device."""
 
-from vllm.v1.worker.worker_base import CompilationTimes
-
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
 
@@ -12,10 +10,6 @@ class DiffusionWorker:
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["LBNHC"]
-
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        """A CPU has nothing to compile."""
-        return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def records_steps(self) -> bool:
         """Whether steps run from recordings, for ``dllm check``."""

@@ -7,15 +7,17 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm_engine.model_executor.loading.allocator import returning_freed_memory
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.model_executor.recording.operator_recorder import OperatorRecorder
 from dllm_engine.model_executor.workers.base import DiffusionWorker
 from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
 
 class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
-    """Differs from vLLM's in the runner it makes, and has nothing to compile."""
+    """Differs from vLLM's in the runner it makes and in how that is warmed up."""
 
     def init_device(self) -> None:
         end_vllm_process_with_parent()
@@ -35,3 +37,9 @@ class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with returning_freed_memory():
             super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """There is nothing to compile. Steps are recorded when they are first needed."""
+        if self.model_runner.options.cuda_graphs:
+            self.model_runner.record_with(OperatorRecorder())
+        return CompilationTimes(language_model=0.0, encoder=0.0)

@@ -83,7 +83,7 @@ def test_parameters_survive_the_wire():
 
 def test_stock_vllm_class_serves_the_model_through_the_plugin(engines, tiny_llada, full):
     llm = vllm.LLM(
-        str(tiny_llada), dtype="float32", skip_tokenizer_init=True, max_model_len=128, enforce_eager=True,
+        str(tiny_llada), dtype="float32", skip_tokenizer_init=True, max_model_len=128,
         kv_cache_memory_bytes=64 << 20, additional_config={"dllm": {"cache_method": "none", "trace": True}},
     )  # fmt: skip
     engines.keep(llm)

@@ -77,8 +77,9 @@ def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, ti
     MaskKV needs after a vote, and by what d2Cache chooses rows. The importance of layers MaskKV must know before."""
     model = tiny_dream if method in FULL_METHODS else tiny_sdar
     llm = engines.shared(model, trace=False, cache_method=method, cache_options=options, page_size=8)
-    modes = under(llm, CountsWaits)
     params = [asked(), asked(threshold=0.2), asked(unmasking="entropy"), asked(temperature=0.8, seed=1)]
+    generate(llm, PROMPTS, params)  # recording waits
+    modes = under(llm, CountsWaits)
     generate(llm, PROMPTS, params)
     allowed = {"maskkv": 2}.get(method, 1)
     calls = max((mode.calls for mode in modes), key=len)

@@ -101,8 +101,8 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
     expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)]
     set_steps_per_dispatch(llm, 8, monkeypatch)
     runner = runner_of(llm)
+    monkeypatch.setattr(runner.denoiser, "graphs", None)
     if recorded and method != "none":
-        monkeypatch.setattr(runner.denoiser, "graphs", None)
         record_steps(runner)
     step, lengths = runner.denoiser._step, count_runs(runner, monkeypatch)
 
@@ -130,6 +130,18 @@ def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, sett
     found = generate(llm, PROMPTS, asked(**settings))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert set(lengths) == {1}
+
+
+@pytest.mark.parametrize("settings", [{}, {"threshold": 1.0}])
+def test_steps_that_repeat_the_last_one_are_not_laid_out_again(engine, monkeypatch, settings):
+    """Of the 8 steps of a block, the first refreshes, and the others reuse what it computed."""
+    llm = engine("dual")
+    runner, laid_out = runner_of(llm), []
+    make = runner.make_layer_pass
+    monkeypatch.setattr(runner, "make_layer_pass", lambda *args: laid_out.append(1) or make(*args))
+    (output,) = generate(llm, PROMPTS[:1], asked(**settings))
+    assert output.outputs[0].diffusion.forward_passes == 24
+    assert len(laid_out) == 2 * 3
 
 
 def test_requests_that_wait_are_looked_at_after_every_step(several, monkeypatch):

@@ -151,14 +151,15 @@ class Forgetful(StandInRecorder):
         return (lambda: result) if (result.dtype == torch.int64) == (self.graphs_of == "filling") else replay
 
 
-def failing(run):
-    raise RuntimeError("operation not permitted when stream is capturing")
+class Failing(StandInRecorder):
+    def __call__(self, run):
+        raise RuntimeError("operation not permitted when stream is capturing")
 
 
 @pytest.mark.parametrize(
     ("recorder", "said"),
     [
-        (failing, "recording failed with RuntimeError: operation not permitted when stream is capturing"),
+        (Failing(), "recording failed with RuntimeError: operation not permitted when stream is capturing"),
         (Forgetful("forward"), r"1 requests of \d+ rows are off by .* when they are replayed"),
         (Forgetful("filling"), r"\d+ candidates are filled otherwise when that is replayed"),
     ],

@@ -12,7 +12,7 @@ from tests.support.sharded import import_once
 pytestmark = pytest.mark.slow
 
 PROMPT = "Tom=48. Ida=07. Max=31. Give: Ida, Tom"
-ENGINE = {"max_model_len": 256, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+ENGINE = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
 
 
 def parameters(**settings):

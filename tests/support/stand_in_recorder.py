@@ -1,12 +1,13 @@
-"""What a CUDA graph does, done again by the host: for tests of what is recorded and replayed, where there is no GPU."""
+"""Recording on a CPU as on a GPU: for tests of what is recorded and replayed there."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.model_executor.recording.operator_recorder import OperatorRecorder
 
 ASKS = {
     "aten::_local_scalar_dense": "a number",
@@ -42,8 +43,10 @@ class NothingOfTheHost(ForbidDeviceSync):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class StandInRecorder:
-    """Runs a function once to warm up and once to record, and again into the same result for each replay."""
+class StandInRecorder(OperatorRecorder):
+    """Refuses what a CUDA graph cannot hold, and counts."""
+
+    pads = True
 
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
@@ -52,11 +55,13 @@ class StandInRecorder:
         self.num_recorded += 1
         run()
         with NothingOfTheHost():
-            result = run()
+            again = super().__call__(run)
+        assert again is not run, "not recorded"
 
         def replay() -> torch.Tensor:
             self.num_replayed += 1
-            return result.copy_(run())
+            with _disable_current_modes():  # what a replay does, nobody sees
+                return again()
 
         return replay
 

@@ -1,0 +1,100 @@
+"""Recording where there are no CUDA graphs: a replay calls the same operators, without the Python between them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dllm_engine.kernels._operator import kernel_of
+from dllm_engine.model_executor.recording.recorder import Recorder
+
+MOST_BYTES = 4 << 20
+"""What the results of a recording's operators may take. They stay where they are, so with more of them a replay reads
+from memory what a launched step still finds in the core's cache, and Python takes little of so long a step."""
+_ALLOCATE = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
+
+
+class OperatorRecorder(Recorder):
+    """For CPUs, where the operators of a small step take no longer than the Python that calls them."""
+
+    pads, outlives_weights = False, False
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        with _Calls() as recorded:
+            result = run()
+        if not recorded.fits:
+            return run
+        calls = recorded.calls
+
+        def replay() -> torch.Tensor:
+            for call in calls:
+                call()
+            return result
+
+        return replay
+
+
+class _Calls(TorchDispatchMode):
+    """Takes down the operators that are called, as long as their results fit and the host need not know any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], object]] = []
+        self.num_bytes = 0
+        self.fits = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # in inference mode, composite operators come here as well
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        if self.fits and not func.is_view:
+            self._take(func, args, kwargs, result)
+        return result
+
+    def _take(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        results = result if isinstance(result, tuple | list) else () if result is None else (result,)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        if not writes:
+            self.num_bytes += sum(made.nbytes for made in results if isinstance(made, torch.Tensor))
+        kernel = kernel_of(func)
+        if _needs_host(func, args, results) or self.num_bytes > MOST_BYTES:
+            self.fits = False
+            self.calls.clear()
+        elif writes:
+            self.calls.append(partial(kernel, *args, **kwargs))
+        elif func._schema.name in _ALLOCATE:
+            pass
+        elif (variant := _out_variant(func)) is not None:
+            self.calls.append(partial(variant[0], *args, **kwargs, **{variant[1]: result}))
+        else:
+            self.calls.append(partial(_call_into, results, partial(kernel, *args, **kwargs)))
+
+
+def _needs_host(func: Any, args: Any, results: Sequence[object]) -> bool:
+    """Whether the host waits for a number, the size of a result or another rank."""
+    sizes_differ = torch.Tag.dynamic_output_shape in func.tags
+    if func._schema.name == "aten::index":  # by numbers, or by a mask
+        sizes_differ = any(index is not None and index.dtype == torch.bool for index in args[1])
+    return sizes_differ or func.namespace == "c10d" or not all(isinstance(made, torch.Tensor) for made in results)
+
+
+def _out_variant(func: Any) -> tuple[Any, str] | None:
+    """The overload that writes its one result into a tensor, and the name of that argument."""
+    packet, wanted = func.overloadpacket, [(a.name, str(a.type)) for a in func._schema.arguments]
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = overload._schema.arguments
+        out = [a.name for a in arguments if a.is_out]
+        if len(out) == 1 and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted:
+            return overload, out[0]
+    return None
+
+
+def _call_into(results: Sequence[torch.Tensor], call: Callable[[], Any]) -> None:
+    again = call()
+    for result, new in zip(results, (again,) if isinstance(again, torch.Tensor) else again, strict=True):
+        result.copy_(new)
