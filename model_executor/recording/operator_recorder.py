@@ -11,8 +11,8 @@ from dllm_engine.kernels._operator import kernel_of
 from dllm_engine.model_executor.recording.recorder import Recorder
 
 MOST_BYTES = 4 << 20
-"""What the results of a recording's operators may take. They stay where they are, so with more of them a replay reads
-from memory what a launched step still finds in the core's cache, and Python takes little of so long a step."""
+"""What the results of a recording's operators may take, which it keeps: 256 MiB for all graphs of a kind. Python takes
+little of a step with more of them."""
 _ALLOCATE = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
 
