@@ -44,25 +44,24 @@ class Choice(NamedTuple):
 CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 
 
-def outcomes(statistics: TokenStatistics, chosen: torch.Tensor, observed: torch.Tensor | None = None) -> torch.Tensor:
-    """``Filled.outcome`` of ``chosen`` and ``observed`` candidates, bool ``[num_candidates]``."""
+Filled = torch.Tensor
+"""What a step filled of some candidates, int64 ``[4, num_candidates]``, ascending by request and position: the number
+of the request in the batch, the position in its canvas, the token, where the step filled it in, and a sum of ``CHOSEN``
+where it did, ``OBSERVED`` where the quota asks for that, and ``NOT_FINITE`` where the model's logits were not."""
+
+
+def filled(
+    requests: torch.Tensor,
+    positions: torch.Tensor,
+    statistics: TokenStatistics,
+    chosen: torch.Tensor,
+    observed: torch.Tensor | None = None,
+) -> Filled:
+    """``chosen`` and ``observed`` are bool ``[num_candidates]``."""
     found = chosen if observed is None else chosen * CHOSEN + observed * OBSERVED
     # A NaN or an infinity among a row's logits makes every probability of the row NaN.
-    return torch.where(statistics.probability < torch.inf, found, NOT_FINITE)
-
-
-class Filled(NamedTuple):
-    """What a step filled of some candidates; one entry per candidate, ascending by request and position."""
-
-    requests: torch.Tensor
-    """Numbers in the batch."""
-    positions: torch.Tensor
-    """In their canvases."""
-    tokens: torch.Tensor
-    """What it filled them with, where it did."""
-    outcome: torch.Tensor
-    """int64, a sum: ``CHOSEN`` where it filled one, ``OBSERVED`` where its quota asks for that, ``NOT_FINITE`` where
-    the model's logits were not."""
+    outcome = torch.where(statistics.probability < torch.inf, found, NOT_FINITE)
+    return torch.stack((requests, positions, statistics.token, outcome))
 
 
 @dataclass
@@ -316,14 +315,16 @@ def outcomes_of(
     found = [StepOutcome([[] for _ in requests], [[] for _ in requests], {}, set()) for _ in filled]
     if not parts:
         return found, on_host(asked)
-    columns, *answers = on_host([torch.cat([torch.stack(part) for part in parts], dim=1), *asked])
-    ends = np.cumsum([sum(part.outcome.shape[0] for part in of_step) for of_step in filled])
-    for of_step, rows in zip(found, np.split(columns, ends[:-1], axis=1), strict=True):
-        outcome = rows[3]
-        for request, position, token in rows[:3, outcome & CHOSEN > 0].T.tolist():
+    columns, *answers = on_host([torch.cat(parts, dim=1), *asked])
+    stop = 0
+    for of_step, parts_of_step in zip(found, filled, strict=True):
+        start, stop = stop, stop + sum(part.shape[1] for part in parts_of_step)
+        outcome = columns[3, start:stop]
+        for request, position, token in columns[:3, start:stop][:, outcome & CHOSEN > 0].T.tolist():
             of_step.positions[request].append(position)
             of_step.tokens[request].append(token)
-        # Positions of a request ascend.
-        of_step.farthest.update(rows[:2, outcome & OBSERVED > 0].T.tolist())
-        of_step.not_finite.update(rows[0, outcome == NOT_FINITE].tolist())
+        if (outcome > CHOSEN).any():
+            # Positions of a request ascend.
+            of_step.farthest.update(columns[:2, start:stop][:, outcome & OBSERVED > 0].T.tolist())
+            of_step.not_finite.update(columns[0, start:stop][outcome == NOT_FINITE].tolist())
     return found, answers

@@ -13,7 +13,7 @@ from dllm_engine.model_executor.candidates import (
     Candidates,
     Filled,
     StepOutcome,
-    outcomes,
+    filled,
     outcomes_of,
 )
 from dllm_engine.model_executor.canvas_store import CanvasStore
@@ -60,11 +60,11 @@ class Denoiser:
         """
         self.failures = {}
         batch, groups = candidates.batch, self._by_settings(candidates)
-        filled = []
+        of_steps = []
         for of_step in steps:
             plans = [of_step[request_id] for request_id in batch.request_ids]
-            filled.append(self._step(batch, plans, groups, layer_pass))
-        outcomes_of_steps, layer_pass.answers = outcomes_of(filled, len(batch.plans), layer_pass.asked())
+            of_steps.append(self._step(batch, plans, groups, layer_pass))
+        outcomes_of_steps, layer_pass.answers = outcomes_of(of_steps, len(batch.plans), layer_pass.asked())
         return outcomes_of_steps
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
@@ -90,14 +90,14 @@ class Denoiser:
         if layer_pass.finished is not None:
             groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []
-        filled = []
+        found = []
         for group in groups:
             if not group.positions.numel():
                 continue
             if self.graphs is not None and not layer_pass.observes:
                 recorded = self.graphs.fill(hidden, group, plans)
                 if recorded is not None:
-                    filled.append(recorded)
+                    found.append(recorded)
                     continue
             specs = [batch.canvases[index].spec for index in group.members]
             statistics = self._predict(hidden, group, plans)
@@ -109,8 +109,8 @@ class Denoiser:
                     _record(candidates, its_statistics)
                     if candidates.canvas.spec.guidance is not None:
                         drafted.append((candidates, its_statistics))
-            filled.append(self._fill(group, statistics, plans))
-        return filled + self._fill_guided(drafted)
+            found.append(self._fill(group, statistics, plans))
+        return found + self._fill_guided(drafted)
 
     def _predict(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> TokenStatistics:
         """Statistics of candidates of equal settings, in one pass through the head."""
@@ -165,8 +165,7 @@ class Denoiser:
         self.store.fill(group.places, statistics.token, chosen)
         if group.spare is not None:
             chosen = chosen & ~group.spare
-        outcome = outcomes(statistics, chosen, group.observed(statistics, plans))
-        return Filled(group.requests, group.positions, statistics.token, outcome)
+        return filled(group.requests, group.positions, statistics, chosen, group.observed(statistics, plans))
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""
@@ -181,7 +180,7 @@ class Denoiser:
             request_id = candidates.request_id
             drafts.append(Draft(request_id, candidates.canvas, candidates.positions[window], statistics.token[window]))
             probabilities.append(statistics.probability[window].tolist())
-        filled = []
+        found = []
         for draft, probability, verdict, (candidates, _) in zip(
             drafts, probabilities, self.guide.check(drafts), drafted, strict=True
         ):
@@ -214,8 +213,8 @@ class Denoiser:
             canvas.tokens[positions] = tokens
             canvas.masked[positions] = False
             requests = torch.full_like(positions, candidates.index)
-            filled.append(Filled(requests, positions, tokens, torch.full_like(positions, CHOSEN)))
-        return filled
+            found.append(torch.stack((requests, positions, tokens, torch.full_like(positions, CHOSEN))))
+        return found
 
 
 def _constrained_rows(group: BatchCandidates, plans: list[StepPlan]) -> list[ConstrainedRows]:

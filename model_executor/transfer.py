@@ -22,8 +22,8 @@ def on_device(
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     """Copy tensors of a device to arrays of the host. However many they are, the device is waited for once."""
-    if not tensors:
-        return []
+    if len(tensors) < 2:
+        return [tensor.cpu().numpy() for tensor in tensors]
     parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]
     arrays = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([part.shape[0] for part in parts])[:-1])
     types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, outcomes
+from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, filled
 from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
 from dllm_engine.model_executor.recording.recorder import Recorder, most_rows, padded
 from dllm_engine.model_executor.token_prediction import GREEDY, TokenPredictor
@@ -84,7 +84,7 @@ class FillingGraph:
         self.holds: BatchCandidates | None = None
         self.held_values: tuple[list[float], list[int], list[int]] = [], [], []
         self.store, self.width = store, size.width
-        requests, offsets, _, places, self.rows = self.table.unbind()
+        requests, offsets, positions, places, self.rows = self.table.unbind()
 
         def fill() -> torch.Tensor:
             statistics = predictor.predict(self.hidden, GREEDY, None, measure == "entropy", measure == "margin")
@@ -92,7 +92,7 @@ class FillingGraph:
             numbers = self.values, size.width, self.guaranteed, self.least
             chosen = select(size.choice.rule, confidence, requests, offsets, *numbers)
             store.fill(places, statistics.token, chosen)
-            return torch.stack((statistics.token, outcomes(statistics, chosen)))
+            return filled(requests, positions, statistics, chosen)
 
         self.launch = fill
         self.replay = record(fill)
@@ -133,5 +133,4 @@ class FillingGraph:
                     held[: len(values)] = on_device(numbers, hidden.device)
             self.held_values = values, guaranteed, least
         torch.index_select(hidden, 0, self.rows, out=self.hidden)
-        tokens, outcome = self.replay()[:, :num_candidates].clone().unbind()
-        return Filled(group.requests, group.positions, tokens, outcome)
+        return self.replay()[:, :num_candidates].clone()
