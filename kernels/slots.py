@@ -12,8 +12,8 @@ def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) 
     Args:
         values: ``[num_rows, num_kv_heads, head_dim]``.
         pages: ``[num_pages, slots_per_page, head_dim]``.
-        slots: ``page · slots_per_page + offset``, int64 ``[num_rows, num_kv_heads]``; −1 writes nothing. No slot may be
-            named twice.
+        slots: ``page · slots_per_page + offset``, int64 ``[num_rows, num_kv_heads]``; what is below 0 is not written.
+            No slot may be named twice.
 
     Raises:
         ValueError: shapes that do not belong together.

@@ -81,7 +81,6 @@ class TokenTables(BatchTables, KVTables):
         device = batch.positions.device
         KVTables.__init__(self, pages, self.tables, on_device(head_len, device, torch.int32), max(head_len))
         self.requests, self.positions = batch.request_of_row(), batch.positions
-        self.head_offsets = torch.arange(pages.num_kv_heads, device=device)
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of batch rows (None: all)."""
@@ -92,5 +91,4 @@ class TokenTables(BatchTables, KVTables):
 
     def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""
-        places = self.slots(layer, requests, tokens, self.pages.page_size)
-        return places[:, None] * self.pages.num_kv_heads + self.head_offsets
+        return self.pages.slots(self.slots(layer, requests, tokens, self.pages.page_size))

@@ -58,10 +58,10 @@ class PageView:
         write_slots(k, self.keys, slots)
         write_slots(v, self.values, slots)
 
-    def write_tokens(self, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> None:
-        """Write keys and values ``[n, num_kv_heads, head_dim]`` of tokens to places ``page · page_size + offset``,
-        int64 ``[n]``; −1 writes nothing."""
-        self.write(k, v, places[:, None] * self.num_kv_heads + self.heads)
+    def slots(self, places: torch.Tensor) -> torch.Tensor:
+        """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page · page_size + offset``, int64
+        ``[...]``; below 0, which ``write`` leaves out, where a place is −1."""
+        return places[..., None] * self.num_kv_heads + self.heads
 
     @cached_property
     def heads(self) -> torch.Tensor:
@@ -72,7 +72,8 @@ class PageView:
         """Write keys and values ``[n, num_kv_heads, head_dim]`` as the first tokens of the pages in a table
         ``[num_pages]``."""
         tokens = torch.arange(k.shape[0], device=k.device)
-        self.write_tokens(k, v, page_table[tokens // self.page_size].long() * self.page_size + tokens % self.page_size)
+        places = page_table[tokens // self.page_size].long() * self.page_size + tokens % self.page_size
+        self.write(k, v, self.slots(places))
 
 
 class PageMemory(PageView):

@@ -26,22 +26,21 @@ class PagedPass(LayerPass):
     """Whether any request attends to pages."""
 
     def __init__(
-        self, tokens: KVTables, rows: SplitRows, places: torch.Tensor | None = None, *, attend_fresh: bool = True
+        self, tokens: KVTables, rows: SplitRows, slots: torch.Tensor | None = None, *, attend_fresh: bool = True
     ) -> None:
         """
         Args:
             tokens: what is retained.
             rows: those of requests that read none of it attend alone.
-            places: where the rows' own keys and values are put into pages before any row attends, as
-                ``PageView.write_tokens`` wants it, int64 ``[num_layers, num_rows]``. None: they are not put there.
+            slots: where the rows' own keys and values are put into pages before any row attends, as ``PageView.write``
+                wants it, int64 ``[num_layers, num_rows, num_kv_heads]``. None: they are not put there.
             attend_fresh: whether a row attends to its request's own rows beside what its pages retain.
         """
-        self.tokens, self.rows, self.row_places, self.attend_fresh = tokens, rows, places, attend_fresh
+        self.tokens, self.rows, self.row_slots, self.attend_fresh = tokens, rows, slots, attend_fresh
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        places = self.row_places
-        if places is not None:
-            self.tokens.pages.write_tokens(k, v, places[layer])
+        if self.row_slots is not None:
+            self.tokens.pages.write(k, v, self.row_slots[layer])
         return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=self.attend_fresh)
 
 
@@ -56,7 +55,7 @@ class OverwritePass(PagedPass):
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.num_rows(i) == tokens_read for i, tokens_read in enumerate(read)])
         places = tokens.places(tokens.requests, tokens.positions, pages.page_size)
-        super().__init__(tokens, rows, places, attend_fresh=False)
+        super().__init__(tokens, rows, pages.slots(places), attend_fresh=False)
 
     @property
     def repeats(self) -> bool:
@@ -108,8 +107,8 @@ class RetentionPass(PagedPass):
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
             of_tokens = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(of_tokens, self.device).unbind()
-            self.places = tables.places(requests, tokens_added, pages.page_size)
-            """Per layer, the place in pages of each token that is retained."""
+            self.slots = pages.slots(tables.places(requests, tokens_added, pages.page_size))
+            """Per layer, the slots of each token that is retained."""
             self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
 
     def _group(self, members: list[int]) -> UpdateGroup:
@@ -126,7 +125,7 @@ class RetentionPass(PagedPass):
         out = super().attend(layer, q, k, v)
         if self.groups:
             rows = self._retained_rows(layer, q, k, v)
-            self.pages.write_tokens(k[rows], v[rows], self.places[layer])
+            self.pages.write(k[rows], v[rows], self.slots[layer])
             self.retained.append(rows)
         return out
 

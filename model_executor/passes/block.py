@@ -24,14 +24,15 @@ class BlockPass(PagedPass):
         self.reads = any(read)
         tables, device = BatchTables(batch, PageKind.KV), batch.positions.device
         tokens = KVTables(pages, tables.tables, on_device(read, device, torch.int32), max(read))
-        places = None
+        slots = None
         if not self.repeats:
             # A canvas position is a token's number in pages. What is not finished has no page yet.
             kept = batch.host_positions < np.repeat([plan.retained for plan in batch.plans], np.diff(batch.cu_seqlens))
             is_kept = on_device(kept, device, torch.bool)
             positions = batch.positions.where(is_kept, 0)
             places = tables.places(batch.request_of_row(), positions, pages.page_size).masked_fill_(~is_kept, -1)
-        super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]), places)
+            slots = pages.slots(places)
+        super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]), slots)
 
     @property
     def repeats(self) -> bool:

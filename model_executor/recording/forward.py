@@ -49,7 +49,7 @@ def forward_size(batch: StepBatch, layer_pass: LayerPass, records: Records, pads
         return None
     if not all(records(canvas.spec, plan) for canvas, plan in zip(batch.canvases, batch.plans, strict=True)):
         return None
-    size, writes = padded_size(layer_pass.rows.sizes, pads), layer_pass.row_places is not None
+    size, writes = padded_size(layer_pass.rows.sizes, pads), layer_pass.row_slots is not None
     if size is None:
         return None
     return ForwardSize(*size, writes and not layer_pass.attend_fresh, writes and layer_pass.attend_fresh)
@@ -85,10 +85,10 @@ class ForwardGraph:
         self.limits = torch.zeros_like(self.places, dtype=torch.int32) if adds else None
         rows = SplitRows([num_rows] * num_requests, [False] * num_requests, device, self.limits)
         self.cu_seqlens = rows.paged.cu_seqlens
-        nowhere = torch.full((model.shape.num_layers, num_requests * num_rows), -1, device=device)
-        self.row_places = nowhere if overwrites or adds else None
+        nowhere = torch.full((model.shape.num_layers, num_requests * num_rows, pages.num_kv_heads), -1, device=device)
+        self.row_slots = nowhere if overwrites or adds else None
         self.holds: LayerPass | None = None
-        layer_pass = PagedPass(self.tokens, rows, self.row_places, attend_fresh=not overwrites)
+        layer_pass = PagedPass(self.tokens, rows, self.row_slots, attend_fresh=not overwrites)
         places, positions = self.places, self.positions
         self.launch = lambda: model(store.tokens[places], positions, layer_pass)
         self.replay = record(self.launch)
@@ -110,15 +110,17 @@ class ForwardGraph:
         self.cu_seqlens.copy_(torch.arange(num_requests + 1) * (len(rows) // num_requests))
         self.tokens.tables.fill_(page)
         self.tokens.head_len.fill_(self.max_head_len)
-        if self.row_places is not None:
-            page_size = self.tokens.pages.page_size
-            self.row_places.fill_(-1)[:, :page_size] = page * page_size + rows[:page_size]
+        if self.row_slots is not None:
+            pages = self.tokens.pages
+            self.row_slots.fill_(-1)[:, : pages.page_size] = pages.slots(
+                page * pages.page_size + rows[: pages.page_size]
+            )
         if self.limits is not None:
             self.limits.copy_(self.max_head_len + rows % 2)
         self.holds = None
 
     def _take(self, batch: StepBatch, layer_pass: PagedPass, num_rows: int) -> None:
-        num_requests, tokens, places = len(batch.plans), layer_pass.tokens, layer_pass.row_places
+        num_requests, tokens, slots = len(batch.plans), layer_pass.tokens, layer_pass.row_slots
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
         bounds = batch.cu_seqlens + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.cu_seqlens))
@@ -127,7 +129,7 @@ class ForwardGraph:
         self.tokens.head_len[:num_requests] = tokens.head_len
         # What is left of an earlier batch: pages that it had may be another's by now.
         self.tokens.head_len[num_requests:] = 0
-        if self.row_places is not None and places is not None:
-            self.row_places[:, :num_rows], self.row_places[:, num_rows:] = places, -1
+        if self.row_slots is not None and slots is not None:
+            self.row_slots[:, :num_rows], self.row_slots[:, num_rows:] = slots, -1
         if self.limits is not None:
             self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits

@@ -164,8 +164,8 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
 
 # What several methods plan and hold
 
-LAUNCHES_TO_RETAIN = {RefreshState.UPDATE: 6}
-"""Gather keys and values, compute slots from places (2), and write both: ``RetentionPass.attend``."""
+LAUNCHES_TO_RETAIN = {RefreshState.UPDATE: 4}
+"""Gather keys and values, and write both: ``RetentionPass.attend``."""
 
 
 def reuses(spec: DecodingSpec, plan: StepPlan) -> bool:

@@ -63,5 +63,5 @@ BLOCK = CacheMethod(
     shortened=shortened,
     keeps_for_good=True,
     records=records,
-    launches={RefreshState.UPDATE: 4},
+    launches={RefreshState.UPDATE: 2},
 )

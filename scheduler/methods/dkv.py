@@ -17,8 +17,8 @@ class DKVOptions(CacheOptions):
     """Steps of a window from one computation of the whole canvas to the next."""
 
 
-LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 4)
-"""Compute slots from places (2), and write keys and values: ``PagedPass.attend``."""
+LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 2)
+"""Write keys, and values: ``PagedPass.attend``."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
