@@ -58,14 +58,15 @@ class _Calls(TorchDispatchMode):
 
     def _take(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         results = result if isinstance(result, tuple | list) else () if result is None else (result,)
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        if not writes:
+        # An operator may write to its arguments and make results as well.
+        makes = any(returned.alias_info is None for returned in func._schema.returns)
+        if makes:
             self.num_bytes += sum(made.nbytes for made in results if isinstance(made, torch.Tensor))
         kernel = kernel_of(func)
         if _needs_host(func, args, results) or self.num_bytes > MOST_BYTES:
             self.fits = False
             self.calls.clear()
-        elif writes:
+        elif not makes:
             self.calls.append(partial(kernel, *args, **kwargs))
         elif func._schema.name in _ALLOCATE:
             pass

@@ -16,6 +16,9 @@ def inference():
 
 
 X, PAGES = torch.zeros(4, 6), torch.zeros(2, 3, 6)
+LIBRARY = torch.library.Library("recorder_test", "FRAGMENT")
+LIBRARY.define("halve_and_square(Tensor(a!) x) -> Tensor")
+LIBRARY.impl("halve_and_square", lambda x: x.mul_(0.5).square(), "CPU")
 
 
 def composite():
@@ -40,7 +43,12 @@ def of_ours():
     return PAGES.clone()
 
 
-@pytest.mark.parametrize("run", [composite, made_in_place, several_results, of_ours])
+def written_and_made():
+    y = X.clone()
+    return torch.ops.recorder_test.halve_and_square(y) + y
+
+
+@pytest.mark.parametrize("run", [composite, made_in_place, several_results, of_ours, written_and_made])
 def test_a_replay_does_the_same_work_on_other_numbers(run):
     X.normal_()
     replay = OperatorRecorder()(run)
