@@ -101,7 +101,7 @@ def operator(
 
 
 def kernel_of(overload: Callable[..., Any]) -> Callable[..., Any]:
-    """What an operator of ``torch.ops`` calls, where it is one of ours: the same, without the dispatcher. Any other one
-    as it is."""
+    """What calling an overload of ``torch.ops`` comes to: of one of ours without the dispatcher, of another without the
+    method around it."""
     operator = _operators.get(overload)
-    return overload if operator is None else operator.run
+    return getattr(overload, "_op", overload) if operator is None else operator.run

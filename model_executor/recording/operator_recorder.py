@@ -71,7 +71,7 @@ class _Calls(TorchDispatchMode):
         elif func._schema.name in _ALLOCATE:
             pass
         elif (variant := _out_variant(func)) is not None:
-            self.calls.append(partial(variant[0], *args, **kwargs, **{variant[1]: result}))
+            self.calls.append(partial(kernel_of(variant[0]), *args, **kwargs, **{variant[1]: result}))
         else:
             self.calls.append(partial(_call_into, results, partial(kernel, *args, **kwargs)))
 
@@ -98,4 +98,5 @@ def _out_variant(func: Any) -> tuple[Any, str] | None:
 def _call_into(results: Sequence[torch.Tensor], call: Callable[[], Any]) -> None:
     again = call()
     for result, new in zip(results, (again,) if isinstance(again, torch.Tensor) else again, strict=True):
-        result.copy_(new)
+        if new.numel():
+            result.copy_(new)
