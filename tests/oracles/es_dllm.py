@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tests.oracles.buffer import Buffer
-from tests.oracles.decoding import Decoding, gap, llada_count
+from tests.oracles.decoding import Decoding, gap
 from tests.oracles.sparse import select
 
 SCHEDULE = [[1.0, 0.0], [0.5, 0.125], [0.25, 0.25]]
@@ -48,11 +48,12 @@ class PlainESDLLM:
     def __post_init__(self) -> None:
         run, self.model = self.run, self.run.model
         run.top_p, run.top_k = 1.0, 0  # its confidence is of the plain softmax
+        run.dream_sampler, run.fills_computed, run.strict = False, True, True
         num_layers = len(run.model.layers)
         schedule = [] if self.indicator == "none" else self.keep_schedule or SCHEDULE
         self.fractions = {int(depth * num_layers): fraction for fraction, depth in schedule}
         self.fractions = {number: fraction for number, fraction in self.fractions.items() if fraction < 1}
-        self.buffer = Buffer(run.model, run.length)
+        self.buffer = Buffer(run)
         self.confidence = torch.zeros(run.length)
         """Of each row, when it last reached the last layer."""
         self.old = {number: [math.nan] * run.length for number in self.fractions}
@@ -83,9 +84,9 @@ class PlainESDLLM:
             due = block_due or prompt_due or (step == 0 and self.run.block_add_threshold is not None)
             records = self.retention_ratio < 1 and step == self.update_delay
             rows = self.rows_of_step(step, prompt_due)
-            self.run.computed.append(rows)
-            rows, logits = self.forward(rows, bool(self.fractions) and not due and not records, records)
-            self.unmask(rows, logits)
+            reached, logits = self.forward(rows, bool(self.fractions) and not due and not records, records)
+            self.run.predict(logits, rows)
+            self.unmask(reached, logits)
 
     def is_due(self, interval: int, first: int, step: int) -> bool:
         if self.run.block_add_threshold is None:
@@ -182,31 +183,16 @@ class PlainESDLLM:
 
     def unmask(self, rows: list[int], logits: torch.Tensor) -> None:
         run = self.run
-        first, end = run.window
-        held_tokens = run.held_to_constraint(logits, run.candidates())
         for row in set(rows) & set(self.block):
             position = row + self.shift
             p = logits[row].softmax(-1)
-            token = held_tokens.get(position, int(p.argmax()))
+            token = run.held.get(position, int(p.argmax()))
             held = not self.shift and run.held_back(position, token)
             masked = run.canvas[position] == self.model.mask
             self.confidence[row] = float(p[token]) if masked and not held else 0.0
-        prior = run.prior()
-        candidates = [p for p in run.candidates() if p - self.shift in rows]
-        run.watch(logits, candidates)
-        scored = [run.score(logits, p, prior[p]) for p in candidates]
-        scored = [entry for entry in scored if entry.confidence > -math.inf]
-        scored.sort(key=lambda entry: (-entry.confidence, entry.position))
-        steps = run.steps_of[run.running[0]]
-        if run.parallel:
-            chosen = run.commit_by_rule(scored, run.leftmost_block(), strict=True)
-        else:
-            count = end - first if run.step >= steps - 1 else llada_count(end - first, steps, run.step)
-            count = run.tokens_per_step or count
-            chosen = run.commit_most_confident(scored, count)
-        self.decoded_last = [entry.position for entry in chosen]
-        for entry in chosen:
-            self.confidence[entry.position - self.shift] = 0.0
+        run.choose()
+        self.decoded_last = run.order[-1]
+        self.confidence[[position - self.shift for position in self.decoded_last]] = 0.0
 
 
 def plain_es_dllm(run: Decoding, **options: Any) -> None:
