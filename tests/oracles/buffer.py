@@ -9,34 +9,34 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.oracles.models import PlainModel
+from tests.oracles.decoding import Decoding
 
 
 class Buffer:
     """Keys (rotated) and values ``[layer, position, KV head, element]``; NaN where nothing was computed yet."""
 
-    def __init__(self, model: PlainModel, canvas_length: int) -> None:
-        self.model, self.length = model, canvas_length
-        head_size = len(model.layers[0].weights["q"]) // model.heads
-        shape = (len(model.layers), canvas_length, model.kv_heads, head_size)
+    def __init__(self, run: Decoding) -> None:
+        self.run, self.model = run, run.model
+        head_size = len(self.model.layers[0].weights["q"]) // self.model.heads
+        shape = (len(self.model.layers), run.length, self.model.kv_heads, head_size)
         self.k, self.v = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        self.queries: list[torch.Tensor] = []
+        """Of the last pass, by layer."""
 
-    def forward(
-        self, canvas: list[int], rows: Sequence[int], read: Sequence[Sequence[int]] | None = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Computes ``rows``, which read the positions ``read`` of each layer (None: all). Logits, queries by layer."""
-        rows = list(rows)
-        x, queries = self.model.embed(canvas)[rows], []
+    def forward(self, rows: Sequence[int], *read: Sequence[int]) -> torch.Tensor:
+        """Logits of ``rows``. They read the positions ``read``, of each layer where several lists are given."""
+        rows, self.queries = list(rows), []
+        x = self.model.embed(self.run.canvas)[rows]
         for number, layer in enumerate(self.model.layers):
             q, self.k[number, rows], self.v[number, rows] = self.model.qkv(layer, x, rows)
-            seen = list(range(self.length) if read is None else read[number])
+            seen = list(read[number] if len(read) > 1 else read[0])
             x = x + self.model.attention(layer, q, self.k[number, seen], self.v[number, seen])
             x = x + self.model.mlp(layer, x)
-            queries.append(q)
-        return self.logits(x, rows), queries
+            self.queries.append(q)
+        return self.logits(x, rows)
 
     def logits(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Raw logits ``[canvas, vocabulary]``, NaN where there is no row."""
-        logits = torch.full((self.length, len(self.model.head)), math.nan)
+        logits = torch.full((self.run.length, len(self.model.head)), math.nan)
         logits[list(rows)] = self.model.predict(x)
         return logits

@@ -29,8 +29,8 @@ def plain_d2_cache(
     confidence: Literal["first", "latest"] = "first",
     range_unit: Literal["masks", "block"] = "masks",
 ) -> None:
-    buffer = Buffer(run.model, run.length)
-    run.fills_computed = True
+    buffer = Buffer(run)
+    run.fills_computed = run.predicts_window = True
     everything, start, dream = list(range(run.length)), len(run.prompt), run.model.is_dream
     response = range(start, run.length)
     confidences: dict[int, float] = {}
@@ -71,19 +71,19 @@ def plain_d2_cache(
                 if b - a <= gap_fill:
                     chosen |= set(range(a, b))
             rows = sorted(chosen)
-        logits, queries = buffer.forward(run.canvas, rows)
-        importance = column_sums(run, buffer, queries, rows)
+        run.predict(buffer.forward(rows, everything), rows)
+        importance = column_sums(run, buffer, rows)
         window, masked_before = run.window, masked
         for p in masked if not run.order or confidence == "latest" else ():
             if p - dream in rows:
-                confidences[p] = run.measured(logits, p)
-        run.fill(logits, rows)
+                confidences[p] = run.measured(p)
+        run.choose()
 
 
-def column_sums(run: Decoding, buffer: Buffer, queries: list[torch.Tensor], rows: list[int]) -> list[float]:
+def column_sums(run: Decoding, buffer: Buffer, rows: list[int]) -> list[float]:
     """Of the attention rolled out over the layers, a whole matrix at a time."""
     rollout = torch.eye(run.length, dtype=torch.float64)
-    for layer, q in enumerate(queries):
+    for layer, q in enumerate(buffer.queries):
         attention = torch.eye(run.length, dtype=torch.float64)
         attention[rows] = 0
         for head in range(run.model.heads):

@@ -35,9 +35,11 @@ Readings where the papers leave room:
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -150,6 +152,8 @@ class Decoding:
     """Whether later passes of a window feed no row before it."""
     fills_computed: bool = False
     """Whether some masked positions of the window have no row."""
+    predicts_window: bool = False
+    """Whether a pass also predicts what it may not fill of the window behind the first position that it may."""
 
     def __post_init__(self) -> None:
         self.by_blocks = self.model.block_length is not None
@@ -173,9 +177,13 @@ class Decoding:
         if self.slow_fast is not None:
             self.unmasking = "low_confidence"
             self.slow_fast = (SLOW_FAST_OF_DREAM if self.model.is_dream else SLOW_FAST) | self.slow_fast
+        self.unscheduled = self.block_add_threshold is not None or self.slow_fast is not None
+        """Whether blocks have no number of steps."""
+        self.dream_sampler = self.model.is_dream
+        """Whether a pass fills by Dream's schedule and begins a block with its first position."""
+        self.strict = self.by_blocks
+        """Whether a confidence of ``threshold`` itself is not enough."""
         self.plain_constraint = self.constraint and PlainConstraint(self.constraint, self.stop_token_ids)
-        self.held: tuple[int, dict[int, int]] = (-1, {})
-        """A forward pass, and the tokens of its predictions that the constraint asks for."""
         self.cut = self.length
         """Where the canvas ends for the running pass."""
         self.may_fill: tuple[int, int] | None = None
@@ -217,11 +225,6 @@ class Decoding:
         return self.blocks[self.running[0]][0], self.blocks[self.running[-1]][1]
 
     @property
-    def start_before(self) -> int | None:
-        """Where the window began before the last block joined."""
-        return self.blocks[self.running_before[0]][0] if self.running_before else None
-
-    @property
     def seen(self) -> list[int]:
         """The canvas positions that exist for a pass of this window."""
         if self.by_blocks:
@@ -232,8 +235,8 @@ class Decoding:
     def passes(self) -> Iterator[int]:
         """The step since a block joined, of each forward pass until the response is done."""
         last = len(self.blocks) - 1
-        while not self.is_done():
-            if self.early_stop and self.model.mask in self.tokens and self.tokens[-1] in self.stop_token_ids:
+        while self.model.mask in self.tokens:
+            if self.early_stop and self.tokens[-1] in self.stop_token_ids:
                 end = len(self.prompt) + len(self.tokens) - 1
                 self.canvas[end:] = [self.canvas[end]] * (self.length - end)
                 last = self.running[-1]
@@ -268,7 +271,7 @@ class Decoding:
                     lengths.append(1 + max([first, *self.confident]) - start)
                     length = self.stable_length(lengths, width, options["span_variance"])
             if length is None:
-                mean = Fraction(sum(lengths[-width:]), len(lengths[-width:]))
+                mean = statistics.mean(lengths[-width:])
                 length = max(round(mean), 1) if self.model.is_dream else math.floor(mean)
             end = start + length
             self.may_fill, self.watches = (first, end), False
@@ -283,30 +286,15 @@ class Decoding:
         latest = lengths[-width:]
         if len(latest) < width:
             return None
-        mean = Fraction(sum(latest), width)
-        squares = sum((x - mean) ** 2 for x in latest)
         if self.model.is_dream:
-            stable = width == 1 or squares / (width - 1) <= variance
+            stable = width == 1 or statistics.variance(latest) <= variance
         else:
-            stable = squares / width < variance
+            stable = statistics.pvariance(latest) < variance
         return latest[-1] if stable else None
-
-    def watch(self, logits: torch.Tensor, positions: Sequence[int]) -> None:
-        """Remember where SlowFast sampling sees how far the model is confident."""
-        if self.slow_fast is None or not self.watches:
-            return
-        measured = {p: self.measured(logits, p) for p in positions}
-        bound = self.slow_fast["span_threshold"]
-        self.confident = [p for p, confidence in measured.items() if confidence >= bound]
-        for confidence in measured.values():
-            self.decided(gap(confidence, bound))
 
     def candidates(self) -> list[int]:
         """Masked positions that the running pass may fill."""
         return self.masked(*(self.may_fill or self.window))
-
-    def is_done(self) -> bool:
-        return self.model.mask not in self.tokens
 
     def next_joins(self) -> bool:
         first, end = self.blocks[self.running[-1]]
@@ -323,38 +311,79 @@ class Decoding:
 
     def fill(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
         """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which was fed some positions."""
+        self.predict(logits, fed)
+        self.choose()
+
+    def predict(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
         self.computed.append(list(fed))
-        first = self.window[0]
-        several = self.block_add_threshold is not None or self.slow_fast is not None
-        begins = self.model.is_dream and self.step == 0
-        masked = candidates = self.candidates()
-        alone, several_passes = self.begins_alone(), self.takes_several_passes()
-        if alone and several_passes and not self.fills_computed:
-            self.commit([self.score(logits, first)])
-            return
+        self.logits = logits
+        self.alone = self.begins_alone()
+        self.predicted = self.candidates()
+        if self.alone and not self.fills_computed:
+            self.predicted = [self.window[0]]
+        of_window = self.masked(self.predicted[0], self.window[1]) if self.predicts_window else self.predicted
+        self.prior = self.density(self.certainty_sigma) if self.certainty_sigma is not None else None
+        self.held = self.held_to_constraint(of_window) if self.plain_constraint else {}
+        """The tokens of the pass's predictions that the constraint asks for, by canvas position."""
         if self.fills_computed:
-            candidates = [p for p in masked if not logits[max(p - self.model.is_dream, 0)].isnan().any()]
-        self.watch(logits, candidates)
-        prior = self.prior()
-        scored = [self.score(logits, p, prior[p]) for p in candidates]
-        scored.sort(key=lambda s: (-s[0], s[1]))
-        if alone and several_passes:
-            self.commit_most_confident(scored, 1)
+            self.predicted = [p for p in self.predicted if not self.row(p).isnan().any()]
+
+    def choose(self) -> None:
+        """Unmask some of the positions that were predicted."""
+        if self.watches:
+            self.watch()
+        scored = [self.score(p) for p in self.predicted]
+        scored = [entry for entry in scored if entry.confidence > -math.inf]
+        scored.sort(key=lambda s: (-s.confidence, s.position))
+        num_masked = len(self.candidates())
+        if self.unmasking == "origin" and not self.alone:
+            self.commit([entry for entry in scored if entry.confidence < self.ratio(num_masked)])
             return
-        if self.parallel:
-            needed = several and begins and self.window_alone and self.masked(first, first + 1)
-            self.commit_by_rule(scored, (first, first + 1) if needed else self.leftmost_block())
-            return
-        if self.unmasking == "origin":
-            self.commit([entry for entry in scored if entry.confidence < self.ratio(len(masked))])
-            return
-        count = self.tokens_per_step or self.count_by_schedule(len(masked))
-        self.commit_most_confident(scored, count)
+        if self.alone:
+            count = 1
+        elif self.parallel:
+            least = self.count_by_schedule(num_masked) if self.steps_per_block else self.tokens_per_step or 0
+            count = max(self.count_by_rule(scored), least)
+        else:
+            count = self.tokens_per_step or self.count_by_schedule(num_masked)
+        self.decide_between(scored, count)
+        chosen = scored[:count]
+        if self.parallel and not self.alone:
+            first, end = self.needed()
+            inside = [entry for entry in scored if first <= entry.position < end]
+            if inside and inside[0] not in chosen:
+                self.decide_between(inside, 1)
+                chosen.append(inside[0])
+        self.commit(chosen)
+
+    def decide_between(self, scored: list[Scored], count: int) -> None:
+        if 0 < count < len(scored):
+            self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
+
+    def commit(self, chosen: list[Scored]) -> None:
+        for _, position, token, token_gap in chosen:
+            self.canvas[position] = token
+            self.decided(token_gap)
+        self.order.append(sorted(scored.position for scored in chosen))
+
+    def needed(self) -> tuple[int, int]:
+        """Where a pass with a rule fills one position at least."""
+        if self.unscheduled and self.window_alone and self.begins_masked():
+            return self.window[0], self.window[0] + 1
+        return next(self.blocks[b] for b in self.running if self.masked(*self.blocks[b]))
+
+    def watch(self) -> None:
+        """Remember where SlowFast sampling sees how far the model is confident."""
+        measured = {p: self.measured(p) for p in self.predicted}
+        bound = self.slow_fast["span_threshold"]
+        self.confident = [p for p, confidence in measured.items() if confidence >= bound]
+        for confidence in measured.values():
+            self.decided(gap(confidence, bound))
 
     def ratio(self, num_masked: int) -> float:
         """The probability of each position in a step of ``origin``."""
         steps = self.steps_of[self.running[0]]
-        if self.step >= steps - 1 or not self.model.is_dream:
+        if self.step >= steps - 1 or not self.dream_sampler:
             return self.count_by_schedule(num_masked) / num_masked
         t = torch.linspace(1, 1e-3, steps + 1)
         return float(1 - t[self.step + 1] / t[self.step])
@@ -363,134 +392,78 @@ class Decoding:
         steps = self.steps_of[self.running[0]]
         if self.step >= steps - 1:
             return num_masked
-        if self.model.is_dream:
+        if self.dream_sampler:
             return dream_count(num_masked, steps, self.step)
         return llada_count(self.masks_of[self.running[0]], steps, self.step)
 
     def begins_alone(self) -> bool:
         """Whether the pass fills the window's first position alone, unless the block has but one pass."""
-        several = self.block_add_threshold is not None or self.slow_fast is not None
-        in_blocks = len(self.blocks) > 1 and not self.tokens_per_step
-        begins = self.model.is_dream and self.step == 0 and self.window[0] in self.candidates()
-        return begins and not several and (self.window_alone or in_blocks)
-
-    def takes_several_passes(self) -> bool:
+        in_blocks = self.window_alone or (len(self.blocks) > 1 and not self.tokens_per_step)
         counted = self.tokens_per_step or self.steps_per_block
-        return self.steps_of[self.running[0]] > 1 or (self.parallel and not counted)
+        several_passes = self.steps_of[self.running[0]] > 1 or (self.parallel and not counted)
+        return self.begins_masked() and in_blocks and several_passes and not self.unscheduled
 
-    def held_to_constraint(self, logits: torch.Tensor, candidates: list[int] | None = None) -> dict[int, int]:
-        """The tokens that the running pass predicts, by canvas position, where the response has a constraint.
+    def begins_masked(self) -> bool:
+        """Whether Dream begins a window whose first position is masked."""
+        first = self.window[0]
+        return self.dream_sampler and self.step == 0 and bool(self.masked(first, first + 1))
 
-        ``candidates``: masked positions that it may fill; None: as far as it is known here.
-        """
-        if not self.plain_constraint or self.held[0] == len(self.order):
-            return self.held[1]
+    def held_to_constraint(self, predicted: list[int]) -> dict[int, int]:
+        """The tokens that the constraint asks for, by canvas position."""
         start = len(self.prompt)
-        if candidates is None:
-            candidates = self.candidates()
-            if self.fills_computed:
-                candidates = self.masked(candidates[0], self.window[1])
-            elif self.begins_alone() and self.takes_several_passes():
-                candidates = [self.window[0]]
 
         def row_of(place: int) -> torch.Tensor | None:
-            position = start + place
-            row = self.row(logits, position)
-            if position not in candidates or row.isnan().any():
+            row = self.row(start + place)
+            if start + place not in predicted or row.isnan().any():
                 return None
             if self.draws_tempered and self.temperature > 0:
                 tempered = row / self.temperature
                 row = self._filtered(tempered)
                 row = torch.where(row > torch.finfo(row.dtype).min, row, tempered - 1e6)
-            return self.noisy(row, position)
+            return self.noisy(row, start + place)
 
         response = [None if token == self.model.mask else token for token in self.canvas[start:]]
         stop = min(self.window[1] - start, self.gen_length)
         decided = lambda a, b: self.decided(gap(a, b))  # noqa: E731
         tokens = held_tokens(self.plain_constraint, response, self.template, stop, row_of, decided)
-        self.held = len(self.order), {start + place: token for place, token in tokens.items()}
-        return self.held[1]
-
-    def prior(self) -> dict[int, float]:
-        """What the confidence of each position of the response is weighted with."""
-        sigma, start = self.certainty_sigma, len(self.prompt)
-        return dict(enumerate([1.0] * (self.length - start) if sigma is None else self.density(sigma), start))
+        return {start + place: token for place, token in tokens.items()}
 
     def density(self, sigma: float) -> list[float]:
         """How much of what is near each position of the response is known. All before the response is; what lies behind
         it counts as its last position does."""
-        size, start = self.length - len(self.prompt), len(self.prompt)
+        known = [token != self.model.mask for token in self.canvas[len(self.prompt) :]]
+        size = len(known)
+        known = [True] * size + known + known[-1:] * size
+        weights = {d: math.exp(-(d**2) / (2 * sigma**2)) for d in range(-3 * size, 3 * size)}
+        total = sum(weights.values())
+        return [sum(weights[size + p - j] for j in range(3 * size) if known[j]) / total for p in range(size)]
 
-        def weight(distance: int) -> float:
-            return math.exp(-(distance**2) / (2 * sigma**2))
-
-        def known(p: int) -> bool:
-            return p < 0 or self.canvas[start + min(p, size - 1)] != self.model.mask
-
-        total = sum(weight(d) for d in range(-3 * size, 3 * size))
-        near = [j for j in range(-size, 2 * size) if known(j)]
-        return [sum(weight(p - j) for j in near) / total for p in range(size)]
-
-    def leftmost_block(self) -> tuple[int, int]:
-        return next(self.blocks[b] for b in self.running if self.masked(*self.blocks[b]))
-
-    def commit_by_rule(
-        self, scored: list[Scored], guaranteed: tuple[int, int], *, strict: bool = False
-    ) -> list[Scored]:
-        """What a rule lets through, and one position of ``guaranteed`` at least. ``strict``: the threshold itself is
-        not enough."""
-        least = self.tokens_per_step or 0
-        if self.steps_per_block:
-            least = self.count_by_schedule(len(scored))
-        count = min(max(self.count_by_rule(scored, strict=strict), least), len(scored))
-        if 0 < count < len(scored):
-            self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
-        chosen = scored[:count]
-        inside = [entry for entry in scored if guaranteed[0] <= entry.position < guaranteed[1]]
-        if inside and inside[0] not in chosen:
-            if len(inside) > 1:
-                self.decided(gap(inside[0].confidence, inside[1].confidence))
-            chosen = [*chosen, inside[0]]
-        self.commit(chosen)
-        return chosen
-
-    def commit_most_confident(self, scored: list[Scored], count: int) -> list[Scored]:
-        if 0 < count < len(scored):
-            self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
-        self.commit(scored[:count])
-        return scored[:count]
-
-    def commit(self, chosen: list[Scored]) -> None:
-        for _, position, token, token_gap in chosen:
-            self.canvas[position] = token
-            self.decided(token_gap)
-        self.order.append(sorted(scored.position for scored in chosen))
-
-    def measured(self, logits: torch.Tensor, position: int) -> float:
+    def measured(self, position: int) -> float:
         """The confidence of a position by the running policy, or its token's probability where that is no
         confidence; as if nothing were held back."""
-        policy, delays = self.unmasking, self.delay_eos
-        self.delay_eos = False
-        if policy in ("entropy", "sequential"):
-            self.unmasking = "maskgit_plus"
-        scored = self.score(logits, position)
-        self.unmasking, self.delay_eos = policy, delays
-        if policy == "low_entropy":  # which measures the plain softmax
-            return float(logits[max(position - self.model.is_dream, 0)].softmax(-1)[scored.token])
-        return scored.confidence
+        instead = {"entropy": "maskgit_plus", "sequential": "maskgit_plus", "low_entropy": "low_confidence"}
+        return self.measure(position, instead.get(self.unmasking, self.unmasking)).confidence
 
-    def score(self, logits: torch.Tensor, position: int, prior: float = 1.0) -> Scored:
-        """``prior`` weights the confidence."""
-        row = untempered = self.row(logits, position)
+    def score(self, position: int) -> Scored:
+        """What the position would become, and its confidence by prior and policy; −∞ if it is held back."""
+        scored = self.measure(position, self.unmasking)
+        if self.held_back(position, scored.token):
+            return scored._replace(confidence=-math.inf)
+        weight = self.prior[position - len(self.prompt)] if self.prior else 1.0
+        return scored._replace(confidence=scored.confidence * weight)
+
+    def measure(self, position: int, policy: str) -> Scored:
+        row = untempered = self.row(position)
         assert not row.isnan().any(), f"position {position} was not predicted"
-        held = self.held_to_constraint(logits).get(position)
         if self.draws_tempered:  # LLaDA's confidence is of the plain softmax
             row = self._filtered(row / self.temperature if self.temperature > 0 else row)
-        plain = untempered.softmax(-1)
-        token, token_gap = self._token(row, position) if held is None else (held, math.inf)
-        if self.held_back(position, token):
-            return Scored(-math.inf, position, token, token_gap)
-        p = row.softmax(-1)
+        # Gumbel-max: argmax of exp(logits) / (-log u)^T
+        (best, second), tokens = self.noisy(row, position).topk(2)
+        token, token_gap = int(tokens[0]), gap(float(best), float(second))
+        held = self.held.get(position)
+        if held is not None:
+            token, token_gap = held, math.inf
+        plain, p = untempered.softmax(-1), row.softmax(-1)
         top = p.topk(2).values
         noise = self.order_noise(len(self.order), position) if self.order_noise else math.nan
         confidence = {
@@ -502,18 +475,12 @@ class Decoding:
             "sequential": -position,
             "random": noise,
             "origin": noise,
-        }[self.unmasking]
-        return Scored(float(confidence) * prior, position, token, token_gap)
+        }[policy]
+        return Scored(float(confidence), position, token, token_gap)
 
-    def _token(self, row: torch.Tensor, position: int) -> tuple[int, float]:
-        """The predicted token, and by how much it won. Gumbel-max: argmax of exp(logits) / (-log u)^T."""
-        score = self.noisy(row, position)
-        best, second = score.topk(2).values.tolist()
-        return int(score.argmax()), gap(best, second)
-
-    def row(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+    def row(self, position: int) -> torch.Tensor:
         """The logits that predict a position."""
-        row = logits[max(position - 1, 0) if self.model.is_dream else position].clone()
+        row = self.logits[max(position - self.model.is_dream, 0)].clone()
         if position < self.last_given:
             row[self.stop_token_ids] = -math.inf
         return row
@@ -532,54 +499,41 @@ class Decoding:
             return False
         return self.canvas[position - 1] == self.model.mask
 
-    def count_by_rule(self, scored: list[Scored], *, strict: bool = False) -> int:
+    def count_by_rule(self, scored: list[Scored]) -> int:
         """How many of the positions, in order of confidence, a rule of parallel unmasking lets through."""
-        scored = [entry for entry in scored if entry.confidence > -math.inf]
-        confidences = [entry.confidence for entry in scored]
+        doubts = [-entry.confidence for entry in scored]  # of some policies the entropies, ascending
         if self.factor is not None:
-            passing = [(n + 1) * (1 - c) for n, c in enumerate(confidences, 1)]
-            bound, passes = self.factor, [value < self.factor for value in passing]
-        elif self.entropy_bound is not None:
-            entropies = [-c for c in confidences]  # ascending, so the last of a set is its largest
-            passing = [sum(entropies[:n]) for n in range(len(entropies))]
-            bound, passes = self.entropy_bound, [value <= self.entropy_bound for value in passing]
-            passing = passing[1:]
+            values, bound, strict = [(n + 1) * (1 + d) for n, d in enumerate(doubts, 1)], self.factor, True
+        elif self.entropy_bound is not None:  # the last of a set is its largest
+            values, bound, strict = [sum(doubts[:n]) for n in range(len(doubts))], self.entropy_bound, False
         elif self.entropy_budget is not None:
-            passing = [sum(-c for c in confidences[:n]) for n in range(1, len(confidences) + 1)]
-            bound, passes = self.entropy_budget, [value < self.entropy_budget for value in passing]
+            values, bound, strict = list(accumulate(doubts)), self.entropy_budget, True
         elif self.entropy_threshold is not None:
-            bound, passing = self.entropy_threshold, [-c for c in confidences]
-            passes = [h < bound if self.model.is_dream else h <= bound for h in passing]
+            values, bound, strict = doubts, self.entropy_threshold, self.model.is_dream
+        elif self.slow_fast is not None:
+            values, bound, strict = doubts, -self.passing, False
+        elif self.threshold is not None:
+            values, bound, strict = doubts, -self.threshold, self.strict
         else:
-            bound = self.threshold if self.threshold is not None else self.margin
-            bound = self.passing if self.slow_fast is not None else bound
-            assert bound is not None
-            strict = (strict or self.by_blocks) and self.threshold is not None
-            passing, passes = confidences, [c > bound if strict else c >= bound for c in confidences]
-        for value in passing:
+            values, bound, strict = doubts, -self.margin, False
+        for value in values:
             self.decided(gap(value, bound))
-        if sum(passes) < self.enough:
-            passes = []
+        passing = [n for n, value in enumerate(values, 1) if value < bound or (value == bound and not strict)]
+        if passing and len(passing) >= self.enough:
+            return max(passing)
         none = self.model.is_dream and self.entropy_threshold is not None
-        return max([n for n, passed in enumerate(passes, 1) if passed], default=0 if none else min(1, len(scored)))
+        return 0 if none else min(1, len(scored))
 
     def _filtered(self, row: torch.Tensor) -> torch.Tensor:
         """The fewest likeliest tokens that have more than ``top_p`` together, and of those the ``top_k`` best."""
-        lowest = torch.finfo(row.dtype).min
+        ordered, tokens = row.sort(descending=True, stable=True)
+        count = len(row)
         if self.top_p < 1:
-            p, kept, total = row.softmax(-1), [], 0.0
-            for token in p.argsort(descending=True).tolist():
-                kept.append(token)
-                total += float(p[token])
+            totals = ordered.softmax(-1).double().cumsum(0)
+            count = min(count, 1 + int((totals <= self.top_p).sum()))
+            for total in totals[:count].tolist():
                 self.decided(10 * gap(total, self.top_p))  # sums are exact to more digits
-                if total > self.top_p:
-                    break
-            row = torch.full_like(row, lowest).index_copy(0, torch.tensor(kept), row[kept])
-        if self.top_k:
-            ordered = row.sort(descending=True)
-            last_kept, first_dropped = ordered.values[self.top_k - 1 : self.top_k + 1].tolist()
-            if last_kept > lowest:  # else top-p has left fewer
-                self.decided(10 * gap(last_kept, first_dropped))
-            kept = ordered.indices[: self.top_k].tolist()
-            row = torch.full_like(row, lowest).index_copy(0, torch.tensor(kept), row[kept])
-        return row
+        if 0 < self.top_k < count:
+            self.decided(10 * gap(*ordered[self.top_k - 1 : self.top_k + 1].tolist()))
+            count = self.top_k
+        return torch.full_like(row, torch.finfo(row.dtype).min).index_copy(0, tokens[:count], ordered[:count])

@@ -13,7 +13,7 @@ from tests.oracles.decoding import Decoding
 
 
 def plain_delayed(run: Decoding, *, cache_delay: int = 1, refresh_interval: int = 10_000) -> None:
-    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
+    buffer, num_layers = Buffer(run), len(run.model.layers)
     blocks = [(0, len(run.prompt)), *run.blocks]
     retained = run.traces["retained_positions"] = []
     reached = {0: 0}
@@ -37,7 +37,7 @@ def plain_delayed(run: Decoding, *, cache_delay: int = 1, refresh_interval: int 
         if stores > kept or (refreshes and kept):
             run.cut = run.length
         fed = range(clean, len(run.seen))
-        logits, _ = buffer.forward(run.canvas, fed, [run.seen] * num_layers)
+        logits = buffer.forward(fed, run.seen)
         if run.model.is_dream and clean:
             logits[clean - 1] = logits[clean]
         if stores > kept or (refreshes and kept):

@@ -10,7 +10,7 @@ from tests.oracles.decoding import Decoding
 
 
 def plain_dkv(run: Decoding, *, refresh_interval: int = 8) -> None:
-    buffer, last = Buffer(run.model, run.length), run.length - 1
+    buffer, last = Buffer(run), run.length - 1
     rows_of_next = whole = list(range(run.length))
     for step in run.passes():
         refreshes = step % refresh_interval == 0 or (step == 1 and not run.model.is_dream)
@@ -20,5 +20,4 @@ def plain_dkv(run: Decoding, *, refresh_interval: int = 8) -> None:
         if run.model.is_dream:
             masked = set(rows_of_next)
             rows_of_next = [p for p in whole if (step == 0 if p == last else p + 1 in masked)]
-        read = [range(run.cut)] * len(run.model.layers)
-        run.fill(buffer.forward(run.canvas, rows, read)[0], rows)
+        run.fill(buffer.forward(rows, range(run.cut)), rows)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tests.oracles.buffer import Buffer
-from tests.oracles.decoding import Decoding, gap, llada_count
+from tests.oracles.decoding import Decoding, gap
 from tests.oracles.sparse import select
 
 SCHEDULE = [[1.0, 0.0], [0.5, 0.125], [0.25, 0.25]]
@@ -48,15 +48,16 @@ class PlainESDLLM:
     def __post_init__(self) -> None:
         run, self.model = self.run, self.run.model
         run.top_p, run.top_k = 1.0, 0  # its confidence is of the plain softmax
+        run.dream_sampler, run.fills_computed, run.strict = False, True, True
         num_layers = len(run.model.layers)
         schedule = [] if self.indicator == "none" else self.keep_schedule or SCHEDULE
-        self.fractions = {int(depth * num_layers): fraction for fraction, depth in schedule}
-        self.fractions = {number: fraction for number, fraction in self.fractions.items() if fraction < 1}
-        self.buffer = Buffer(run.model, run.length)
+        fractions = {int(depth * num_layers): fraction for fraction, depth in schedule}
+        self.fractions = {layer: fraction for layer, fraction in fractions.items() if fraction < 1}
+        self.buffer = Buffer(run)
         self.confidence = torch.zeros(run.length)
         """Of each row, when it last reached the last layer."""
-        self.old = {number: [math.nan] * run.length for number in self.fractions}
-        """By layer with a cut and row: what the row was like when it last was computed."""
+        self.old: dict[int, torch.Tensor] = {}
+        """By layer with a cut: what each row was like when it last was computed, ``[canvas, element]``."""
         self.retained: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
         """By layer: what is left to attend to outside the block, with its keys and values."""
         self.retained_by_block: list[list[list[int]]] = []
@@ -67,7 +68,7 @@ class PlainESDLLM:
             run.traces["retained_positions"] = self.retained_by_block
         self.decoded_last: list[int] = []
         """Positions that the step before decoded."""
-        self.shift = 1 if run.model.is_dream else 0
+        self.shift = int(run.model.is_dream)
 
     def decode(self) -> None:
         for step in self.run.passes():
@@ -76,20 +77,18 @@ class PlainESDLLM:
             self.leftmost_mask = self.run.masked(first, end)[0] - self.shift
             if step == 0:
                 self.retained = []
-            block_due, prompt_due = (
-                self.is_due(interval, first, step)
-                for interval in (self.block_refresh_interval, self.prompt_refresh_interval)
-            )
+            block_due, prompt_due = self.is_due(self.block_refresh_interval), self.is_due(self.prompt_refresh_interval)
             due = block_due or prompt_due or (step == 0 and self.run.block_add_threshold is not None)
             records = self.retention_ratio < 1 and step == self.update_delay
             rows = self.rows_of_step(step, prompt_due)
-            self.run.computed.append(rows)
-            rows, logits = self.forward(rows, bool(self.fractions) and not due and not records, records)
-            self.unmask(rows, logits)
+            skips = bool(self.fractions) and not due and not records
+            reached, logits = self.forward(rows, skips, records)
+            self.run.predict(logits, rows)
+            self.unmask(reached)
 
-    def is_due(self, interval: int, first: int, step: int) -> bool:
+    def is_due(self, interval: int) -> bool:
         if self.run.block_add_threshold is None:
-            return (first - len(self.run.prompt) + step) % interval == 0
+            return (self.run.window[0] - len(self.run.prompt) + self.run.step) % interval == 0
         known = sum(map(len, self.run.order))
         return any(number % interval == 0 for number in range(known - len(self.decoded_last) + 1, known + 1))
 
@@ -105,108 +104,81 @@ class PlainESDLLM:
 
     def forward(self, rows: list[int], skips: bool, records: bool) -> tuple[list[int], torch.Tensor]:
         """The rows that reach the last layer, and the logits."""
-        x, range_length = self.model.embed(self.run.canvas)[rows], len(rows)
-        cuts: list[list[int]] = []
+        x, num_rows = self.model.embed(self.run.canvas)[rows], len(rows)
+        if skips:
+            self.selected.append([])
         recorded = []
-
-        def cut(layer: int, values: torch.Tensor) -> list[int]:
-            """Indices of the rows that go on."""
-            kept = list(range(len(rows)))
-            if skips:
-                kept = self.cut(layer, rows, values, range_length)
-                cuts.append([rows[i] for i in kept])
-            for i in kept:
-                self.old[layer][rows[i]] = values[i].clone()
-            return kept
-
         for layer, weights in enumerate(self.model.layers):
             q, k, v = self.model.qkv(weights, x, rows)
-            tensors = {"query": q.flatten(1), "key": k.flatten(1), "value": v.flatten(1)}
-            if layer in self.fractions and self.indicator in tensors:
-                kept = cut(layer, tensors[self.indicator])
+            compared = {"query": q, "key": k, "value": v}
+            if layer in self.fractions and self.indicator in compared:
+                kept = self.cut(layer, rows, compared[self.indicator].flatten(1), num_rows, skips)
                 rows, x, q, k, v = [rows[i] for i in kept], x[kept], q[kept], k[kept], v[kept]
             self.buffer.k[layer, rows], self.buffer.v[layer, rows] = k, v
             keys, values = self.buffer.k[layer], self.buffer.v[layer]
-            block = [row for row in self.block if row < self.run.cut]
             if records:
                 outside = [row for row in range(self.run.length) if row not in self.block]
                 retained = select(self.run, q, keys, outside, int(len(outside) * self.retention_ratio), 3)
-                recorded.append((retained, keys[retained].clone(), values[retained].clone()))
+                recorded.append((retained, keys[retained], values[retained]))
             if self.retained:
                 _, old_keys, old_values = self.retained[layer]
+                block = [row for row in self.block if row < self.run.cut]
                 keys, values = torch.cat([old_keys, keys[block]]), torch.cat([old_values, values[block]])
             else:
                 keys, values = keys[: self.run.cut], values[: self.run.cut]
             x = x + self.model.attention(weights, q, keys, values)
             x = x + self.model.mlp(weights, x)
             if layer in self.fractions and self.indicator == "hidden_state":
-                kept = cut(layer, x)
+                kept = self.cut(layer, rows, x, num_rows, skips)
                 rows, x = [rows[i] for i in kept], x[kept]
-        if skips:
-            self.selected.append(cuts)
         if records:
             self.retained = recorded
             self.retained_by_block.append([retained for retained, _, _ in recorded])
         return rows, self.buffer.logits(x, rows)
 
-    def cut(self, layer: int, rows: list[int], values: torch.Tensor, range_length: int) -> list[int]:
-        """Indices in ``rows`` of those that go on, ascending."""
-        run = self.run
-        count = max(int(self.fractions[layer] * range_length), min(len(self.decoded_last) + 2, len(self.block)))
-        change = []
-        for row, value in zip(rows, values, strict=True):
-            old = self.old[layer][row]
-            size = float(old.norm()) / math.sqrt(len(old)) + 1e-6
-            change.append(float((value - old).abs().mean()) / size)
-        largest = max([1.0, *change])
-        confidence = self.confidence[rows].tolist()
-        scores = [self.alpha * c + (1 - self.alpha) * d / largest for c, d in zip(confidence, change, strict=True)]
-        if self.alpha > 0:
-            by_confidence = sorted(range(len(rows)), key=lambda i: -confidence[i])
-            if len(rows) > 2:
-                second, third = (confidence[i] for i in by_confidence[1:3])
-                run.decided(gap(second, third))  # 0 where fewer than two rows are masked: any may be the second
-            for i in by_confidence[:2]:
-                scores[i] += 2
-        bonus = [0.0] * len(rows)
-        for i, row in enumerate(rows):
-            if row == self.leftmost_mask:
-                bonus[i] = 5
-            if self.alpha < 1 and row + self.shift in self.decoded_last:
-                bonus[i] = 3
-        scores = [score + extra for score, extra in zip(scores, bonus, strict=True)]
-        by_score = sorted(range(len(rows)), key=lambda i: -scores[i])
-        if count < len(rows):
-            run.decided(gap(scores[by_score[count - 1]], scores[by_score[count]]))
-        return sorted(by_score[:count])
+    def cut(self, layer: int, rows: list[int], values: torch.Tensor, num_rows: int, skips: bool) -> list[int]:
+        """Indices in ``rows`` of those that go on. ``num_rows``: with which the pass began."""
+        old = self.old.setdefault(layer, torch.full((self.run.length, values.shape[1]), math.nan))
+        kept = list(range(len(rows)))
+        if skips:
+            count = max(int(self.fractions[layer] * num_rows), min(len(self.decoded_last) + 2, len(self.block)))
+            scores = self.importance(rows, values, old[rows])
+            by_score = sorted(kept, key=lambda i: -scores[i])
+            if count < len(rows):
+                self.run.decided(gap(scores[by_score[count - 1]], scores[by_score[count]]))
+            kept = sorted(by_score[:count])
+            self.selected[-1].append([rows[i] for i in kept])
+        old[[rows[i] for i in kept]] = values[kept]
+        return kept
 
-    def unmask(self, rows: list[int], logits: torch.Tensor) -> None:
+    def importance(self, rows: list[int], values: torch.Tensor, old: torch.Tensor) -> list[float]:
+        change = (values - old).abs().mean(-1) / (old.square().mean(-1).sqrt() + 1e-6)
+        change = change / change.max().clamp(min=1)
+        confidence = self.confidence[rows]
+        scores = (self.alpha * confidence + (1 - self.alpha) * change).tolist()
+        if self.alpha > 0:
+            ordered, by_confidence = confidence.sort(descending=True, stable=True)
+            if len(rows) > 2:  # 0 where fewer than two rows are masked: any may be the second
+                self.run.decided(gap(*ordered[1:3].tolist()))
+            for i in by_confidence[:2].tolist():
+                scores[i] += 2
+        bonus = {self.leftmost_mask: 5}
+        if self.alpha < 1:
+            bonus |= {position - self.shift: 3 for position in self.decoded_last}
+        return [score + bonus.get(row, 0) for score, row in zip(scores, rows, strict=True)]
+
+    def unmask(self, rows: list[int]) -> None:
         run = self.run
-        first, end = run.window
-        held_tokens = run.held_to_constraint(logits, run.candidates())
         for row in set(rows) & set(self.block):
             position = row + self.shift
-            p = logits[row].softmax(-1)
-            token = held_tokens.get(position, int(p.argmax()))
+            p = run.logits[row].softmax(-1)
+            token = run.held.get(position, int(p.argmax()))
             held = not self.shift and run.held_back(position, token)
             masked = run.canvas[position] == self.model.mask
             self.confidence[row] = float(p[token]) if masked and not held else 0.0
-        prior = run.prior()
-        candidates = [p for p in run.candidates() if p - self.shift in rows]
-        run.watch(logits, candidates)
-        scored = [run.score(logits, p, prior[p]) for p in candidates]
-        scored = [entry for entry in scored if entry.confidence > -math.inf]
-        scored.sort(key=lambda entry: (-entry.confidence, entry.position))
-        steps = run.steps_of[run.running[0]]
-        if run.parallel:
-            chosen = run.commit_by_rule(scored, run.leftmost_block(), strict=True)
-        else:
-            count = end - first if run.step >= steps - 1 else llada_count(end - first, steps, run.step)
-            count = run.tokens_per_step or count
-            chosen = run.commit_most_confident(scored, count)
-        self.decoded_last = [entry.position for entry in chosen]
-        for entry in chosen:
-            self.confidence[entry.position - self.shift] = 0.0
+        run.choose()
+        self.decoded_last = run.order[-1]
+        self.confidence[[position - self.shift for position in self.decoded_last]] = 0.0
 
 
 def plain_es_dllm(run: Decoding, **options: Any) -> None:

@@ -21,23 +21,23 @@ def plain_none(run: Decoding) -> None:
         if run.by_blocks:
             logits = run.model.logits(run.canvas[: len(seen)], run.block_length)
         else:
-            logits = Buffer(run.model, run.length).forward(run.canvas, seen, [seen] * len(run.model.layers))[0]
+            logits = Buffer(run).forward(seen, seen)
         run.fill(logits, seen)
 
 
 def plain_prefix(run: Decoding) -> None:
     run.window_alone = True
-    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
+    buffer = Buffer(run)
     for step in run.passes():
         rows = run.seen if step == 0 else run.seen[run.window[0] :]
-        run.fill(buffer.forward(run.canvas, rows, [run.seen] * num_layers)[0], rows)
+        run.fill(buffer.forward(rows, run.seen), rows)
 
 
 def plain_dual(run: Decoding, **options: Any) -> None:
     run.window_alone = True
-    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
-    refreshes, retained = Refreshes(run, **options), []
+    buffer, refreshes = Buffer(run), Refreshes(run, **options)
     kept: list[int] = []
+    retained: list[int] = []
     for step in run.passes():
         window = list(range(*run.window))
         if step > 0:
@@ -52,5 +52,4 @@ def plain_dual(run: Decoding, **options: Any) -> None:
             retained = sorted({*kept, *rows} - {*window})
         if refreshes.refresh == "near":
             read = run.seen
-        logits, _ = buffer.forward(run.canvas, rows, [sorted({*read, *rows})] * num_layers)
-        run.fill(logits, rows)
+        run.fill(buffer.forward(rows, sorted({*read, *rows})), rows)

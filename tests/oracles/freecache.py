@@ -28,7 +28,7 @@ def plain_freecache(run: Decoding, *, include_suffix: bool = True, cache_block_l
         """Positions whose keys and values are cached when the window begins at ``first``."""
         return prompt_length + (first - prompt_length) // size * size
 
-    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
+    buffer, num_layers = Buffer(run), len(run.model.layers)
     retained = run.traces["retained_positions"] = []
     for step in run.passes():
         first, end = run.window
@@ -37,10 +37,10 @@ def plain_freecache(run: Decoding, *, include_suffix: bool = True, cache_block_l
         if not run.order:
             start, last_fed = 0, len(run.seen)
         else:
-            start = clean(run.start_before) if step == 0 and run.start_before is not None else cached
+            begins = step == 0 and run.running_before
+            start = clean(run.blocks[run.running_before[0]][0]) if begins else cached
         if not run.order or start < cached:
             # What later passes of the window find in the cache.
             retained.append([list(range(cached))] * num_layers)
         fed = range(start, last_fed)
-        logits, _ = buffer.forward(run.canvas, fed, [list(range(last_fed))] * num_layers)
-        run.fill(logits, fed)
+        run.fill(buffer.forward(fed, range(last_fed)), fed)

@@ -52,34 +52,6 @@ def rank(row: torch.Tensor, token: int) -> int:
     return int((row > row[token]).sum() + (row[:token] == row[token]).sum())
 
 
-def agreeing_prefix(ranks: list[float], top_k: int) -> int:
-    """How many drafts, from the first on, the guide has among its ``top_k`` best."""
-    for count, of_draft in enumerate(ranks):
-        if of_draft >= top_k:
-            return count
-    return len(ranks)
-
-
-def select(
-    drafts: list[int],
-    probabilities: list[float],
-    ranks: list[float],
-    guided: list[int],
-    *,
-    top_k: int = 1,
-    confidence_threshold: float | None = None,
-    fallback: str = "guide",
-    correction: bool = False,
-) -> dict[int, int]:
-    """The tokens that one step unmasks, by index in the window; ``ranks`` of the drafts, ``guided`` in their place."""
-    chosen = {i: drafts[i] for i in range(agreeing_prefix(ranks, top_k))}
-    if confidence_threshold is not None:
-        chosen |= {i: drafts[i] for i in range(len(drafts)) if probabilities[i] > confidence_threshold}
-    if not chosen:
-        chosen = {0: guided[0] if fallback == "guide" else drafts[0]}
-    return {i: guided[i] for i in chosen} if correction else chosen
-
-
 class Judged(NamedTuple):
     """A drafted token before the guide."""
 
@@ -119,83 +91,77 @@ class Texts:
 
     def judge(self, guide: Guide, text: list[int], window: list[int]) -> list[Judged]:
         """As ``judge_tokens``, for a guide that reads text."""
-        read: list[int] = []  # the guide's tokens
-        owners: list[set[int]] = []  # of each of them, the canvas positions that share a character with it
-        before: dict[int, list[bytes]] = {}  # of a canvas position, what of the first of its tokens lies before it
+        shown = b""  # what it reads, where a special token takes a byte
+        read, ends = [], [0]  # its tokens, and where each of them ends, from the second on
+        characters: dict[int, tuple[int, int]] = {}  # those that a canvas position has bytes of: first and last byte
+        places: dict[int, int | None] = {}  # of its first byte; inside a replaced character it is nowhere
         for special, run in groupby(range(len(text)), key=lambda i: text[i] in self.special):
             if special:
                 for i in run:
+                    characters[i], places[i] = (len(shown), len(shown)), len(shown)
+                    shown += b"\0"
                     read.append(self.special[text[i]])
-                    owners.append({i})
-                    before[i] = [b""]
+                    ends.append(len(shown))
                 continue
+            start = len(shown)
             data = [(byte, i) for i in run for byte in self.spelled.get(text[i], b"\xff")]
-            shown, owner_of_byte, starts = b"", [], {}
             while data:
                 character, taken = _first_character(bytes(byte for byte, _ in data[:4]))
                 for offset, (_, i) in enumerate(data[:taken]):
-                    # The place of a byte inside a replaced character is nowhere.
-                    place = len(shown) + offset if character != "\ufffd".encode() or offset == 0 else None
-                    starts.setdefault(i, place)
-                owner_of_byte += [{i for _, i in data[:taken]}] * len(character)
+                    is_shown = offset == 0 or character != REPLACEMENT
+                    places.setdefault(i, len(shown) + offset if is_shown else None)
+                    first, _ = characters.get(i, (len(shown), 0))
+                    characters[i] = first, len(shown) + len(character) - 1
                 shown += character
                 data = data[taken:]
-            done = 0
-            for token in self.encode(shown.decode()):
-                stop = done + len(self.guide_spelled[token])
-                of_token = set.union(*owner_of_byte[done:stop])
-                for i in of_token - before.keys():
-                    place = starts[i]
-                    before[i] = [] if place is None else [shown[done:place]]
+            for token in self.encode(shown[start:].decode()):
                 read.append(token)
-                owners.append(of_token)
-                done = stop
-            assert done == len(shown)
-        rows = guide(read)
-        return [
-            self._judged(text[i], [t for t in range(len(read)) if i in owners[t]], read, rows, before[i])
-            for i in window
-        ]
+                ends.append(ends[-1] + len(self.guide_spelled[token]))
+            assert ends[-1] == len(shown)
+        rows, judged = guide(read), []
+        for i in window:
+            first, last = characters[i]
+            indices = [t for t in range(len(read)) if ends[t] <= last and first < ends[t + 1]]
+            tokens, predicting = [read[t] for t in indices], [rows[t - 1] for t in indices if t > 0]
+            before = None if places[i] is None else shown[ends[indices[0]] : places[i]]
+            judged.append(Judged(tokens, predicting, self._answer(text[i], tokens, predicting, before)))
+        return judged
 
-    def _judged(
-        self, draft: int, indices: list[int], read: list[int], rows: torch.Tensor, before: list[bytes]
-    ) -> Judged:
-        predicting = [rows[t - 1] for t in indices if t > 0]
-        tokens = [read[t] for t in indices]
-        if len(predicting) < len(tokens):
-            return Judged(tokens, predicting, draft)
+    def _answer(self, draft: int, tokens: list[int], rows: list[torch.Tensor], before: bytes | None) -> int:
+        """``before``: what of the first of the guide's tokens lies before the draft."""
+        if len(rows) < len(tokens):
+            return draft
         said = b""
-        for row, token in zip(predicting, tokens, strict=True):
+        for row, token in zip(rows, tokens, strict=True):
             own = int(row.argmax())
-            if own == token:
-                said += self.guide_spelled.get(token, b"")
-                continue
-            if own in self.special.values():
-                if said == b"" and before == [b""]:
-                    return Judged(tokens, predicting, next(a for a, b in self.special.items() if b == own))
-            else:
-                said += self.guide_spelled.get(own, b"\xff")
-            break
+            if own != token:
+                break
+            said += self.guide_spelled.get(token, b"")
         else:
-            return Judged(tokens, predicting, draft)
-        if before and said.startswith(before[0]):
-            rest = said[len(before[0]) :]
-            fitting = [token for token, spelled in self.spelled.items() if spelled and rest.startswith(spelled)]
-            if fitting:
-                return Judged(tokens, predicting, max(fitting, key=lambda token: len(self.spelled[token])))
-        return Judged(tokens, predicting, draft)
+            return draft
+        if own not in self.special.values():
+            said += self.guide_spelled.get(own, b"\xff")
+        elif said == b"" and before == b"":
+            return next(a for a, b in self.special.items() if b == own)
+        if before is None or not said.startswith(before):
+            return draft
+        rest = said[len(before) :]
+        fitting = [token for token, spelled in self.spelled.items() if spelled and rest.startswith(spelled)]
+        return max(fitting, key=lambda token: len(self.spelled[token]), default=draft)
+
+
+REPLACEMENT = "\ufffd".encode()
 
 
 def _first_character(data: bytes) -> tuple[bytes, int]:
     """The first character of up to four bytes as it is shown, and how many of them it takes."""
     try:
-        character = data.decode()[0].encode()
-        return character, len(character)
+        data.decode()
     except UnicodeDecodeError as error:
-        if error.start:
-            character = data[: error.start].decode()[0].encode()
-            return character, len(character)
-        return "\ufffd".encode(), error.end
+        if error.start == 0:
+            return REPLACEMENT, error.end
+    character = data.decode(errors="ignore")[0].encode()
+    return character, len(character)
 
 
 def plain_guided(
@@ -204,7 +170,7 @@ def plain_guided(
     prompt_ids: list[int],
     *,
     gen_length: int,
-    block_length: int | None = None,
+    block_length: int,
     speculation_length: int = 32,
     top_k: int = 1,
     confidence_threshold: float | None = None,
@@ -213,52 +179,40 @@ def plain_guided(
     texts: Texts | None = None,
     response_template: list[int | None] | None = None,
 ) -> Decoding:
-    """Decode with a guide; without ``block_length`` the response is one block; with ``texts`` the guide reads text."""
-    run = Decoding(model, prompt_ids, gen_length, block_length or gen_length, response_template=response_template)
+    """Decode with a guide, which reads text if there are ``texts``."""
+    run = Decoding(model, prompt_ids, gen_length, block_length, response_template=response_template)
     for _ in run.passes():
         window = run.masked(*run.window)[:speculation_length]
         predictions = model.predictions(run.canvas)[window]
-        drafts = [int(row.argmax()) for row in predictions]
-        probabilities = [float(row.softmax(-1)[draft]) for row, draft in zip(predictions, drafts, strict=True)]
+        drafts = predictions.argmax(-1).tolist()
         text = run.canvas[: window[-1] + 1]
         for position, draft in zip(window, drafts, strict=True):
             text[position] = draft
         judged = texts.judge(guide, text, window) if texts else judge_tokens(guide, text, window, model.mask)
 
-        ranks, answers = ([getattr(of_draft, name) for of_draft in judged] for name in ("rank", "answer"))
-        asked = {"confidence_threshold": confidence_threshold, "fallback": fallback, "correction": correction}
-        chosen = select(drafts, probabilities, ranks, answers, top_k=top_k, **asked)
-        assert model.mask not in chosen.values(), "the diffusion model drafts its mask token"
-        for i, token in chosen.items():
-            run.canvas[window[i]] = token
-        run.order.append(sorted(window[i] for i in chosen))
-        run.decided(_token_margin(predictions, judged, set(chosen), top_k, fallback, correction))
+        agreed = next((i for i, of_draft in enumerate(judged) if of_draft.rank >= top_k), len(judged))
+        chosen = set(range(agreed))
         if confidence_threshold is not None:
-            run.decided(min(_gap(probability, confidence_threshold) for probability in probabilities))
-    return run
-
-
-def _token_margin(
-    predictions: torch.Tensor, judged: list[Judged], chosen: set[int], top_k: int, fallback: str, correction: bool
-) -> float:
-    """How close the closest choice of a token was, of those that this step's outcome depends on."""
-    gaps = []
-    prefix = agreeing_prefix([of_draft.rank for of_draft in judged], top_k)
-    compared = set(range(min(prefix + 1, len(judged))))
-    for i in compared:
-        for row, token in zip(judged[i].rows, judged[i].read, strict=False):
-            ordered = row.sort(descending=True).values.tolist()
-            # The best one left out, or the last one let in.
-            rival = ordered[top_k] if rank(row, token) < top_k else ordered[top_k - 1]
-            gaps.append(_gap(float(row[token]), rival))
-    # The guide is causal: a correction depends on all drafts before it.
-    for i in compared | chosen | (set(range(max(chosen))) if correction else set()):
-        gaps.append(_gap(*predictions[i].topk(2).values.tolist()))
-    if correction or (fallback == "guide" and prefix == 0):
+            for i, p in enumerate(predictions.softmax(-1).amax(-1).tolist()):
+                run.decided(gap(p, confidence_threshold))
+                if p > confidence_threshold:
+                    chosen.add(i)
+        guided = correction or (not chosen and fallback == "guide")
+        chosen = chosen or {0}
         for i in chosen:
-            gaps += [_gap(*row.topk(2).values.tolist()) for row in judged[i].rows]
-    return min(gaps)
+            run.canvas[window[i]] = judged[i].answer if guided else drafts[i]
+        run.order.append(sorted(window[i] for i in chosen))
+        assert model.mask not in [run.canvas[p] for p in run.order[-1]], "the diffusion model drafts its mask token"
 
-
-def _gap(a: float, b: float) -> float:
-    return gap(a, b, floor=1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf
+        compared = set(range(min(agreed + 1, len(judged))))
+        for i in compared:
+            for row, token in zip(judged[i].rows, judged[i].read, strict=False):
+                ordered = row.sort(descending=True).values.tolist()
+                # The best one left out, or the last one let in.
+                rival = ordered[top_k] if rank(row, token) < top_k else ordered[top_k - 1]
+                run.decided(gap(float(row[token]), rival))
+        # The guide is causal: a correction depends on all drafts before it.
+        decisive = [predictions[i] for i in compared | chosen | (set(range(max(chosen))) if correction else set())]
+        for row in decisive + [row for i in chosen if guided for row in judged[i].rows]:
+            run.decided(gap(*row.topk(2).values.tolist()))
+    return run

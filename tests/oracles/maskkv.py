@@ -35,7 +35,7 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -109,13 +109,8 @@ def pooled(votes: torch.Tensor, width: int) -> torch.Tensor:
     """The most votes within ``width // 2`` places of each position."""
     out = torch.empty_like(votes)
     for j in range(votes.shape[-1]):
-        out[:, j] = votes[:, max(0, j - width // 2) : j + width // 2 + 1].max(-1).values
+        out[:, j] = votes[:, max(0, j - width // 2) : j + width // 2 + 1].amax(-1)
     return out
-
-
-def keep_top(votes: torch.Tensor, count: int) -> list[int]:
-    """The positions with the most votes, sorted."""
-    return sorted(votes.argsort(descending=True, stable=True)[:count].tolist())
 
 
 def largest_remainder(shares: Sequence[float], total: int, cap: int) -> list[int]:
@@ -128,34 +123,26 @@ def largest_remainder(shares: Sequence[float], total: int, cap: int) -> list[int
 
 
 def layer_budgets(
-    average: int,
-    profile: Sequence[float],
-    num_layers: int,
-    *,
-    beta: float = 0.4,
-    redistribute: bool = False,
-    prompt_length: int = 0,
+    average: int, profile: Sequence[float], num_layers: int, *, beta: float, redistribute: bool, prompt_length: int
 ) -> list[int]:
     """Algorithm 2. ``prompt_length`` matters only to ``redistribute``."""
     if sum(profile) == 0:
         return [average] * num_layers
     boundary = sorted({0, num_layers - 1})
     middle = [layer for layer in range(num_layers) if layer not in boundary]
-    boundary_score, middle_score = sum(profile[layer] for layer in boundary), sum(profile[layer] for layer in middle)
+    boundary_score, middle_score = (sum(profile[layer] for layer in layers) for layers in (boundary, middle))
     base = math.floor(beta * average)
     pool = (average - base) * num_layers
     boundary_pool = pool * boundary_score / (boundary_score + middle_score)
-    if redistribute:
-        shares = [
-            base + (boundary_pool / len(boundary) if layer in boundary else (pool - boundary_pool) / len(middle))
-            for layer in range(num_layers)
-        ]
-        return largest_remainder(shares, average * num_layers, prompt_length)
-    middle_pool = pool - math.floor(boundary_pool)
-    return [
-        base + (math.floor(boundary_pool) // len(boundary) if layer in boundary else middle_pool // len(middle))
+    if not redistribute:
+        boundary_pool = math.floor(boundary_pool)
+    shares = [
+        base + (boundary_pool / len(boundary) if layer in boundary else (pool - boundary_pool) / len(middle))
         for layer in range(num_layers)
     ]
+    if redistribute:
+        return largest_remainder(shares, average * num_layers, prompt_length)
+    return [math.floor(share) for share in shares]
 
 
 def head_shares(masses: Sequence[float], layer_budget: int, alpha: float) -> list[float]:
@@ -166,13 +153,7 @@ def head_shares(masses: Sequence[float], layer_budget: int, alpha: float) -> lis
 
 
 def head_budgets(
-    masses: Sequence[float],
-    layer_budget: int,
-    prompt_length: int,
-    *,
-    kind: str = "prompt_preference",
-    alpha: float = 0.1,
-    redistribute: bool = False,
+    masses: Sequence[float], layer_budget: int, prompt_length: int, *, kind: str, alpha: float, redistribute: bool
 ) -> list[int]:
     """Stage 2 of Algorithm 3: tokens per KV head from the heads' masses of votes. ``kind`` "uniform": no preference."""
     if kind == "uniform":
@@ -191,7 +172,7 @@ class MaskKVCache(AdaptiveCache):
     refresh_first_layer: bool = False
     kv_budget: int = 256
     layer_budget: str = "boundary"
-    profile: str | Sequence[float] = "online"
+    profile: Literal["online"] | Sequence[float] = "online"
     beta: float = 0.4
     head_budget: str = "prompt_preference"
     alpha: float = 0.1
@@ -211,8 +192,7 @@ class MaskKVCache(AdaptiveCache):
         elif self.layer_budget == "uniform":
             self.budgets = [self.kv_budget] * num_layers
         else:
-            if isinstance(profile, str):
-                assert profile == "online"
+            if profile == "online":
                 profile = importance(run.model, run.canvas, of_attention=self.layer_budget == "squeeze")
             if self.layer_budget == "squeeze":
                 assert not self.redistribute
@@ -247,8 +227,8 @@ class MaskKVCache(AdaptiveCache):
             recent = {"snapkv": min(self.observation_window, count), "h2o": count // 2}.get(self.scorer, 0)
             border, count = self.prompt_length - recent, count - recent
             ranked = pooled(votes[g : g + 1, :border], self.pool_kernel_size)[0]
-            self.retained[-1].append(keep_top(ranked, count) + list(range(border, self.prompt_length)))
-            ordered = ranked.double().sort(descending=True).values
+            ordered, positions = ranked.double().sort(descending=True, stable=True)
+            self.retained[-1].append(sorted(positions[:count].tolist()) + list(range(border, self.prompt_length)))
             if 0 < count < len(ordered):
                 last = ordered[count - 1]
                 # Neighbours with the same maximum are equal in any arithmetic.

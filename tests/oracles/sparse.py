@@ -27,8 +27,7 @@ def plain_sparse(
     **options: Any,
 ) -> None:
     run.window_alone = True
-    buffer, num_layers = Buffer(run.model, run.length), len(run.model.layers)
-    refreshes = Refreshes(run, **options)
+    buffer, refreshes, num_layers = Buffer(run), Refreshes(run, **options), len(run.model.layers)
     retained_by_block = run.traces["retained_positions"] = []
     kept: list[list[int]] = [[]] * num_layers
     due = True
@@ -36,8 +35,7 @@ def plain_sparse(
         block = list(range(*run.window))
         if step > update_delay:
             block = [p for p in block if p < run.cut]
-            logits, _ = buffer.forward(run.canvas, block, [sorted(k + block) for k in retained_by_block[-1]])
-            run.fill(logits, block)
+            run.fill(buffer.forward(block, *(sorted(k + block) for k in retained_by_block[-1])), block)
             continue
         if step == update_delay:
             run.cut = run.length
@@ -47,7 +45,7 @@ def plain_sparse(
             rows, kept = run.seen, [[]] * num_layers
         else:
             rows = refreshes.renewed()
-        logits, queries = buffer.forward(run.canvas, rows, [sorted({*k, *rows}) for k in kept])
+        logits = buffer.forward(rows, *(sorted({*k, *rows}) for k in kept))
         if step == update_delay:
             old, new = refreshes.never_renewed(), [p for p in refreshes.renewed() if p not in block]
             behind = block[-1] if scope == "prefix" else run.length
@@ -56,7 +54,7 @@ def plain_sparse(
             of_old = int(len(candidates[0]) * retention_ratio)
             of_new = int(len(candidates[0] + candidates[1]) * retention_ratio) - of_old
             retained = []
-            for number, (keys, q) in enumerate(zip(buffer.k, queries, strict=True)):
+            for number, (keys, q) in enumerate(zip(buffer.k, buffer.queries, strict=True)):
                 of_block = q[[list(rows).index(p) for p in block]]
                 if due:
                     chosen = select(run, of_block, keys, candidates[0], of_old, pool_kernel_size)

@@ -11,16 +11,7 @@ from dllm_engine.scheduler.methods.maskkv import average_budget
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Guidance, ParallelRule
-from tests.support.plans import (
-    FULL_METHODS,
-    cache_of,
-    engine_options,
-    longest_demand,
-    page_demand,
-    pages_of,
-    plan_of,
-    spec_of,
-)  # fmt: skip
+from tests.support.plans import FULL_METHODS, cache_of, engine_options, plan_of, spec_of
 
 INTERVALS = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
 
@@ -50,12 +41,12 @@ def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
     request = spec(engine.cache)
     # One of two ranks: 4 slots and 2 rows a page. Its head may be left all 8 of both heads, but not all 10.
     rank = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=1, head_dim=8, hidden_size=32, total_kv_heads=2)
-    kv, features = pages_of(request, "maskkv", 0, rank).values()
+    kv, features = engine.method.pages(request, Blocks(0, 1), rank).values()
     assert kv == [4 * 29 // 4]
     assert features == [11] * 4
     # With a budget of 6 it could be 12, but the prompt has 10 tokens: 31 in all.
     engine = engine_options("maskkv", kv_budget=6)
-    assert pages_of(spec(engine.cache), "maskkv", 0, rank)[PageKind.KV] == [4 * 31 // 4]
+    assert engine.method.pages(spec(engine.cache), Blocks(0, 1), rank)[PageKind.KV] == [4 * 31 // 4]
 
 
 def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
@@ -63,7 +54,7 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
     for method in ("dllm_cache", "maskkv"):
         engine = EngineOptions(cache_method=method, page_size=1)
         with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
-            longest_demand(engine, small, 64)
+            engine.method.longest_demand(engine.cache, small, 64)
     assert small.__class__(**(vars(small) | {"page_size": 3})).feature_pages(5) == 5
 
 
@@ -128,12 +119,13 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
         shifts_logits=data.draw(st.booleans(), label="shifts_logits"),
         suffix_blocks=data.draw(st.none() | st.integers(0, 5), label="suffix_blocks"),
     )
-    assert page_demand(request, engine, geometry) <= longest_demand(engine, geometry, max_model_len)
+    demand = engine.method.page_demand(request, geometry)
+    assert demand <= engine.method.longest_demand(engine.cache, geometry, max_model_len)
     first = data.draw(st.integers(0, request.num_blocks - 1), label="first running block")
     most = first + 1 if request.block_add_threshold is None else request.num_blocks
     running = Blocks(first, data.draw(st.integers(first + 1, most), label="stop"))
     held = engine.method.held(request, running, geometry)
-    assert sum(map(sum, held.values())) <= page_demand(request, engine, geometry)
+    assert sum(map(sum, held.values())) <= demand
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -144,7 +136,7 @@ def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
     geometry = PoolGeometry(
         page_size=4, num_layers=4, num_kv_heads=2 // ranks, head_dim=8, hidden_size=8 // ranks, total_kv_heads=2
     )
-    longest = longest_demand(engine, geometry, 9)
+    longest = engine.method.longest_demand(engine.cache, geometry, 9)
     for prompt_length in range(1, 9):
         request = spec(engine.cache, prompt_length=prompt_length, gen_length=9 - prompt_length, block_length=1)
-        assert page_demand(request, engine, geometry) <= longest, prompt_length
+        assert engine.method.page_demand(request, geometry) <= longest, prompt_length

@@ -5,7 +5,8 @@ import pytest
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.progress import Progress
-from tests.support.plans import pages_of, spec_of
+from dllm_engine.scheduler.request import Blocks
+from tests.support.plans import GEOMETRY, spec_of
 
 BLOCK = CACHE_METHODS["block"]
 
@@ -52,5 +53,5 @@ def test_nothing_smaller_than_a_block_is_a_part():
 
 def test_pages_come_as_blocks_come():
     spec = block_spec(10, 21)
-    held = [pages_of(spec, "block", block)[PageKind.KV] for block in range(spec.num_blocks)]
+    held = [BLOCK.pages(spec, Blocks(block, block + 1), GEOMETRY)[PageKind.KV] for block in range(spec.num_blocks)]
     assert held == [[pages] * 4 for pages in (2, 3, 4, 5, 6, 7)]

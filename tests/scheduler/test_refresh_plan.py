@@ -7,7 +7,7 @@ from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.step_plan import unmask_quota
-from tests.support.plans import FULL_METHODS, cache_of, engine_options, page_demand, plan_of, plans_of
+from tests.support.plans import FULL_METHODS, GEOMETRY, cache_of, engine_options, plan_of, plans_of
 from tests.support.plans import spec_of as spec
 
 
@@ -23,7 +23,7 @@ def test_last_step_of_a_block_takes_whatever_is_left(schedule):
 def test_freecache_holds_finished_cache_blocks(cache_block_length, pages):
     """The prompt and 16 tokens; of a longer cache block the prompt alone."""
     options = engine_options("freecache", cache_block_length=cache_block_length)
-    assert page_demand(spec(cache=options.cache), options) == 4 * pages
+    assert options.method.page_demand(spec(cache=options.cache), GEOMETRY) == 4 * pages
 
 
 def test_no_block_joins_after_the_response_has_ended():

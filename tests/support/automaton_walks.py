@@ -1,7 +1,6 @@
 """Texts through automata over tokens."""
 
 import random
-from collections import deque
 
 import numpy as np
 
@@ -67,17 +66,12 @@ def walk(automaton: Automaton, tokens: list[bytes], choice: random.Random, most:
     raise AssertionError("no end")
 
 
-def needs(automaton: Automaton) -> list[int]:
+def needs(automaton: Automaton) -> np.ndarray:
     """Fewest tokens from each state to the end of an accepted text; every state has some."""
-    leading: list[set[int]] = [set() for _ in automaton.accepting]
-    for state, followers in enumerate(automaton.next_state.tolist()):
-        for follower in set(followers) - {-1}:
-            leading[follower].add(state)
-    need = {int(state): 0 for state in np.flatnonzero(automaton.accepting)}
-    queue = deque(need)
-    while queue:
-        state = queue.popleft()
-        for before in leading[state] - need.keys():
-            need[before] = need[state] + 1
-            queue.append(before)
-    return [need[state] for state in range(len(leading))]
+    need = np.where(automaton.accepting, 0, np.inf)
+    while np.isinf(need).any():
+        # No follower is −1, the last number here.
+        following = 1 + np.append(need, np.inf)[automaton.next_state].min(axis=1)
+        assert (following < need).any(), "a state from which no text ends"
+        need = np.minimum(need, following)
+    return need

@@ -1,14 +1,13 @@
 """Specs, plans and page counts without an engine: the one place where tests ask the scheduler's pure functions."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheOptions
-from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
+from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, DecodingSpec
+from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
 
 FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
@@ -44,30 +43,10 @@ def plan_of(spec: DecodingSpec, method: str, progress: Progress) -> StepPlan:
     return CACHE_METHODS[method].plan(spec, progress)
 
 
-def plans_of(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None = None) -> list[StepPlan]:
-    """All plans of a request whose steps unmask exactly what is asked, or of as many ``steps`` per block."""
-    return list(_plans(spec, method, steps))
-
-
-def _plans(spec: DecodingSpec, method: str, steps: tuple[int, ...] | None) -> Iterator[StepPlan]:
-    progress = Progress.begin(spec)
+def plans_of(spec: DecodingSpec, method: str) -> list[StepPlan]:
+    """All plans of a request whose steps unmask exactly what is asked."""
+    progress, plans = Progress.begin(spec), []
     while progress.num_unmasked < spec.num_masks:
-        plan = plan_of(spec, method, progress)
-        yield plan
-        count = plan.quota.count
-        if steps:
-            is_last = progress.step + 1 == steps[progress.running.first]
-            count = progress.num_masked if is_last else 0
-        progress.advance(spec, count, retained=plan.retained)
-
-
-def pages_of(spec: DecodingSpec, method: str, block: int, geometry: PoolGeometry = GEOMETRY) -> dict[PageKind, list]:
-    return CACHE_METHODS[method].pages(spec, Blocks(block, block + 1), geometry)
-
-
-def page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry = GEOMETRY) -> int:
-    return engine.method.page_demand(spec, geometry)
-
-
-def longest_demand(engine: EngineOptions, geometry: PoolGeometry, max_model_len: int) -> int:
-    return engine.method.longest_demand(engine.cache, geometry, max_model_len)
+        plans.append(plan_of(spec, method, progress))
+        progress.advance(spec, plans[-1].quota.count, retained=plans[-1].retained)
+    return plans

@@ -1,7 +1,7 @@
 """Reference cases: outputs of the authors' own code (``tests/reference``), as requests and what they must give.
 
-One driver for all kinds. A new kind of case needs a branch in ``engine_options``; a new way to ask one in
-``request_fields``; a new thing that cases state a check in ``assert_as_stated``.
+One driver for all kinds. A new kind of case needs an entry in ``CACHES``; a new way to ask one a branch in
+``ReferenceRow.fields``; a new thing that cases state a check in ``assert_as_stated``.
 """
 
 import json
@@ -31,118 +31,38 @@ ES_DLLM = {
     "block_refresh_interval": "block_update_freq",
 }
 D2_CACHE = {"rollout_p": "rollout_p", "masked_rows": "current_k", "sigma": "cache_sigma", "gap_fill": "inflate_w"}
-DELAYED = {"cache_delay": "cache_delay_iter", "refresh_interval": "refresh_interval"}
+CACHES: dict[str, tuple[str, dict[str, str]]] = {
+    "block": ("block", {}),
+    "dkv": ("dkv", {"refresh_interval": "cache_steps"}),
+    "sparse_dllm": ("sparse", {"retention_ratio": "keep_ratio", "pool_kernel_size": "kernel_size"}),
+    "dllm_cache": ("dllm_cache", DLLM_CACHE),
+    "slow_fast": ("dllm_cache", DLLM_CACHE),
+    "es_dllm": ("es_dllm", ES_DLLM),
+    "d2_cache": ("d2_cache", D2_CACHE),
+    "multi_block": ("delayed", {"cache_delay": "cache_delay_iter", "refresh_interval": "refresh_interval"}),
+}
+"""By kind: our method, and what the authors call its options."""
+FIELDS = {name: name for name in ("gen_length", "block_length", "threshold", "factor", "top_p", "top_k", "early_stop")}
+FIELDS |= {"block_add_threshold": "block_add_threshold", "tokens_per_step": "num_transfer_tokens"}
+FIELDS |= {"certainty_sigma": "sigma", "unmasking": "alg", "delay_eos": "delay_eos_generation"}
+"""What the authors call a request's fields."""
 SLOW_FAST = {
     "span_steps": ("k_exploration_steps", "n_cycle_discovery_steps"),
     "span_threshold": ("cycle_len_confidence_threshold", "conf_threshold_cycle_len_pred"),
     "span_window": ("cycle_length_stability_window", "stabilize_count"),
     "slow_threshold": ("high_confidence_threshold", "high_conf_for_parallel_decode_discovery"),
     "fast_threshold": ("high_confidence_threshold", "high_conf_for_cycle_decode"),
-    "slow_minimum": ("", "min_tokens_for_parallel_decode_discovery"),
-    "fast_minimum": ("", "min_decode_in_cycle_fallback"),
-    "span_variance": ("", "cycle_len_variance_threshold"),
+    "slow_minimum": ("min_tokens_for_parallel_decode_discovery",),
+    "fast_minimum": ("min_decode_in_cycle_fallback",),
+    "span_variance": ("cycle_len_variance_threshold",),
 }
 """What SlowFast sampling's authors call its options, for LLaDA and for Dream."""
-
-
-def reference_cases(file: str) -> list[Case]:
-    return json.loads((REFERENCE / f"{file}.json").read_text())
-
-
-def engine_options(kind: str, h: dict[str, Any]) -> dict[str, Any]:
-    """Those that are the authors' hyperparameters."""
-
-    def options(names: dict[str, str], **others: Any) -> dict[str, Any]:
-        return {ours: h[theirs] for ours, theirs in names.items()} | others
-
-    repairs = h.get("upstream_repairs", ())
-    match kind, h:
-        case "fast_dllm", {"cache": method}:
-            return {"cache_method": method}
-        case "block", _:
-            return {"cache_method": "block"}
-        case "dkv", _:
-            interval = h.get("cache_reloading_step") or h["cache_steps"]
-            return {"cache_method": "dkv", "cache_options": {"refresh_interval": interval}}
-        case "sparse_dllm", _:
-            asked = options({"retention_ratio": "keep_ratio", "pool_kernel_size": "kernel_size"}, update_delay=1)
-            return {"cache_method": "sparse", "cache_options": asked}
-        case "dllm_cache", _:
-            return {"cache_method": "dllm_cache", "cache_options": options(DLLM_CACHE)}
-        case "slow_fast", {"cache": "dllm_cache"}:
-            asked = options(DLLM_CACHE, refresh_first_layer=False, interval_unit="passes")
-            return {"cache_method": "dllm_cache", "cache_options": asked}
-        case "es_dllm", {"use_kvcache": True}:
-            asked = options(ES_DLLM, indicator="none" if h["ESdLLM_mode"] is None else "hidden_state")
-            return {"cache_method": "es_dllm", "cache_options": asked}
-        case "d2_cache", {"cache": "d2cache"}:
-            asked = options(D2_CACHE, confidence="latest" if "confidence" in repairs else "first")
-            asked["range_unit"] = "block" if "block_mask" in repairs else "masks"
-            return {"cache_method": "d2_cache", "cache_options": asked}
-        case "multi_block", {"kv_cache": True}:
-            return {"cache_method": "delayed", "cache_options": options(DELAYED)}
-    return {"cache_method": "none"}
-
-
-def request_fields(case: Case) -> dict[str, Any]:
-    """What a case asks for, as fields of ``DiffusionParams``."""
-    h = case["hyperparameters"]
-    if is_of_blocks(case):
-        return block_fields(h)
-    if "block_add_threshold" in h:
-        fields = {name: h[name] for name in ("gen_length", "block_length", "block_add_threshold")}
-        fields |= {"entropy_threshold": h["threshold"], "unmasking": "low_entropy", "ignore_eos": True}
-        return fields | ({"early_stop": True, "stop_token_ids": [h["eos_token_id"]]} if h["early_stop"] else {})
-    if "span_threshold" in (asked := slow_fast_options(h)):
-        fields = {name: h[name] for name in ("gen_length", "block_length") if name in h}
-        return {"block_length": h["gen_length"], "ignore_eos": True, "slow_fast": asked} | fields
-    if "num_transfer_tokens" in h:
-        asked = {"tokens_per_step": "num_transfer_tokens", "certainty_sigma": "sigma", "unmasking": "alg"}
-        asked |= {name: name for name in ("gen_length", "block_length", "threshold", "factor", "top_p")}
-        return {"ignore_eos": True} | {name: h[of] for name, of in asked.items() if h.get(of) is not None}
-    fields = {
-        "gen_length": h["gen_length"],
-        "block_length": h.get("block_length") or h["gen_length"],
-        "steps": h["steps"] if "steps" in h else h["gen_length"] // h["token_per_step"],
-        "ignore_eos": True,
-    }
-    if h.get("alg"):
-        # Fast-dLLM's name for unmasking by threshold on Dream; its confidence is maskgit_plus's.
-        fields["unmasking"] = "maskgit_plus" if h["alg"] == "confidence_threshold" else h["alg"]
-    if h.get("delay_eos_generation"):
-        fields["delay_eos"] = True
-    return fields | {name: h[name] for name in ("threshold", "top_p", "top_k") if h.get(name) is not None}
-
-
-def is_of_blocks(case: Case) -> bool:
-    return case["model"] in ("sdar-tiny-a", "llada2-moe-tiny-a")
-
-
-def block_fields(h: dict[str, Any]) -> dict[str, Any]:
-    """Of a model whose attention goes by blocks; steps count per block."""
-    ends = h.get("stopping_criteria_idx") or ([h["eos_id"]] if "eos_id" in h else [])
-    steps = h["denoising_steps"] if "denoising_steps" in h else min(h["steps"], h["gen_length"] // h["minimal_topk"])
-    fields = {"gen_length": h["gen_length"], "block_length": h["block_length"], "ignore_eos": True}
-    fields |= {"steps_per_block": steps, "stop_token_ids": ends}
-    rule = h.get("remasking_strategy", "low_confidence_dynamic")
-    if rule == "low_confidence_dynamic":
-        fields["threshold"] = h.get("confidence_threshold", h.get("threshold"))
-    if rule == "entropy_bounded":
-        fields["entropy_budget"] = h["eb_threshold"]
-    if rule == "sequential":
-        fields["unmasking"] = "sequential"
-    return fields | ({"early_stop": True} if h.get("eos_early_stop") else {})
-
-
 ODD = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"}
 """What the authors' code does and does not say."""
 
 
-def slow_fast_options(h: dict[str, Any]) -> dict[str, float]:
-    """Of ``slow_fast``. LLaDA's code bounds the standard deviation."""
-    asked = {name: h[theirs] for name, of_families in SLOW_FAST.items() for theirs in of_families if theirs in h}
-    deviation = h.get("cycle_length_stability_std_dev_threshold")
-    return asked if deviation is None else asked | {"span_variance": deviation**2}
+def reference_cases(file: str) -> list[Case]:
+    return json.loads((REFERENCE / f"{file}.json").read_text())
 
 
 @dataclass(frozen=True)
@@ -173,11 +93,47 @@ class ReferenceRow:
 
     @property
     def engine(self) -> dict[str, Any]:
-        return engine_options(self.kind, self.case["hyperparameters"])
+        """The engine's cache."""
+        h = self.case["hyperparameters"]
+        method, names = CACHES.get(self.kind, (h.get("cache", "none"), {}))
+        if h.get("cache") == "none" or False in (h.get("use_kvcache"), h.get("kv_cache")):
+            method, names = "none", {}
+        options = {ours: h[theirs] for ours, theirs in names.items() if theirs in h}
+        repairs = h.get("upstream_repairs", ())
+        if "cache_reloading_step" in h:
+            options["refresh_interval"] = h["cache_reloading_step"]
+        if self.kind == "slow_fast" and method == "dllm_cache":
+            options |= {"refresh_first_layer": False, "interval_unit": "passes"}
+        if method == "es_dllm" and h["ESdLLM_mode"] is None:
+            options["indicator"] = "none"
+        if "confidence" in repairs:
+            options["confidence"] = "latest"
+        if "block_mask" in repairs:
+            options["range_unit"] = "block"
+        return {"cache_method": method, "cache_options": options}
 
     @property
     def fields(self) -> dict[str, Any]:
-        return request_fields(self.case)
+        """What the case asks for, as fields of ``DiffusionParams``."""
+        h = self.case["hyperparameters"]
+        asked = {ours: h[theirs] for ours, theirs in FIELDS.items() if h.get(theirs) is not None}
+        asked = {"ignore_eos": True, "block_length": h["gen_length"]} | asked
+        match self.kind:
+            case "block":
+                return fields_of_blocks(h)
+            case "multi_block":
+                asked |= {"entropy_threshold": asked.pop("threshold"), "unmasking": "low_entropy"}
+                return asked | ({"stop_token_ids": [h["eos_token_id"]]} if h["early_stop"] else {})
+            case "slow_fast":
+                options = {ours: h[name] for ours, theirs in SLOW_FAST.items() for name in theirs if name in h}
+                if "cycle_length_stability_std_dev_threshold" in h:
+                    options["span_variance"] = h["cycle_length_stability_std_dev_threshold"] ** 2
+                return asked | {"slow_fast": options}
+            case "d2_cache":
+                return asked
+        if h.get("alg") == "confidence_threshold":  # Fast-dLLM's name for unmasking by threshold on Dream
+            asked["unmasking"] = "maskgit_plus"
+        return asked | {"steps": h["steps"] if "steps" in h else h["gen_length"] // h["token_per_step"]}
 
     @property
     def makes_empty_passes(self) -> bool:
@@ -191,6 +147,22 @@ class ReferenceRow:
             return [len(self.prompt) + len(self.response)] * self.case["num_forward_passes"]
         # With a cache, SlowFast sampling's is the canvas that rows are refreshed of.
         return None if self.kind == "slow_fast" else self.case.get("forward_lengths")
+
+
+def fields_of_blocks(h: dict[str, Any]) -> dict[str, Any]:
+    """Of a model whose attention goes by blocks; steps count per block."""
+    ends = h.get("stopping_criteria_idx") or ([h["eos_id"]] if "eos_id" in h else [])
+    steps = h["denoising_steps"] if "denoising_steps" in h else min(h["steps"], h["gen_length"] // h["minimal_topk"])
+    asked = {"gen_length": h["gen_length"], "block_length": h["block_length"], "ignore_eos": True}
+    asked |= {"steps_per_block": steps, "stop_token_ids": ends, "early_stop": h.get("eos_early_stop", False)}
+    match h.get("remasking_strategy", "low_confidence_dynamic"):
+        case "low_confidence_dynamic":
+            asked["threshold"] = h.get("confidence_threshold", h.get("threshold"))
+        case "entropy_bounded":
+            asked["entropy_budget"] = h["eb_threshold"]
+        case "sequential":
+            asked["unmasking"] = "sequential"
+    return asked
 
 
 def reference_rows(*kinds: str) -> list[ReferenceRow]:
