@@ -50,7 +50,7 @@ of the request in the batch, the position in its canvas, the token, where the st
 where it did, ``OBSERVED`` where the quota asks for that, and ``NOT_FINITE`` where the model's logits were not."""
 
 
-def filled(
+def filled_of(
     requests: torch.Tensor,
     positions: torch.Tensor,
     statistics: TokenStatistics,

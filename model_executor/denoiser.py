@@ -13,7 +13,7 @@ from dllm_engine.model_executor.candidates import (
     Candidates,
     Filled,
     StepOutcome,
-    filled,
+    filled_of,
     outcomes_of,
 )
 from dllm_engine.model_executor.canvas_store import CanvasStore
@@ -165,7 +165,7 @@ class Denoiser:
         self.store.fill(group.places, statistics.token, chosen)
         if group.spare is not None:
             chosen = chosen & ~group.spare
-        return filled(group.requests, group.positions, statistics, chosen, group.observed(statistics, plans))
+        return filled_of(group.requests, group.positions, statistics, chosen, group.observed(statistics, plans))
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""

@@ -70,7 +70,7 @@ class DiffusionModelRunner:
         """Of requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
         self.last_layout: tuple[StepBatch, LayerPass] | None = None
-        """Of the last step; None if a canvas or a page table is another since."""
+        """Of the last step; None once a request has come or gone, or a page table is another."""
         self.pages: PageMemory | None = None
         self.model_memory_usage = 0
         # vLLM's CPU worker reads it; there are none outside the page pool.
@@ -221,6 +221,7 @@ class DiffusionModelRunner:
         assert isinstance(scheduler_output, DiffusionSchedulerOutput)
         for request_id in scheduler_output.finished_req_ids:
             self.store.close(request_id)
+            self.last_layout = None
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.failures = {}

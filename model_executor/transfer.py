@@ -21,7 +21,10 @@ def on_device(
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Copy tensors of a device to arrays of the host. However many they are, the device is waited for once."""
+    """Copy tensors of a device to arrays of the host. However many they are, the device is waited for once.
+
+    On a CPU the array of a single tensor shares its memory.
+    """
     if len(tensors) < 2:
         return [tensor.cpu().numpy() for tensor in tensors]
     parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, filled
+from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, filled_of
 from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
 from dllm_engine.model_executor.recording.recorder import Recorder, most_rows, padded
 from dllm_engine.model_executor.token_prediction import GREEDY, TokenPredictor
@@ -92,7 +92,7 @@ class FillingGraph:
             numbers = self.values, size.width, self.guaranteed, self.least
             chosen = select(size.choice.rule, confidence, requests, offsets, *numbers)
             store.fill(places, statistics.token, chosen)
-            return filled(requests, positions, statistics, chosen)
+            return filled_of(requests, positions, statistics, chosen)
 
         self.launch = fill
         self.replay = record(fill)

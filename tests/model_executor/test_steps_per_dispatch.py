@@ -3,6 +3,7 @@
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from tests.support.engines import (
     EACH_METHOD_WITH_A_FAMILY,
     assert_nothing_left,
@@ -142,6 +143,28 @@ def test_steps_that_repeat_the_last_one_are_not_laid_out_again(engine, monkeypat
     (output,) = generate(llm, PROMPTS[:1], asked(**settings))
     assert output.outputs[0].diffusion.forward_passes == 24
     assert len(laid_out) == 2 * 3
+
+
+def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(engine, monkeypatch):
+    """The first request leaves room in front of the second. The third needs more, takes it, and then fails."""
+    llm = engine("dual")
+    params = [asked(gen_length=8), asked(), asked(gen_length=64, logprobs=1)]
+    expected = generate(llm, PROMPTS[1:2], asked())[0].outputs[0].token_ids
+    store = runner_of(llm).store
+    for tensor in ("tokens", "masked"):
+        monkeypatch.setattr(store, tensor, getattr(store, tensor)[:90].clone())
+    store._begin()
+    monkeypatch.delattr(TokenLogprobs, "empty")
+    starts = set()
+
+    def see():
+        starts.update(c.start for c in store.canvases.values() if c.spec.prompt_length == len(PROMPTS[1]))
+
+    run = run_in_steps(llm, PROMPTS[:3], params, joins=[0, 0, 12], after_step=see)
+    assert len(starts) == 2
+    assert run.tokens[1] == list(expected)
+    assert not run.tokens[2]
+    assert_nothing_left(llm)
 
 
 def test_requests_that_wait_are_looked_at_after_every_step(several, monkeypatch):

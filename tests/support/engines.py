@@ -145,3 +145,4 @@ def assert_nothing_left(llm: "LLM") -> None:
     assert scheduler.pages.num_reserved == 0
     assert scheduler.pages.num_allocated == 0
     assert not runner.canvases
+    assert runner.last_layout is None
