@@ -220,8 +220,7 @@ class DiffusionModelRunner:
     ) -> ModelRunnerOutput:
         assert isinstance(scheduler_output, DiffusionSchedulerOutput)
         for request_id in scheduler_output.finished_req_ids:
-            self.store.close(request_id)
-            self.last_layout = None
+            self.forget(request_id)
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self.failures = {}
@@ -275,6 +274,11 @@ class DiffusionModelRunner:
             except Exception as error:
                 self.failures[request_id] = failure_of(request_id, error)
         return {} if self.failures else plans
+
+    def forget(self, request_id: str) -> None:
+        """Free what a request has here; nothing happens for one that is not there."""
+        self.store.close(request_id)
+        self.last_layout = None
 
     def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> None:
         """Canvases of new requests, and page tables that have changed."""

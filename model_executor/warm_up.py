@@ -173,10 +173,10 @@ class WarmUp:
                         report.advance(progress[request_id], spec)
                     if not isinstance(report, StepReport) or progress[request_id].num_unmasked == spec.num_masks:
                         del progress[request_id]
-                        runner.store.close(request_id)
+                        runner.forget(request_id)
         finally:
             for request_id in progress:
-                runner.store.close(request_id)
+                runner.forget(request_id)
 
     def _on_any_rank(self, here: bool) -> bool:
         group = get_tp_group()
