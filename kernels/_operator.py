@@ -34,8 +34,9 @@ class Operator(Generic[_P, _R]):
         name: str,
         mutates: tuple[str, ...],
         triton: str | None,
+        composite: bool,
     ) -> None:
-        self.__doc__, self.name = kernel.__doc__, name
+        self.__doc__, self.name, self.composite = kernel.__doc__, name, composite
         self._check: Callable[_P, None] | None = None
         self.kernel, self._triton = kernel, triton
         _library.define(name + torch.library.infer_schema(kernel, mutates_args=mutates))
@@ -84,7 +85,7 @@ class Operator(Generic[_P, _R]):
 
 
 def operator(
-    name: str, *, mutates: tuple[str, ...] = (), triton: str | None = None
+    name: str, *, mutates: tuple[str, ...] = (), triton: str | None = None, composite: bool = False
 ) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
     """Make an operator from a function of tensors and numbers, which becomes its kernel for CPUs.
 
@@ -92,16 +93,23 @@ def operator(
         mutates: names of the arguments that the operator writes to. Such an operator returns None.
         triton: the module in ``triton/`` where a function of the operator's name launches the CUDA kernel. It takes
             the same arguments; those beyond them have defaults. Without one, the CPU's kernel runs on all devices.
+        composite: whether the CPU's kernel only calls other operators and never depends on a number in a tensor, so
+            that recording these comes to the same.
     """
 
     def of_kernel(kernel: Callable[_P, _R]) -> Operator[_P, _R]:
-        return Operator(kernel, name, mutates, triton)
+        return Operator(kernel, name, mutates, triton, composite)
 
     return of_kernel
+
+
+def operator_of(overload: object) -> Operator[Any, Any] | None:
+    """Ours that an overload of ``torch.ops`` belongs to."""
+    return _operators.get(overload)
 
 
 def kernel_of(overload: Callable[..., Any]) -> Callable[..., Any]:
     """What calling an overload of ``torch.ops`` comes to: of one of ours without the dispatcher, of another without the
     method around it."""
-    operator = _operators.get(overload)
+    operator = operator_of(overload)
     return getattr(overload, "_op", overload) if operator is None else operator.run

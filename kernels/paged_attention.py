@@ -38,6 +38,7 @@ def paged_attention(
     attend_fresh: bool,
     limits: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each request's rows to its tokens in pages.
 
@@ -53,6 +54,7 @@ def paged_attention(
             ``attend_fresh`` of the request's rows behind them. It may be more than there are. None: all of them.
         max_seqlen: an upper bound of the rows per request. A CUDA launch needs it, and without it waits for the device
             to tell. A captured launch stays correct for all tables within this bound.
+        lse: where to write the logarithm of each softmax's denominator; contiguous float32 ``[num_rows, num_heads]``.
 
     Returns:
         ``[num_rows, num_heads, head_dim]``.
@@ -60,32 +62,15 @@ def paged_attention(
     Raises:
         ValueError: shapes, types or lengths that do not fit together.
     """
-    return paged_attention_with_lse(
-        q, k, v, cu_seqlens, tokens, attend_fresh=attend_fresh, limits=limits, max_seqlen=max_seqlen, return_lse=False
-    )[0]
-
-
-def paged_attention_with_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Sequence[int],
-    tokens: PagedTokens,
-    *,
-    attend_fresh: bool,
-    limits: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    return_lse: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``paged_attention``, and the logarithm of each softmax's denominator: float32 ``[num_rows, num_heads]``, empty
-    unless ``return_lse``."""
     if not isinstance(cu_seqlens, torch.Tensor):
         if max_seqlen is None:
             max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
     _check(q, k, v, cu_seqlens, limits, tokens)
     *tensors, max_head_len = tokens
-    return _paged_attention(q, k, v, cu_seqlens, limits, tensors, max_head_len, attend_fresh, return_lse, max_seqlen)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _paged_attention(out, lse, q, k, v, cu_seqlens, limits, tensors, max_head_len, attend_fresh, max_seqlen)
+    return out
 
 
 def attention_with_lse(
@@ -96,7 +81,8 @@ def attention_with_lse(
     Arguments as of ``bidirectional_attention``; returns ``[num_rows, num_heads, head_dim]`` and float32
     ``[num_rows, num_heads]``.
     """
-    return paged_attention_with_lse(q, k, v, cu_seqlens, _nothing(k, len(cu_seqlens) - 1), attend_fresh=True)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return paged_attention(q, k, v, cu_seqlens, _nothing(k, len(cu_seqlens) - 1), attend_fresh=True, lse=lse), lse
 
 
 def attention_with_limits(
@@ -119,8 +105,10 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
     )
 
 
-@operator("paged_attention", triton="paged_attention")
+@operator("paged_attention", mutates=("out", "lse"), triton="paged_attention")
 def _paged_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -129,59 +117,42 @@ def _paged_attention(
     paged: list[torch.Tensor],
     max_head_len: int | None,
     attend_fresh: bool,
-    return_lse: bool,
     max_seqlen: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse, which is empty unless asked for. ``paged``: the tensors of ``PagedTokens``."""
+) -> None:
+    """``out`` is contiguous. ``paged``: the tensors of ``PagedTokens``."""
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
-    groups = equal_groups(bounds, tokens)
-    out, lse = empty_results(q, return_lse)
-    for (length, retained), group in groups.items():
+    for (length, retained), group in equal_groups(bounds, tokens).items():
         num_fresh = length if attend_fresh else 0
-        copies = None
-        per_part = len(group)
-        if retained:
-            page_size = k_pages.shape[1] // k.shape[1]
-            copied = num_fresh + -(-retained // page_size) * page_size
-            per_part = requests_per_part(copied, k)
-            copies = k.new_empty(2, min(per_part, len(group)), copied, *k.shape[1:])
+        per_part = requests_per_part(num_fresh + retained, k) if retained else len(group)
         for start in range(0, len(group), per_part):
             members = group[start : start + per_part]
             rows = rows_of(bounds, members, length, q.device)
-            part_q, part_k, part_v = (x[rows].view(len(members), length, *x.shape[1:]) for x in (q, k, v))
-            fresh_k, fresh_v = (part_k, part_v) if attend_fresh else (part_k[:, :0], part_v[:, :0])
-            keys, values, visible, numbers = fresh_k, fresh_v, None, None
+            of_all = len(members) * length == q.shape[0]
+
+            def of_members(x: torch.Tensor) -> torch.Tensor:
+                return (x if of_all else x[rows]).view(len(members), length, *x.shape[1:])
+
+            part_out, part_lse = of_members(out), None if lse is None else of_members(lse)
+            keys, values, visible, numbers = of_members(k), of_members(v), None, None
+            if not attend_fresh:
+                keys, values = keys[:, :0], values[:, :0]
             if retained is None:
-                keys, values, visible = gather_ragged(fresh_k, fresh_v, tokens, members)
+                keys, values, visible = gather_ragged(keys, values, tokens, members)
                 numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len[members])
-            elif copies is not None:
-                keys, values = gather_whole_pages(fresh_k, fresh_v, tokens, members, retained, copies)
+            elif retained:
+                keys, values = gather_whole_pages(keys, values, tokens, members, retained)
             if limits is None:
-                part_out, part_lse = softmax_attention(part_q, keys, values, visible, return_lse)
+                softmax_attention(part_out, part_lse, of_members(q), keys, values, visible)
             else:
-                of_rows = limits[rows].view(len(members), length)
-                part_out, part_lse = limited_attention(part_q, keys, values, visible, numbers, of_rows, return_lse)
-            if len(members) * length == q.shape[0] and part_lse is None:
-                return part_out.flatten(0, 1).contiguous(), lse
-            out[rows] = part_out.flatten(0, 1)
-            if part_lse is not None:
-                lse[rows] = part_lse.flatten(0, 1)
-    return out, lse
-
-
-@_paged_attention.register_fake
-def _(q: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_results(q, bool(arguments[-2]))
-
-
-def empty_results(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the operator's results."""
-    lse = q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+                limited_attention(part_out, part_lse, of_members(q), keys, values, visible, numbers, of_members(limits))
+            if isinstance(rows, torch.Tensor):
+                out[rows] = part_out.flatten(0, 1)
+                if lse is not None:
+                    lse[rows] = part_lse.flatten(0, 1)
 
 
 def _check(

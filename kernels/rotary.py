@@ -23,7 +23,7 @@ def rotary_table(num_positions: int, rotary_dim: int, base: float, device: torch
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-@operator("rotate_", mutates=("x",), triton="rotary")
+@operator("rotate_", mutates=("x",), triton="rotary", composite=True)
 def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotate every head of every row, in place, as far as the table is wide; the rest of a head stays as it is.
 

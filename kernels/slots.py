@@ -5,23 +5,20 @@ import torch
 from dllm_engine.kernels._operator import operator
 
 
-@operator("write_slots", mutates=("pages",), triton="slots")
+@operator("write_slots", mutates=("pages",), triton="slots", composite=True)
 def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i, h]`` to physical slot ``slots[i, h]``.
 
     Args:
         values: ``[num_rows, num_kv_heads, head_dim]``.
         pages: ``[num_pages, slots_per_page, head_dim]``.
-        slots: ``page · slots_per_page + offset``, int64 ``[num_rows, num_kv_heads]``; what is below 0 is not written.
-            No slot may be named twice.
+        slots: ``page · slots_per_page + offset``, int64 ``[num_rows, num_kv_heads]``. What is below 0 is not written,
+            or to page 0, which is no request's. No other slot may be named twice.
 
     Raises:
         ValueError: shapes that do not belong together.
     """
-    kept = slots >= 0
-    if not kept.all():
-        values, slots = values[kept], slots[kept]
-    slots_per_page = pages.shape[1]
+    slots, slots_per_page = slots.clamp(min=0), pages.shape[1]
     pages[slots // slots_per_page, slots % slots_per_page] = values
 
 

@@ -19,7 +19,7 @@ from dllm_engine.families import find_family
 from dllm_engine.kernels.eviction import mean_query_scores
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
 from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max, uniform
-from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
+from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.kernels.similarity import similarity_sums
 from dllm_engine.kernels.slots import write_slots
@@ -120,7 +120,7 @@ def _write_slots(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     pool = draw.pool(sizes, k.shape[0] * k.shape[1])
     pages = pool[:, 1]
     write_slots(k, pages, draw.slots(pages.shape[0] * pages.shape[1], *k.shape[:2]))
-    return [pool]
+    return [pool[1:]]
 
 
 def _similarity_sums(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
@@ -215,9 +215,9 @@ def _paged_attention(draw: Draw, sizes: Sizes, packed: bool, limited: Sequence[b
             draw.dtype, seed, draw.device, draw.held,
         )  # fmt: skip
         for attend_fresh, has_limits in itertools.product((True, False), limited):
-            limits = case.limits() if has_limits else None
-            results += paged_attention_with_lse(*case, attend_fresh=attend_fresh, limits=limits)
-            results.append(paged_attention(*case, attend_fresh=attend_fresh, limits=limits))
+            limits, lse = case.limits() if has_limits else None, case.q.new_empty(case.q.shape[:2], dtype=torch.float32)
+            attend = partial(paged_attention, *case, attend_fresh=attend_fresh, limits=limits)
+            results += [attend(lse=lse), lse, attend()]
     return results
 
 

@@ -29,7 +29,9 @@ class PagedCase(NamedTuple):
         """Of the operator, and so of the kernels of a device."""
         *paged, max_head_len = self.tokens
         limits = self.limits() if limited else None
-        return *self[:4], limits, paged, max_head_len, attend_fresh, return_lse, max_seqlen
+        out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        lse = out.new_empty(out.shape[:2], dtype=torch.float32) if return_lse else None
+        return out, lse, *self[:4], limits, paged, max_head_len, attend_fresh, max_seqlen
 
 
 def paged_case(

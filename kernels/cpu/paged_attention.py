@@ -62,33 +62,31 @@ def requests_per_part(num_tokens: int, k: torch.Tensor) -> int:
 
 
 def gather_whole_pages(
-    fresh_k: torch.Tensor,
-    fresh_v: torch.Tensor,
-    tokens: PagedTokens,
-    members: list[int],
-    retained: int,
-    copies: torch.Tensor,
+    fresh_k: torch.Tensor, fresh_v: torch.Tensor, tokens: PagedTokens, members: list[int], retained: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of requests: the first ``retained`` tokens in pages, followed by the fresh ones ``[group, fresh
     rows, num_kv_heads, head_dim]``.
 
     Whole pages are copied. What the last one has beyond ``retained`` is written over or cut off: no mask is needed.
-    ``copies``: memory for it, ``[2, group or more, tokens of whole pages and fresh rows, num_kv_heads, head_dim]``.
     """
     slots_per_page, head_dim = tokens.k_pages.shape[1:]
     group, num_fresh, num_kv_heads, _ = fresh_k.shape
-    num_pages = -(-retained * num_kv_heads // slots_per_page)
+    num_pages, num_keys = -(-retained * num_kv_heads // slots_per_page), retained + num_fresh
+    per_request = max(num_keys, num_pages * slots_per_page // num_kv_heads)
+    copies = fresh_k.new_empty(2, group, per_request, num_kv_heads, head_dim)
+    # A view of many steps takes as long as copying does, so each is made in one.
     shape, strides = (num_pages, slots_per_page, head_dim), (slots_per_page * head_dim, head_dim, 1)
-    gathered = []
-    # Views are made in one call each: together, they take as long as copying does.
-    for pages, fresh, copy in ((tokens.k_pages, fresh_k, copies[0]), (tokens.v_pages, fresh_v, copies[1])):
-        start, per_request = copy.storage_offset(), copy.stride(0)
-        for i, request in enumerate(members):
-            out = copy.as_strided(shape, strides, start + i * per_request)
-            torch.index_select(pages, 0, tokens.page_tables[request].narrow(0, 0, num_pages), out=out)
-        copy.narrow(1, retained, num_fresh)[:group] = fresh
-        gathered.append(copy[:group, : retained + num_fresh])
-    return gathered[0], gathered[1]
+    for i, request in enumerate(members):
+        table = tokens.page_tables[request, :num_pages]
+        for pages, number in ((tokens.k_pages, i), (tokens.v_pages, group + i)):
+            torch.index_select(
+                pages, 0, table, out=copies.as_strided(shape, strides, number * per_request * num_kv_heads * head_dim)
+            )
+    keys, values = copies.narrow(2, 0, num_keys).unbind()
+    if num_fresh:
+        keys.narrow(1, retained, num_fresh).copy_(fresh_k)
+        values.narrow(1, retained, num_fresh).copy_(fresh_v)
+    return keys, values
 
 
 def gather_ragged(
@@ -123,23 +121,21 @@ def numbers_of_keys(num_fresh: int, num_keys: int, head_len: torch.Tensor) -> to
 
 
 def limited_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     visible: torch.Tensor | None,
     numbers: torch.Tensor | None,
     limits: torch.Tensor,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> None:
     """As ``softmax_attention``, for rows that see the keys whose ``numbers`` are below their ``limits`` ``[group,
     num_rows]``; None: the keys lie by number."""
     parts = (runs_of_limits(limits) if numbers is None else None) or masks_of_limits(k, visible, numbers, limits)
-    results = [
-        softmax_attention(q[:, rows], k[:, :num_keys], v[:, :num_keys], mask, return_lse)
-        for rows, num_keys, mask in parts
-    ]
-    outs, lses = zip(*results, strict=True)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1) if return_lse else None
+    for rows, num_keys, mask in parts:
+        of_rows = None if lse is None else lse[:, rows]
+        softmax_attention(out[:, rows], of_rows, q[:, rows], k[:, :num_keys], v[:, :num_keys], mask)
 
 
 def runs_of_limits(limits: torch.Tensor) -> list[SeenKeys] | None:
@@ -170,17 +166,21 @@ def masks_of_limits(
 
 
 def softmax_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+) -> None:
     """Attend within each member of a group.
 
     Args:
-        q: ``[group, num_rows, num_heads, head_dim]``.
+        out: where to write the result, ``[group, num_rows, num_heads, head_dim]``.
+        lse: where to write the logarithms of the denominators, float32 ``[group, num_rows, num_heads]``.
+        q: as ``out``.
         k, v: ``[group, num_keys, num_kv_heads, head_dim]``.
         visible: bool, broadcast to ``[group, num_kv_heads, num_rows, num_keys]``; None: everything.
-
-    Returns:
-        ``[group, num_rows, num_heads, head_dim]`` and, where asked for, float32 ``[group, num_rows, num_heads]``.
     """
     group, num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
@@ -190,27 +190,28 @@ def softmax_attention(
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     if visible is not None and visible.shape[2] > 1:
         visible = visible.repeat(1, 1, sharing, 1)
-
-    def per_query_head(x: torch.Tensor) -> torch.Tensor:
-        apart = x.view(group, num_kv_heads, sharing, num_rows, x.shape[3]).permute(0, 3, 1, 2, 4)
-        return apart.reshape(group, num_rows, num_heads, x.shape[3])
-
-    if return_lse and visible is None and k.shape[1] and not q.is_cuda:
+    if lse is None:
+        if not k.shape[1]:
+            out.zero_()
+            return
+        # Gives zeros where nothing is visible.
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
+    elif visible is None and k.shape[1] and not q.is_cuda:
         # What scaled_dot_product_attention calls on a CPU; only by this name does it tell the denominators. Scores of
         # all rows and keys are never held at once.
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values)
-        return per_query_head(out), per_query_head(lse[..., None].float())[..., 0]
-    if return_lse:
-        out, lse = queries.new_empty(queries.shape), queries.new_empty(*queries.shape[:3], 1, dtype=torch.float32)
+        attended, of_queries = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values)
+    else:
+        attended, of_queries = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
         for head in range(num_kv_heads):  # scores of all heads would take gigabytes
             scores = queries[:, head].float() @ keys[:, head].float().transpose(1, 2) * head_dim**-0.5
             if visible is not None:
                 scores.masked_fill_(~visible[:, head % visible.shape[1]], -torch.inf)
-            lse[:, head] = of_head = scores.logsumexp(dim=-1, keepdim=True)
-            weights = (scores - of_head.clamp(min=torch.finfo(of_head.dtype).min)).exp_()
-            out[:, head] = weights @ values[:, head].float()
-        return per_query_head(out), per_query_head(lse)[..., 0]
-    if not k.shape[1]:
-        return torch.zeros_like(q), None
-    # Gives zeros where nothing is visible.
-    return per_query_head(F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)), None
+            total = scores.logsumexp(dim=-1, keepdim=True)
+            weights = (scores - total.clamp(min=torch.finfo(total.dtype).min)).exp_()
+            attended[:, head], of_queries[:, head] = weights @ values[:, head].float(), total[..., 0]
+    apart = group, num_kv_heads, sharing, num_rows
+    out.view(group, num_rows, num_kv_heads, sharing, head_dim).copy_(
+        attended.view(*apart, head_dim).permute(0, 3, 1, 2, 4)
+    )
+    if lse is not None:
+        lse.view(group, num_rows, num_kv_heads, sharing).copy_(of_queries.view(apart).permute(0, 3, 1, 2))

@@ -7,7 +7,6 @@ import torch
 
 import triton
 import triton.language as tl
-from dllm_engine.kernels.paged_attention import empty_results
 from dllm_engine.kernels.triton._launch import Launch
 from dllm_engine.kernels.triton.tiles import MAX_SPLITS, Tiles, choose_splits, choose_tiles
 
@@ -196,6 +195,8 @@ def _combine_kernel(
 
 
 def paged_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -204,17 +205,15 @@ def paged_attention(
     paged: list[torch.Tensor],
     max_head_len: int | None,
     attend_fresh: bool,
-    return_lse: bool,
     max_seqlen: int | None,
     num_splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
     """``num_splits`` programs, ``MAX_SPLITS`` at most, share the keys of a row (None: as many as fill the device)."""
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
-    out, lse = empty_results(q, return_lse)
     num_requests, num_kv_heads = head_len.shape
     num_rows, num_heads, head_dim = q.shape
     if not num_requests or not num_rows:
-        return out, lse
+        return
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max())
     if max_head_len is None:
@@ -228,13 +227,15 @@ def paged_attention(
     if num_splits is None:
         num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
         num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
-    split = num_splits > 1
+    split, with_lse = num_splits > 1, lse is not None
+    if lse is None:
+        lse = out  # a pointer that is not used
     parts, part_lse = out, lse
     if split:
         parts = q.new_empty(num_splits, num_rows, num_heads, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(num_splits, num_rows, num_heads, dtype=torch.float32)
     of_rows, of_combining = _launches(
-        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, limits is not None, return_lse, split,
+        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, limits is not None, with_lse, split,
         tiles, q.dtype, q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k_pages.data_ptr() % 16,
         v_pages.data_ptr() % 16,
     )  # fmt: skip
@@ -247,7 +248,6 @@ def paged_attention(
     )  # fmt: skip
     if split:
         of_combining(_combine_kernel, (num_rows * num_heads, 1, 1), parts, part_lse, out, lse, num_splits)
-    return out, lse
 
 
 def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.paged_attention import paged_attention_with_lse
+from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.voting import summed_probabilities
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.layer_pass.base import LayerPass
@@ -74,7 +74,8 @@ class RolloutPass(LayerPass):
         self.pages.write(k, v, self.tables.row_slots(layer))
         tokens = self.tables.paged_tokens(layer)
         bounds, longest = self.bounds.cu_seqlens, self.bounds.max_seqlen
-        out, lse = paged_attention_with_lse(q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=longest)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = paged_attention(q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=longest, lse=lse)
         slots = self.tables.token_slots(layer, self.requests, self.tokens)
         per_page = self.pages.keys.shape[1]
         keys = self.pages.keys[slots // per_page, slots % per_page].split(self.lengths)

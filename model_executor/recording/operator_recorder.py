@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_engine.kernels._operator import kernel_of
+from dllm_engine.kernels._operator import kernel_of, operator_of
 from dllm_engine.model_executor.recording.recorder import Recorder
 
 MOST_BYTES = 4 << 20
@@ -46,11 +46,14 @@ class _Calls(TorchDispatchMode):
         self.fits = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # in inference mode, composite operators come here as well
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        kwargs, operator = kwargs or {}, operator_of(func)
+        # In inference mode, PyTorch's composite operators come here as well.
+        parts = func.decompose if operator is None else operator.run if operator.composite else None
+        if parts is not None:
+            with self:
+                result = parts(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         result = func(*args, **kwargs)
         if self.fits and not func.is_view:
             self._take(func, args, kwargs, result)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.check.paged_case import paged_case
-from dllm_engine.kernels.paged_attention import paged_attention, paged_attention_with_lse
+from dllm_engine.kernels.paged_attention import paged_attention
 from tests.kernels import formulas
 from tests.kernels.checks import check_paged_attention
 from tests.support.kernels import TOLERANCE
@@ -44,7 +44,8 @@ def paged_arguments(draw: st.DrawFn) -> dict:
 
 def attend(case, attend_fresh, limited, return_lse):
     settings = {"attend_fresh": attend_fresh, "limits": case.limits() if limited else None}
-    return paged_attention_with_lse(*case, **settings) if return_lse else (paged_attention(*case, **settings), None)
+    lse = case.q.new_empty(case.q.shape[:2], dtype=torch.float32) if return_lse else None
+    return paged_attention(*case, **settings, lse=lse), lse
 
 
 @given(arguments=paged_arguments(), semantics=st.sampled_from(SEMANTICS))
@@ -76,7 +77,8 @@ def test_neighbouring_rows_of_equal_limit_attend_together(monkeypatch, attend_fr
     case = paged_case([4, 4, 4], [[12, 12], [12, 12], [9, 9]], heads=4, dim=8)
     limits = torch.tensor([14, 14, 16, 16] * 2 + other_limits).int()
     expected, expected_lse = formulas.paged_attention(*case, attend_fresh, limits)
-    out, lse = paged_attention_with_lse(*case, attend_fresh=attend_fresh, limits=limits)
+    lse = torch.empty(expected_lse.shape)
+    out = paged_attention(*case, attend_fresh=attend_fresh, limits=limits, lse=lse)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
     calls = sdpa_calls(monkeypatch)

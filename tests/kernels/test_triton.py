@@ -63,7 +63,9 @@ CASES = {
 
 def check_attention(*case, attend_fresh, limited, splits):
     def attend(case, *settings):
-        return paged_attention.paged_attention(*case.arguments(*settings), splits)
+        out, lse, *arguments = case.arguments(*settings)
+        paged_attention.paged_attention(out, lse, *arguments, splits)
+        return out, lse
 
     checks.check_paged_attention(attend, paged_case(*case, device=DEVICE), attend_fresh, limited, rtol=1e-3)
 
