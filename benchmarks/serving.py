@@ -113,8 +113,9 @@ def steps_alone(llm: LLM, options: argparse.Namespace) -> dict[str, list[float]]
     seconds: dict[str, list[float]] = {"whole": [], "reuse": []}
     while llm.llm_engine.has_unfinished_requests():
         dispatch = observed_step(llm)
-        if dispatch.kind is not None:
-            seconds[dispatch.kind].append(dispatch.seconds / len(dispatch.passes))
+        for forward, of_pass in dispatch.timed_passes:
+            if forward.kind is not None:
+                seconds[forward.kind].append(of_pass)
     return seconds
 
 

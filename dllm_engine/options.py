@@ -76,9 +76,11 @@ def shortened(value: object) -> str:
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
 """Engine options about the guide model."""
-STEPS_ON_GPU = 8
-"""Steps per dispatch, unless asked for otherwise: the scheduler's part of each is then small beside a step of some
-milliseconds, and a new request waits for a fraction of a block."""
+STEPS_PER_DISPATCH = 8
+"""Where steps take some milliseconds, unless asked for otherwise: the scheduler's part of each is then small, and a new
+request waits for a fraction of a block."""
+SMALL_MODEL_BYTES = 64 << 20
+"""Weights that a CPU reads in some milliseconds."""
 AUTO = "auto"
 """As ``cache_method``: what suits the model."""
 PAPER = "paper"
@@ -105,7 +107,7 @@ class EngineOptions(BaseModel):
     requests of at most a quarter of its length compute in the meantime. None: no limit."""
     steps_per_dispatch: int | None = Field(default=None, ge=1)
     """Denoising steps that workers run before they return to the scheduler, while no request waits and no block is
-    complete. None: 8 on a GPU, 1 on a CPU."""
+    complete. None: 8 on a GPU, and on a CPU for models of less than 64 MiB; else 1."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
     ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
@@ -163,12 +165,13 @@ class EngineOptions(BaseModel):
         _, settings = self.method.settings_for(model, family)
         return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})
 
-    def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
-        """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``."""
+    def on_device(self, device_type: str, enforce_eager: bool, weight_bytes: int) -> "EngineOptions":
+        """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``, and the size of the model."""
         records = self.cuda_graphs
         if records is None:
             records = self.method.recordable and not enforce_eager
-        steps = self.steps_per_dispatch or (STEPS_ON_GPU if device_type == "cuda" else 1)
+        are_short = device_type == "cuda" or weight_bytes < SMALL_MODEL_BYTES
+        steps = self.steps_per_dispatch or (STEPS_PER_DISPATCH if are_short else 1)
         return self.model_copy(update={"cuda_graphs": records, "steps_per_dispatch": steps})
 
     @field_validator("guide_model")

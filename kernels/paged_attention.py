@@ -16,13 +16,11 @@ import torch
 
 from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels.cpu.paged_attention import (
-    equal_groups,
     gather_ragged,
     gather_whole_pages,
     limited_attention,
     numbers_of_keys,
-    requests_per_part,
-    rows_of,
+    parts_of,
     softmax_attention,
 )
 from dllm_engine.kernels.paged_tokens import PagedTokens
@@ -122,37 +120,25 @@ def _paged_attention(
     """``out`` is contiguous. ``paged``: the tensors of ``PagedTokens``."""
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
-        raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
-    for (length, retained), group in equal_groups(bounds, tokens).items():
-        num_fresh = length if attend_fresh else 0
-        per_part = requests_per_part(num_fresh + retained, k) if retained else len(group)
-        for start in range(0, len(group), per_part):
-            members = group[start : start + per_part]
-            rows = rows_of(bounds, members, length, q.device)
-            of_all = len(members) * length == q.shape[0]
-
-            def of_members(x: torch.Tensor) -> torch.Tensor:
-                return (x if of_all else x[rows]).view(len(members), length, *x.shape[1:])
-
-            part_out, part_lse = of_members(out), None if lse is None else of_members(lse)
-            keys, values, visible, numbers = of_members(k), of_members(v), None, None
-            if not attend_fresh:
-                keys, values = keys[:, :0], values[:, :0]
-            if retained is None:
-                keys, values, visible = gather_ragged(keys, values, tokens, members)
-                numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len[members])
-            elif retained:
-                keys, values = gather_whole_pages(keys, values, tokens, members, retained)
-            if limits is None:
-                softmax_attention(part_out, part_lse, of_members(q), keys, values, visible)
-            else:
-                limited_attention(part_out, part_lse, of_members(q), keys, values, visible, numbers, of_members(limits))
-            if isinstance(rows, torch.Tensor):
-                out[rows] = part_out.flatten(0, 1)
-                if lse is not None:
-                    lse[rows] = part_lse.flatten(0, 1)
+    for part in parts_of(cu_seqlens, q.shape[0], tokens, attend_fresh):
+        of_members, num_fresh = part.of_members, part.length if attend_fresh else 0
+        part_out, part_lse = of_members(out), None if lse is None else of_members(lse)
+        keys, values, visible, numbers = of_members(k), of_members(v), None, None
+        if not attend_fresh:
+            keys, values = keys[:, :0], values[:, :0]
+        if part.retained is None:
+            keys, values, visible = gather_ragged(keys, values, tokens, part.members)
+            numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len[part.members])
+        elif part.retained:
+            keys, values = gather_whole_pages(keys, values, tokens, part.members, part.retained)
+        if limits is None:
+            softmax_attention(part_out, part_lse, of_members(q), keys, values, visible)
+        else:
+            limited_attention(part_out, part_lse, of_members(q), keys, values, visible, numbers, of_members(limits))
+        if isinstance(part.rows, list):  # else they are views
+            out[part.rows] = part_out.flatten(0, 1)
+            if lse is not None and part_lse is not None:
+                lse[part.rows] = part_lse.flatten(0, 1)
 
 
 def _check(

@@ -60,7 +60,7 @@ def filled_of(
     """``chosen`` and ``observed`` are bool ``[num_candidates]``."""
     found = chosen if observed is None else chosen * CHOSEN + observed * OBSERVED
     # A NaN or an infinity among a row's logits makes every probability of the row NaN.
-    outcome = torch.where(statistics.probability < torch.inf, found, NOT_FINITE)
+    outcome = found.long().masked_fill_(statistics.probability.isnan(), NOT_FINITE)
     return torch.stack((requests, positions, statistics.token, outcome))
 
 

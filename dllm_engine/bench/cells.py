@@ -64,7 +64,7 @@ class Sample:
     requests: list[RequestSample]
     memory: Memory
     steps: dict[str, list[tuple[PassShape, float]]] = field(default_factory=lambda: defaultdict(list))
-    """Shape and seconds of each forward pass, by kind; dispatches of several kinds are left out."""
+    """Shape and seconds of each forward pass that was timed, by kind."""
     floors: dict[str, tuple[PassShape, float]] = field(default_factory=dict)
     """A typical shape of each kind, and its floor in seconds."""
 
@@ -103,9 +103,9 @@ def run_engine(
         for output in dispatch.outputs:
             blocks[output.request_id].append(seconds)
             outputs[output.request_id] = output.outputs[0]
-        if dispatch.kind is not None:
-            of_pass = dispatch.seconds / len(dispatch.passes)
-            steps[dispatch.kind] += [(forward.shape, of_pass) for forward in dispatch.passes]
+        for forward, of_pass in dispatch.timed_passes:
+            if forward.kind is not None:
+                steps[forward.kind].append((forward.shape, of_pass))
         meter.look()
     memory = meter.read()
     requests = [

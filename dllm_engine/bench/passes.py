@@ -1,11 +1,14 @@
 """A look inside an engine of this process: which forward passes each dispatch ran."""
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+
 from dllm_engine.bench.floor import PassShape
-from dllm_engine.bench.machine import timed
+from dllm_engine.bench.machine import now, timed
 from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 if TYPE_CHECKING:
@@ -56,12 +59,23 @@ class Dispatch:
     outputs: list[Any]
     seconds: float
     passes: list[ObservedPass]
+    starts: list[float]
+    """When each pass was begun."""
 
     @property
     def kind(self) -> str | None:
         """That of all its passes, where they are of one kind."""
         kinds = {forward.kind for forward in self.passes}
         return kinds.pop() if len(kinds) == 1 else None
+
+    @property
+    def timed_passes(self) -> list[tuple[ObservedPass, float]]:
+        """The passes with their seconds, to the beginning of the next one. A GPU has them all at once: there they share
+        the dispatch's, and none is timed where they are of several kinds."""
+        if torch.cuda.is_available():
+            return [(forward, self.seconds / len(self.passes)) for forward in self.passes if self.kind is not None]
+        times = [b - a for a, b in itertools.pairwise([*self.starts, self.starts[0] + self.seconds])]
+        return list(zip(self.passes, times, strict=True))
 
 
 def observed_step(llm: "LLM") -> Dispatch:
@@ -70,14 +84,16 @@ def observed_step(llm: "LLM") -> Dispatch:
     masked = {i: state.progress.num_masked for i, state in scheduler.states.items()}
     forward = runner.denoiser.forward
     seen: list[tuple[Any, Any]] = []
+    starts: list[float] = []
 
     def recording(batch: Any, layer_pass: Any) -> Any:
         seen.append((batch, layer_pass))
+        starts.append(now())
         return forward(batch, layer_pass)
 
     with mock.patch.object(runner.denoiser, "forward", recording):
         outputs, seconds = timed(llm.llm_engine.step)
-    return Dispatch(outputs, seconds, [_observed(batch, layer_pass, masked) for batch, layer_pass in seen])
+    return Dispatch(outputs, seconds, [_observed(batch, layer_pass, masked) for batch, layer_pass in seen], starts)
 
 
 def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPass:

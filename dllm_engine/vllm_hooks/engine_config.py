@@ -11,6 +11,7 @@ from dllm_engine.families import family_of
 from dllm_engine.memory.deployment import CPU_PAGE_POOL_BYTES
 from dllm_engine.memory.machine import machine_memory
 from dllm_engine.memory.start_up import check_main_memory
+from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -151,7 +152,8 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
-    options = options.on_device(current_platform.device_type, model_config.enforce_eager)
+    weights = weight_bytes(model_config.hf_config, 1, model_config.dtype.itemsize)
+    options = options.on_device(current_platform.device_type, model_config.enforce_eager, weights)
     # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}

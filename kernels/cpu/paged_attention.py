@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +19,39 @@ _ROWS_PER_CALL = 32
 """Rows of one limit for which a call of their own costs no more than a mask does."""
 
 
-def equal_groups(bounds: list[int], tokens: PagedTokens) -> dict[tuple[int, int | None], list[int]]:
-    """Requests by (rows, tokens in pages); None for those whose tokens do not fill whole pages in order."""
-    num_kv_heads, slots_per_page = tokens.head_len.shape[1], tokens.k_pages.shape[1]
+class Part(NamedTuple):
+    """Requests of equal shape, which attend together."""
+
+    members: list[int]
+    rows: slice | list[int]
+    """All of the members' rows; a slice where they follow each other."""
+    length: int
+    """Rows of each."""
+    retained: int | None
+    """Tokens in pages of each; None where heads differ, or the tokens do not fill whole pages in order."""
+
+    def of_members(self, x: torch.Tensor) -> torch.Tensor:
+        """The members' rows of ``x`` ``[num_rows, ...]``: ``[group, length, ...]``."""
+        num_members = len(self.members)
+        rows = x if num_members * self.length == x.shape[0] else x[self.rows]
+        return rows.view(num_members, self.length, *x.shape[1:])
+
+
+def parts_of(cu_seqlens: torch.Tensor, num_rows: int, tokens: PagedTokens, attend_fresh: bool) -> Iterator[Part]:
+    """The requests that have rows. Few enough are in a part for the copies of their keys and values to stay in the
+    cores' caches until attention has read them, and enough for every thread to have a head. A GPU counts as 64
+    threads."""
+    bounds, pages = cu_seqlens.tolist(), tokens.k_pages
+    if bounds[0] != 0 or bounds[-1] > num_rows or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens={bounds} does not divide {num_rows} rows")
+    num_kv_heads, (_, slots_per_page, head_dim) = tokens.head_len.shape[1], pages.shape
     capacity = tokens.page_tables.shape[1] * slots_per_page
-    whole_tokens = slots_per_page % num_kv_heads == 0
-    token_major = list(range(num_kv_heads))
+    whole_tokens, token_major = slots_per_page % num_kv_heads == 0, list(range(num_kv_heads))
     groups: dict[tuple[int, int | None], list[int]] = {}
     layout = zip(tokens.head_start.tolist(), tokens.token_stride.tolist(), tokens.head_len.tolist(), strict=True)
     for request, (starts, stride, lengths) in enumerate(layout):
-        num_rows, longest = bounds[request + 1] - bounds[request], max(lengths)
-        if not num_rows:
+        length, longest = bounds[request + 1] - bounds[request], max(lengths)
+        if not length:
             continue
         in_order = not longest or (whole_tokens and stride == num_kv_heads and starts == token_major)
         in_order = in_order and lengths.count(longest) == num_kv_heads
@@ -38,27 +61,21 @@ def equal_groups(bounds: list[int], tokens: PagedTokens) -> dict[tuple[int, int 
             end = max(start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n)
         if end > capacity:
             raise ValueError(f"request {request} retains tokens up to slot {end} of page tables of {capacity} slots")
-        groups.setdefault((num_rows, longest if in_order else None), []).append(request)
-    return groups
-
-
-def rows_of(bounds: list[int], members: list[int], length: int, device: torch.device) -> slice | torch.Tensor:
-    """The rows of requests of equal length; a slice where they follow each other."""
-    starts = [bounds[request] for request in members]
-    if starts == list(range(starts[0], starts[0] + len(starts) * length, length)):
-        return slice(starts[0], starts[0] + len(starts) * length)
-    return (torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)).flatten()
-
-
-def requests_per_part(num_tokens: int, k: torch.Tensor) -> int:
-    """How many requests of ``num_tokens`` keys and values each to attend to at once.
-
-    Few enough for the copies of their keys and values to stay in the cores' caches until attention has read them, and
-    enough for every thread to have a head to work on. A GPU counts as 64 threads.
-    """
-    num_threads, (_, num_kv_heads, head_dim) = 64 if k.is_cuda else torch.get_num_threads(), k.shape
-    bytes_per_request = 2 * num_tokens * num_kv_heads * head_dim * k.element_size()
-    return max(1, num_threads * _COPIED_BYTES // bytes_per_request, -(-num_threads // num_kv_heads))
+        groups.setdefault((length, longest if in_order else None), []).append(request)
+    num_threads = 64 if pages.is_cuda else torch.get_num_threads()
+    token_bytes = 2 * num_kv_heads * head_dim * pages.element_size()
+    for (length, retained), group in groups.items():
+        num_members = len(group)
+        if retained:
+            copied = token_bytes * (retained + length * attend_fresh)
+            num_members = max(1, num_threads * _COPIED_BYTES // copied, -(-num_threads // num_kv_heads))
+        for start in range(0, len(group), num_members):
+            members = group[start : start + num_members]
+            starts = [bounds[request] for request in members]
+            rows: slice | list[int] = slice(starts[0], starts[-1] + length)
+            if starts[-1] - starts[0] > (len(members) - 1) * length:  # others lie between them
+                rows = [row for first in starts for row in range(first, first + length)]
+            yield Part(members, rows, length, retained)
 
 
 def gather_whole_pages(

@@ -74,7 +74,8 @@ class _Calls(TorchDispatchMode):
         elif func._schema.name in _ALLOCATE:
             pass
         elif (variant := _out_variant(func)) is not None:
-            self.calls.append(partial(kernel_of(variant[0]), *args, **kwargs, **{variant[1]: result}))
+            overload, names = variant
+            self.calls.append(partial(kernel_of(overload), *args, **kwargs, **dict(zip(names, results, strict=True))))
         else:
             self.calls.append(partial(_call_into, results, partial(kernel, *args, **kwargs)))
 
@@ -87,14 +88,17 @@ def _needs_host(func: Any, args: Any, results: Sequence[object]) -> bool:
     return sizes_differ or func.namespace == "c10d" or not all(isinstance(made, torch.Tensor) for made in results)
 
 
-def _out_variant(func: Any) -> tuple[Any, str] | None:
-    """The overload that writes its one result into a tensor, and the name of that argument."""
+def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
+    """The overload that writes its results into tensors, and the names of these arguments."""
     packet, wanted = func.overloadpacket, [(a.name, str(a.type)) for a in func._schema.arguments]
     for overload in (getattr(packet, name) for name in packet.overloads()):
         arguments = overload._schema.arguments
         out = [a.name for a in arguments if a.is_out]
-        if len(out) == 1 and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted:
-            return overload, out[0]
+        if (
+            len(out) == len(func._schema.returns)
+            and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted
+        ):
+            return overload, out
     return None
 
 

@@ -32,7 +32,7 @@ def select(
     Returns:
         bool ``[num_candidates]``.
     """
-    table = confidence.new_full((values.shape[0], width), -torch.inf)
+    table = confidence.new_empty(values.shape[0], width).fill_(-torch.inf)
     table[requests, offsets] = confidence
     # What else is in the table must not matter, so that a request gets the same tokens in any batch: hence stable.
     ordered, order = table.sort(dim=1, descending=True, stable=True)
@@ -47,4 +47,4 @@ def select(
         first_inside = inside & (inside.cumsum(dim=1) == 1)
         passes = passes | (first_inside & ~(passes & inside).any(dim=1, keepdim=True))
     passes = passes & (ordered > -torch.inf)
-    return torch.zeros_like(passes).scatter_(1, order, passes)[requests, offsets]
+    return torch.empty_like(passes).scatter_(1, order, passes)[requests, offsets]

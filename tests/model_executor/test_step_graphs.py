@@ -244,8 +244,8 @@ def test_the_device_s_own_recordings_give_the_same_tokens(engines, request, meth
 
 
 def test_what_is_left_open_follows_the_device():
-    def settled(device_type, enforce_eager=False, **options):
-        found = EngineOptions.parse(options).on_device(device_type, enforce_eager)
+    def settled(device_type, enforce_eager=False, weight_bytes=16 << 30, **options):
+        found = EngineOptions.parse(options).on_device(device_type, enforce_eager, weight_bytes)
         return found.cuda_graphs, found.steps_per_dispatch
 
     assert settled("cuda", cache_method="sparse") == (True, 8)
@@ -255,3 +255,4 @@ def test_what_is_left_open_follows_the_device():
     assert settled("cuda", cache_method="dual", cuda_graphs=False) == (False, 8)
     assert settled("cpu", cache_method="dual") == (True, 1)
     assert settled("cpu", enforce_eager=True, cache_method="dual") == (False, 1)
+    assert settled("cpu", weight_bytes=4 << 20, cache_method="dual") == (True, 8)
