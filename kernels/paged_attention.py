@@ -64,7 +64,7 @@ def paged_attention(
         if max_seqlen is None:
             max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-    _check(q, k, v, cu_seqlens, limits, tokens)
+    _check(q, k, v, cu_seqlens, limits, tokens, lse)
     *tensors, max_head_len = tokens
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _paged_attention(out, lse, q, k, v, cu_seqlens, limits, tensors, max_head_len, attend_fresh, max_seqlen)
@@ -121,14 +121,14 @@ def _paged_attention(
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
     for part in parts_of(cu_seqlens, q.shape[0], tokens, attend_fresh):
-        of_members, num_fresh = part.of_members, part.length if attend_fresh else 0
+        of_members = part.of_members
         part_out, part_lse = of_members(out), None if lse is None else of_members(lse)
         keys, values, visible, numbers = of_members(k), of_members(v), None, None
         if not attend_fresh:
             keys, values = keys[:, :0], values[:, :0]
         if part.retained is None:
             keys, values, visible = gather_ragged(keys, values, tokens, part.members)
-            numbers = numbers_of_keys(num_fresh, keys.shape[1], head_len[part.members])
+            numbers = numbers_of_keys(part.length * attend_fresh, keys.shape[1], head_len[part.members])
         elif part.retained:
             keys, values = gather_whole_pages(keys, values, tokens, part.members, part.retained)
         if limits is None:
@@ -148,6 +148,7 @@ def _check(
     cu_seqlens: torch.Tensor,
     limits: torch.Tensor | None,
     tokens: PagedTokens,
+    lse: torch.Tensor | None,
 ) -> None:
     # Every layer of every step comes here, so each shape is asked for once.
     k_pages, v_pages, page_tables, head_start, token_stride, head_len, _ = tokens
@@ -172,6 +173,8 @@ def _check(
         raise ValueError(f"q, k, v and the pages differ in type: {[x.dtype for x in (q, k, v, k_pages, v_pages)]}")
     if limits is not None and (limits.shape != q_shape[:1] or limits.dtype != torch.int32 or limits.stride() != (1,)):
         raise ValueError(f"limits {limits.dtype} {list(limits.shape)} are not contiguous int32 [{q_shape[0]}]")
+    if lse is not None and (lse.shape != q_shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous()):
+        raise ValueError(f"lse {lse.dtype} {list(lse.shape)} is not contiguous float32 {list(q_shape[:2])}")
     num_requests = cu_seqlens.shape[0] - 1
     per_head, tables_shape = (num_requests, num_kv_heads), page_tables.shape
     if (

@@ -60,7 +60,7 @@ class PageView:
 
     def slots(self, places: torch.Tensor) -> torch.Tensor:
         """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page · page_size + offset``, int64
-        ``[...]``; below 0, which ``write`` leaves out, where a place is −1."""
+        ``[...]``; below 0, where ``write`` keeps nothing, where a place is −1."""
         return places[..., None] * self.num_kv_heads + self.heads
 
     @cached_property
@@ -80,7 +80,7 @@ class PageMemory(PageView):
     """Keys and values of all pages of a rank: ``[num_pages, slots_per_page, head_dim]`` each.
 
     A slot is the key or value of one head of one retained token. A page may hold rows of features instead, of
-    ``hidden_size`` numbers each. Page 0 is vLLM's null block and stays unused.
+    ``hidden_size`` numbers each. Page 0 is vLLM's null block, and nothing in it is read.
     """
 
     def __init__(

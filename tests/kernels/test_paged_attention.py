@@ -179,6 +179,9 @@ def test_other_errors_say_what_is_wrong():
     ):
         with pytest.raises(ValueError, match=message):
             paged_attention(*case[:4], case.tokens._replace(**change), attend_fresh=True)
+    for lse in (torch.empty(4, 1), torch.empty(2, 4).T, torch.empty(4, 2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"is not contiguous float32 \[4, 2\]"):
+            paged_attention(*case, attend_fresh=True, lse=lse)
 
 
 def test_kernels_work_on_a_cpu_without_triton():
