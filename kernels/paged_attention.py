@@ -123,12 +123,13 @@ def _paged_attention(
     for part in parts_of(cu_seqlens, q.shape[0], tokens, attend_fresh):
         of_members = part.of_members
         part_out, part_lse = of_members(out), None if lse is None else of_members(lse)
-        keys, values, visible, numbers = of_members(k), of_members(v), None, None
+        keys, values = of_members(k).transpose(1, 2), of_members(v).transpose(1, 2)
+        visible = numbers = None
         if not attend_fresh:
-            keys, values = keys[:, :0], values[:, :0]
+            keys, values = keys[:, :, :0], values[:, :, :0]
         if part.retained is None:
             keys, values, visible = gather_ragged(keys, values, tokens, part.members)
-            numbers = numbers_of_keys(part.length * attend_fresh, keys.shape[1], head_len[part.members])
+            numbers = numbers_of_keys(part.length * attend_fresh, keys.shape[2], head_len[part.members])
         elif part.retained:
             keys, values = gather_whole_pages(keys, values, tokens, part.members, part.retained)
         if limits is None:

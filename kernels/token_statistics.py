@@ -25,6 +25,9 @@ _ENTROPY_EPS = 1e-10
 _LOGITS_PER_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Logits handled at once. On a CPU, with their exponentials, 1 MiB, which stays in a core's cache between passes."""
 
+_NUMBERS_FOR_NUMPY = 1 << 13
+"""With fewer, calling NumPy takes longer than searching them."""
+
 
 @operator("token_statistics", triton="token_statistics")
 def token_statistics(
@@ -66,25 +69,25 @@ def _of_chunk(
     """``buffer``: memory for as many logits or more, float32."""
     chunk = logits.float()
     buffer = torch.empty_like(chunk) if buffer is None else buffer[: chunk.shape[0]]
-    token = _argmax(chunk)
-    token_logit = highest = chunk.gather(1, token[:, None])
+    highest, token = _largest(chunk)
     negative_entropy, top2 = highest.new_empty(0), highest.new_empty(0, 2)
     if with_margin:
-        others = buffer.copy_(chunk).scatter_(1, token[:, None], -torch.inf)
+        others = buffer.copy_(chunk).scatter_(1, token, -torch.inf)
         top2 = torch.cat((highest, others.amax(dim=-1, keepdim=True)), dim=1)
     p = torch.sub(chunk, highest, out=buffer).exp_()
     total = p.sum(dim=-1, keepdim=True)
-    log_total = total.log().add_(highest)[:, 0]
+    log_total = total.log().add_(highest)
     if with_entropy:
         p.div_(total)
         negative_entropy = (p + _ENTROPY_EPS).log_().mul_(p).sum(dim=-1)
-    barred = (token == forbidden_token).nonzero()[:, 0]
-    if barred.numel():
+    token, token_logit = token[:, 0], highest[:, 0]
+    if forbidden_token in token.tolist():
+        barred = (token == forbidden_token).nonzero()[:, 0]
         others = chunk[barred]
         others[:, forbidden_token] = -torch.inf
-        token[barred] = best = _argmax(others)
-        token_logit = token_logit.index_copy(0, barred, others.gather(1, best[:, None]))
-    return token, token_logit[:, 0], log_total, negative_entropy, top2
+        logit, best = _largest(others)
+        token, token_logit = token.index_copy(0, barred, best[:, 0]), token_logit.index_copy(0, barred, logit[:, 0])
+    return token, token_logit, log_total[:, 0], negative_entropy, top2
 
 
 @token_statistics.register_fake
@@ -118,8 +121,10 @@ def _(logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margi
         raise ValueError(f"logits {list(logits.shape)}: at least {needed} tokens are needed")
 
 
-def _argmax(x: torch.Tensor) -> torch.Tensor:
-    """The lowest index of each row's maximum. NumPy's search is vectorized, PyTorch's on a CPU is not."""
-    if x.is_cuda:
-        return x.argmax(dim=-1)
-    return torch.from_numpy(np.argmax(x.numpy(), axis=-1))
+def _largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's maximum and its lowest index, ``[num_rows, 1]`` each. NumPy's search is vectorized, PyTorch's on a CPU
+    is not."""
+    if x.is_cuda or x.numel() < _NUMBERS_FOR_NUMPY:
+        return x.max(dim=-1, keepdim=True)
+    index = torch.from_numpy(np.argmax(x.numpy(), axis=-1))[:, None]
+    return x.gather(1, index), index

@@ -81,28 +81,31 @@ def parts_of(cu_seqlens: torch.Tensor, num_rows: int, tokens: PagedTokens, atten
 def gather_whole_pages(
     fresh_k: torch.Tensor, fresh_v: torch.Tensor, tokens: PagedTokens, members: list[int], retained: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of requests: the first ``retained`` tokens in pages, followed by the fresh ones ``[group, fresh
-    rows, num_kv_heads, head_dim]``.
+    """Keys and values of requests: the first ``retained`` tokens in pages, followed by the fresh ones ``[group,
+    num_kv_heads, fresh rows, head_dim]``.
 
     Whole pages are copied. What the last one has beyond ``retained`` is written over or cut off: no mask is needed.
     """
-    slots_per_page, head_dim = tokens.k_pages.shape[1:]
-    group, num_fresh, num_kv_heads, _ = fresh_k.shape
-    num_pages, num_keys = -(-retained * num_kv_heads // slots_per_page), retained + num_fresh
-    per_request = max(num_keys, num_pages * slots_per_page // num_kv_heads)
-    copies = fresh_k.new_empty(2, group, per_request, num_kv_heads, head_dim)
-    # A view of many steps takes as long as copying does, so each is made in one.
-    shape, strides = (num_pages, slots_per_page, head_dim), (slots_per_page * head_dim, head_dim, 1)
+    slots_per_page, page_size = tokens.k_pages.shape[1], tokens.k_pages[0].numel()
+    group, num_kv_heads, num_fresh, head_dim = fresh_k.shape
+    num_pages, num_keys, width = (
+        -(-retained * num_kv_heads // slots_per_page),
+        retained + num_fresh,
+        num_kv_heads * head_dim,
+    )
+    of_request = max(num_keys * width, num_pages * page_size)
+    copies = fresh_k.new_empty(2 * group * of_request)
+    # Views are made in one call each: together, they take as long as copying does.
     for i, request in enumerate(members):
         table = tokens.page_tables[request, :num_pages]
-        for pages, number in ((tokens.k_pages, i), (tokens.v_pages, group + i)):
-            torch.index_select(
-                pages, 0, table, out=copies.as_strided(shape, strides, number * per_request * num_kv_heads * head_dim)
-            )
-    keys, values = copies.narrow(2, 0, num_keys).unbind()
+        for pages, start in ((tokens.k_pages, i * of_request), (tokens.v_pages, (group + i) * of_request)):
+            copy = copies.as_strided((num_pages, slots_per_page, head_dim), (page_size, head_dim, 1), start)
+            torch.index_select(pages, 0, table, out=copy)
+    shape, strides = (group, num_kv_heads, num_keys, head_dim), (of_request, head_dim, width, 1)
+    keys, values = (copies.as_strided(shape, strides, start) for start in (0, group * of_request))
     if num_fresh:
-        keys.narrow(1, retained, num_fresh).copy_(fresh_k)
-        values.narrow(1, retained, num_fresh).copy_(fresh_v)
+        keys.narrow(2, retained, num_fresh).copy_(fresh_k)
+        values.narrow(2, retained, num_fresh).copy_(fresh_v)
     return keys, values
 
 
@@ -111,22 +114,21 @@ def gather_ragged(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values of requests whose heads have tokens of their own, fresh ones first, and which of them exist.
 
-    ``[group, fresh rows and longest head, num_kv_heads, head_dim]`` twice, with zeros where there is none, and bool
+    ``[group, num_kv_heads, fresh rows and longest head, head_dim]`` twice, with zeros where there is none, and bool
     ``[group, num_kv_heads, 1, fresh rows and longest head]``.
     """
-    slots_per_page, head_len = tokens.k_pages.shape[1], tokens.head_len[members]
-    numbers = torch.arange(int(head_len.max()), device=head_len.device)[None, :, None]
-    exists = numbers < head_len[:, None]
-    virtual = tokens.head_start[members, None] + numbers * tokens.token_stride[members, None, None]
+    slots_per_page, head_len = tokens.k_pages.shape[1], tokens.head_len[members, :, None]
+    numbers = torch.arange(int(head_len.max()), device=head_len.device)
+    exists = numbers < head_len
+    virtual = tokens.head_start[members, :, None] + numbers * tokens.token_stride[members, None, None]
     virtual = torch.where(exists, virtual, 0)
     pages = tokens.page_tables[members].gather(1, (virtual // slots_per_page).flatten(1)).view_as(virtual).long()
     # For tokens that do not exist, any page that does.
     where = torch.where(exists, pages, 0), virtual % slots_per_page
     absent = ~exists[..., None]
-    keys = torch.cat((fresh_k, tokens.k_pages[where].masked_fill_(absent, 0)), dim=1)
-    values = torch.cat((fresh_v, tokens.v_pages[where].masked_fill_(absent, 0)), dim=1)
-    visible = F.pad(exists.transpose(1, 2), (fresh_k.shape[1], 0), value=True)[:, :, None]
-    return keys, values, visible
+    keys = torch.cat((fresh_k, tokens.k_pages[where].masked_fill_(absent, 0)), dim=2)
+    values = torch.cat((fresh_v, tokens.v_pages[where].masked_fill_(absent, 0)), dim=2)
+    return keys, values, F.pad(exists, (fresh_k.shape[2], 0), value=True)[:, :, None]
 
 
 def numbers_of_keys(num_fresh: int, num_keys: int, head_len: torch.Tensor) -> torch.Tensor:
@@ -152,7 +154,7 @@ def limited_attention(
     parts = (runs_of_limits(limits) if numbers is None else None) or masks_of_limits(k, visible, numbers, limits)
     for rows, num_keys, mask in parts:
         of_rows = None if lse is None else lse[:, rows]
-        softmax_attention(out[:, rows], of_rows, q[:, rows], k[:, :num_keys], v[:, :num_keys], mask)
+        softmax_attention(out[:, rows], of_rows, q[:, rows], k[:, :, :num_keys], v[:, :, :num_keys], mask)
 
 
 def runs_of_limits(limits: torch.Tensor) -> list[SeenKeys] | None:
@@ -172,7 +174,7 @@ def masks_of_limits(
     """A few rows at a time, so that what each of them sees is never held of all."""
     for start in range(0, limits.shape[1], _MASKED_ROWS):
         rows = slice(start, start + _MASKED_ROWS)
-        bounds, num_keys, in_order = limits[:, None, rows, None], k.shape[1], numbers
+        bounds, num_keys, in_order = limits[:, None, rows, None], k.shape[2], numbers
         if in_order is None:  # keys that no row sees come last
             num_keys = min(num_keys, int(bounds.max()))
             in_order = torch.arange(num_keys, device=k.device)[None, None]
@@ -196,36 +198,35 @@ def softmax_attention(
         out: where to write the result, ``[group, num_rows, num_heads, head_dim]``.
         lse: where to write the logarithms of the denominators, float32 ``[group, num_rows, num_heads]``.
         q: as ``out``.
-        k, v: ``[group, num_keys, num_kv_heads, head_dim]``.
+        k, v: ``[group, num_kv_heads, num_keys, head_dim]``.
         visible: bool, broadcast to ``[group, num_kv_heads, num_rows, num_keys]``; None: everything.
     """
     group, num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[2]
+    num_kv_heads, num_keys = k.shape[1:3]
     sharing = num_heads // num_kv_heads
     # Query heads that share a KV head become further rows of it, so that K and V are not expanded.
     queries = q.view(group, num_rows, num_kv_heads, sharing, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    keys, values = k.transpose(1, 2), v.transpose(1, 2)
     if visible is not None and visible.shape[2] > 1:
         visible = visible.repeat(1, 1, sharing, 1)
     if lse is None:
-        if not k.shape[1]:
+        if not num_keys:
             out.zero_()
             return
         # Gives zeros where nothing is visible.
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
-    elif visible is None and k.shape[1] and not q.is_cuda:
+        attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=visible)
+    elif visible is None and num_keys and not q.is_cuda:
         # What scaled_dot_product_attention calls on a CPU; only by this name does it tell the denominators. Scores of
         # all rows and keys are never held at once.
-        attended, of_queries = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values)
+        attended, of_queries = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, k, v)
     else:
         attended, of_queries = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
         for head in range(num_kv_heads):  # scores of all heads would take gigabytes
-            scores = queries[:, head].float() @ keys[:, head].float().transpose(1, 2) * head_dim**-0.5
+            scores = queries[:, head].float() @ k[:, head].float().transpose(1, 2) * head_dim**-0.5
             if visible is not None:
                 scores.masked_fill_(~visible[:, head % visible.shape[1]], -torch.inf)
             total = scores.logsumexp(dim=-1, keepdim=True)
             weights = (scores - total.clamp(min=torch.finfo(total.dtype).min)).exp_()
-            attended[:, head], of_queries[:, head] = weights @ values[:, head].float(), total[..., 0]
+            attended[:, head], of_queries[:, head] = weights @ v[:, head].float(), total[..., 0]
     apart = group, num_kv_heads, sharing, num_rows
     out.view(group, num_rows, num_kv_heads, sharing, head_dim).copy_(
         attended.view(*apart, head_dim).permute(0, 3, 1, 2, 4)

@@ -13,6 +13,7 @@ from dllm_engine.model_executor.recording.recorder import Recorder
 MOST_BYTES = 4 << 20
 """What the results of a recording's operators may take, which it keeps: 256 MiB for all graphs of a kind. Python takes
 little of a step with more of them."""
+_OF_RESULT = ("dtype", "layout", "device", "pin_memory")
 _ALLOCATE = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
 
@@ -75,7 +76,8 @@ class _Calls(TorchDispatchMode):
             pass
         elif (variant := _out_variant(func)) is not None:
             overload, names = variant
-            self.calls.append(partial(kernel_of(overload), *args, **kwargs, **dict(zip(names, results, strict=True))))
+            given = {name: value for name, value in kwargs.items() if name not in _OF_RESULT}
+            self.calls.append(partial(kernel_of(overload), *args, **given, **dict(zip(names, results, strict=True))))
         else:
             self.calls.append(partial(_call_into, results, partial(kernel, *args, **kwargs)))
 
@@ -90,16 +92,18 @@ def _needs_host(func: Any, args: Any, results: Sequence[object]) -> bool:
 
 def _out_variant(func: Any) -> tuple[Any, list[str]] | None:
     """The overload that writes its results into tensors, and the names of these arguments."""
-    packet, wanted = func.overloadpacket, [(a.name, str(a.type)) for a in func._schema.arguments]
+    packet, wanted = func.overloadpacket, _arguments(func)
     for overload in (getattr(packet, name) for name in packet.overloads()):
-        arguments = overload._schema.arguments
-        out = [a.name for a in arguments if a.is_out]
-        if (
-            len(out) == len(func._schema.returns)
-            and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted
-        ):
+        out = [a.name for a in overload._schema.arguments if a.is_out]
+        if len(out) == len(func._schema.returns) and _arguments(overload) == wanted:
             return overload, out
     return None
+
+
+def _arguments(overload: Any) -> list[tuple[str, str]]:
+    """Names and types of what an overload takes, without what tensors for its results tell it."""
+    arguments = overload._schema.arguments
+    return [(a.name, str(a.type)) for a in arguments if not a.is_out and a.name not in _OF_RESULT]
 
 
 def _call_into(results: Sequence[torch.Tensor], call: Callable[[], Any]) -> None:
