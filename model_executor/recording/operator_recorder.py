@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dllm_engine.kernels._operator import kernel_of, operator_of
 from dllm_engine.model_executor.recording.recorder import Recorder
 
-MOST_BYTES = 4 << 20
-"""What the results of a recording's operators may take, which it keeps: 256 MiB for all graphs of a kind. Python takes
+MOST_BYTES = 8 << 20
+"""What the results of a recording's operators may take, which it keeps: 512 MiB for all graphs of a kind. Python takes
 little of a step with more of them."""
 _OF_RESULT = ("dtype", "layout", "device", "pin_memory")
 _ALLOCATE = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
