@@ -33,7 +33,7 @@ def run_cuda_kernels() -> Counter[str]:
 
     for name, operator in all_operators().items():
         if operator.triton_kernel:
-            operator.kernel = counted(name, operator.triton_kernel)
+            operator.kernel, operator.composite = counted(name, operator.triton_kernel), False
     return calls
 
 
