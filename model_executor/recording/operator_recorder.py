@@ -10,40 +10,47 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dllm_engine.kernels._operator import kernel_of, operator_of
 from dllm_engine.model_executor.recording.recorder import Recorder
 
-MOST_BYTES = 8 << 20
-"""What the results of a recording's operators may take, which it keeps: 512 MiB for all graphs of a kind. Python takes
-little of a step with more of them."""
+MOST_BYTES = 128 << 20
+"""What the results of a recording's operators may take. Python takes little of a step with more of them."""
+_ALIGNMENT = 64
 _OF_RESULT = ("dtype", "layout", "device", "pin_memory")
 _ALLOCATE = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
 
 class OperatorRecorder(Recorder):
-    """For CPUs, where the operators of a small step take no longer than the Python that calls them."""
+    """For CPUs, where the operators of a small step take no longer than the Python that calls them. The results of all
+    recordings' operators share one memory: no two recordings run at a time."""
 
     pads, outlives_weights = False, False
 
+    def __init__(self) -> None:
+        self.memory = torch.empty(MOST_BYTES, dtype=torch.uint8)  # what no recording touches takes no memory
+
     def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        with _Calls() as recorded:
+        run()  # what is computed once and kept must not lie in the shared memory
+        with _Calls(self.memory) as recorded:
             result = run()
         if not recorded.fits:
             return run
-        calls = recorded.calls
+        kept = result.clone()  # while other recordings run
+        calls = [*recorded.calls, partial(kept.copy_, result)]
 
         def replay() -> torch.Tensor:
             for call in calls:
                 call()
-            return result
+            return kept
 
         return replay
 
 
 class _Calls(TorchDispatchMode):
-    """Takes down the operators that are called, as long as their results fit and the host need not know any number."""
+    """Takes down the operators that are called, as long as their results fit into ``memory``, where they are put, and
+    the host need not know any number."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
         self.calls: list[Callable[[], object]] = []
-        self.num_bytes = 0
+        self.memory, self.num_bytes = memory, 0
         self.fits = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,21 +63,35 @@ class _Calls(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
-        if self.fits and not func.is_view:
-            self._take(func, args, kwargs, result)
-        return result
-
-    def _take(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        results = result if isinstance(result, tuple | list) else () if result is None else (result,)
+        if not self.fits or func.is_view:
+            return result
+        results = list(result) if isinstance(result, tuple | list) else [] if result is None else [result]
+        self.fits = not _needs_host(func, args, results)
         # An operator may write to its arguments and make results as well.
-        makes = any(returned.alias_info is None for returned in func._schema.returns)
-        if makes:
-            self.num_bytes += sum(made.nbytes for made in results if isinstance(made, torch.Tensor))
+        is_made = [returned.alias_info is None for returned in func._schema.returns]
+        if self.fits and any(is_made):
+            of_results = is_made * len(results) if isinstance(result, list) else is_made
+            results = [self._placed(x) if makes else x for x, makes in zip(results, of_results, strict=True)]
+        if self.fits:
+            self._take(func, args, kwargs, results, makes=any(is_made))
+        return type(result)(results) if isinstance(result, tuple | list) else next(iter(results), None)
+
+    def _placed(self, made: torch.Tensor) -> torch.Tensor:
+        """A copy of a result in the memory, if it fits."""
+        if not made.numel():
+            return made
+        needed = sum((size - 1) * stride for size, stride in zip(made.shape, made.stride(), strict=True)) + 1
+        stop = self.num_bytes + needed * made.element_size()
+        self.fits &= stop <= self.memory.numel()
+        if not self.fits:
+            return made
+        part = self.memory[self.num_bytes : stop].view(made.dtype).as_strided(made.shape, made.stride())
+        self.num_bytes = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        return part.copy_(made)
+
+    def _take(self, func: Any, args: Any, kwargs: dict[str, Any], results: list[torch.Tensor], makes: bool) -> None:
         kernel = kernel_of(func)
-        if _needs_host(func, args, results) or self.num_bytes > MOST_BYTES:
-            self.fits = False
-            self.calls.clear()
-        elif not makes:
+        if not makes:
             self.calls.append(partial(kernel, *args, **kwargs))
         elif func._schema.name in _ALLOCATE:
             pass

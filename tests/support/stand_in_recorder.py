@@ -49,6 +49,7 @@ class StandInRecorder(OperatorRecorder):
     pads = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_recorded = self.num_replayed = 0
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
