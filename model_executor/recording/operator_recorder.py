@@ -13,6 +13,7 @@ from dllm_engine.model_executor.recording.recorder import Recorder
 MOST_BYTES = 128 << 20
 """What the results of a recording's operators may take. Python takes little of a step with more of them."""
 _ALIGNMENT = 64
+"""Of results, in bytes."""
 _OF_RESULT = ("dtype", "layout", "device", "pin_memory")
 _ALLOCATE = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
