@@ -120,7 +120,7 @@ def _paged_attention(
     """``out`` is contiguous. ``paged``: the tensors of ``PagedTokens``."""
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
-    for part in parts_of(cu_seqlens, q.shape[0], tokens, attend_fresh):
+    for part in parts_of(cu_seqlens, limits, q.shape[0], tokens, attend_fresh):
         of_members = part.of_members
         part_out, part_lse = of_members(out), None if lse is None else of_members(lse)
         keys, values = of_members(k).transpose(1, 2), of_members(v).transpose(1, 2)
@@ -132,10 +132,10 @@ def _paged_attention(
             numbers = numbers_of_keys(part.length * attend_fresh, keys.shape[2], head_len[part.members])
         elif part.retained:
             keys, values = gather_whole_pages(keys, values, tokens, part.members, part.retained)
-        if limits is None:
+        if part.limits is None:
             softmax_attention(part_out, part_lse, of_members(q), keys, values, visible)
         else:
-            limited_attention(part_out, part_lse, of_members(q), keys, values, visible, numbers, of_members(limits))
+            limited_attention(part_out, part_lse, of_members(q), keys, values, visible, numbers, part.limits)
         if isinstance(part.rows, list):  # else they are views
             out[part.rows] = part_out.flatten(0, 1)
             if lse is not None and part_lse is not None:

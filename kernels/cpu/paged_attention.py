@@ -1,7 +1,7 @@
 """How the CPU path of ``paged_attention`` gathers keys and values, and attends to them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,14 +9,15 @@ import torch.nn.functional as F
 
 from dllm_engine.kernels.paged_tokens import PagedTokens
 
-_COPIED_BYTES = 1 << 20
-"""Keys and values that a CPU thread copies out of pages before it attends to them: half of a core's cache."""
+_COPIED_BYTES = 4 << 20
+"""Keys and values that a CPU thread copies out of pages before it attends to them: a core's part of the caches."""
 SeenKeys = tuple[slice, int, torch.Tensor | None]
-"""Rows of a group, the first so many keys, and which of these each row sees; None: all."""
+"""Rows of a part, the first so many keys, and which of these each row sees; None: all."""
 _MASKED_ROWS = 128
 """Rows that attend at once where a mask says to which keys."""
 _ROWS_PER_CALL = 32
-"""Rows of one limit for which a call of their own costs no more than a mask does."""
+"""Rows of equal limit that are worth a call of their own, without a mask. A request alone takes two calls in any case,
+which cost less than making a mask."""
 
 
 class Part(NamedTuple):
@@ -29,6 +30,8 @@ class Part(NamedTuple):
     """Rows of each."""
     retained: int | None
     """Tokens in pages of each; None where heads differ, or the tokens do not fill whole pages in order."""
+    limits: tuple[int, ...] | None
+    """How many keys each row of a member sees; None: all."""
 
     def of_members(self, x: torch.Tensor) -> torch.Tensor:
         """The members' rows of ``x`` ``[num_rows, ...]``: ``[group, length, ...]``."""
@@ -37,17 +40,20 @@ class Part(NamedTuple):
         return rows.view(num_members, self.length, *x.shape[1:])
 
 
-def parts_of(cu_seqlens: torch.Tensor, num_rows: int, tokens: PagedTokens, attend_fresh: bool) -> Iterator[Part]:
+def parts_of(
+    cu_seqlens: torch.Tensor, limits: torch.Tensor | None, num_rows: int, tokens: PagedTokens, attend_fresh: bool
+) -> Iterator[Part]:
     """The requests that have rows. Few enough are in a part for the copies of their keys and values to stay in the
     cores' caches until attention has read them, and enough for every thread to have a head. A GPU counts as 64
     threads."""
     bounds, pages = cu_seqlens.tolist(), tokens.k_pages
+    limit_of_row = None if limits is None else limits.tolist()
     if bounds[0] != 0 or bounds[-1] > num_rows or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {num_rows} rows")
     num_kv_heads, (_, slots_per_page, head_dim) = tokens.head_len.shape[1], pages.shape
     capacity = tokens.page_tables.shape[1] * slots_per_page
     whole_tokens, token_major = slots_per_page % num_kv_heads == 0, list(range(num_kv_heads))
-    groups: dict[tuple[int, int | None], list[int]] = {}
+    groups: dict[tuple[int, int | None, tuple[int, ...] | None], list[int]] = {}
     layout = zip(tokens.head_start.tolist(), tokens.token_stride.tolist(), tokens.head_len.tolist(), strict=True)
     for request, (starts, stride, lengths) in enumerate(layout):
         length, longest = bounds[request + 1] - bounds[request], max(lengths)
@@ -61,10 +67,13 @@ def parts_of(cu_seqlens: torch.Tensor, num_rows: int, tokens: PagedTokens, atten
             end = max(start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n)
         if end > capacity:
             raise ValueError(f"request {request} retains tokens up to slot {end} of page tables of {capacity} slots")
-        groups.setdefault((length, longest if in_order else None), []).append(request)
+        seen = None if limit_of_row is None else tuple(limit_of_row[bounds[request] : bounds[request + 1]])
+        if seen is not None and in_order and min(seen) >= longest + length * attend_fresh:
+            seen = None
+        groups.setdefault((length, longest if in_order else None, seen), []).append(request)
     num_threads = 64 if pages.is_cuda else torch.get_num_threads()
     token_bytes = 2 * num_kv_heads * head_dim * pages.element_size()
-    for (length, retained), group in groups.items():
+    for (length, retained, seen), group in groups.items():
         num_members = len(group)
         if retained:
             copied = token_bytes * (retained + length * attend_fresh)
@@ -75,7 +84,7 @@ def parts_of(cu_seqlens: torch.Tensor, num_rows: int, tokens: PagedTokens, atten
             rows: slice | list[int] = slice(starts[0], starts[-1] + length)
             if starts[-1] - starts[0] > (len(members) - 1) * length:  # others lie between them
                 rows = [row for first in starts for row in range(first, first + length)]
-            yield Part(members, rows, length, retained)
+            yield Part(members, rows, length, retained, seen)
 
 
 def gather_whole_pages(
@@ -88,11 +97,8 @@ def gather_whole_pages(
     """
     slots_per_page, page_size = tokens.k_pages.shape[1], tokens.k_pages[0].numel()
     group, num_kv_heads, num_fresh, head_dim = fresh_k.shape
-    num_pages, num_keys, width = (
-        -(-retained * num_kv_heads // slots_per_page),
-        retained + num_fresh,
-        num_kv_heads * head_dim,
-    )
+    num_pages, num_keys = -(-retained * num_kv_heads // slots_per_page), retained + num_fresh
+    width = num_kv_heads * head_dim
     of_request = max(num_keys * width, num_pages * page_size)
     copies = fresh_k.new_empty(2 * group * of_request)
     # Views are made in one call each: together, they take as long as copying does.
@@ -147,41 +153,40 @@ def limited_attention(
     v: torch.Tensor,
     visible: torch.Tensor | None,
     numbers: torch.Tensor | None,
-    limits: torch.Tensor,
+    limits: Sequence[int],
 ) -> None:
-    """As ``softmax_attention``, for rows that see the keys whose ``numbers`` are below their ``limits`` ``[group,
-    num_rows]``; None: the keys lie by number."""
-    parts = (runs_of_limits(limits) if numbers is None else None) or masks_of_limits(k, visible, numbers, limits)
+    """As ``softmax_attention``, for rows that see the keys whose ``numbers`` are below their ``limits``; None: the keys
+    lie by number."""
+    runs = runs_of_limits(limits, len(q)) if numbers is None else None
+    parts = runs or masks_of_limits(k, visible, numbers, limits)
     for rows, num_keys, mask in parts:
         of_rows = None if lse is None else lse[:, rows]
         softmax_attention(out[:, rows], of_rows, q[:, rows], k[:, :, :num_keys], v[:, :, :num_keys], mask)
 
 
-def runs_of_limits(limits: torch.Tensor) -> list[SeenKeys] | None:
-    """Neighbouring rows of equal limit, which need no mask; None where the members of a group differ, or runs are
-    short."""
-    of_first, *others = limits.tolist()
-    sizes = [(limit, len(list(run))) for limit, run in itertools.groupby(of_first)]
-    if len(sizes) > max(2, len(of_first) // _ROWS_PER_CALL) or any(of_other != of_first for of_other in others):
+def runs_of_limits(limits: Sequence[int], num_members: int) -> list[SeenKeys] | None:
+    """Neighbouring rows of equal limit, which need no mask; None where a mask costs less than a call for each run."""
+    sizes = [(limit, len(list(run))) for limit, run in itertools.groupby(limits)]
+    if len(sizes) > max(2 if num_members == 1 else 1, len(limits) // _ROWS_PER_CALL):
         return None
     stops = itertools.accumulate(size for _, size in sizes)
     return [(slice(stop - size, stop), limit, None) for (limit, size), stop in zip(sizes, stops, strict=True)]
 
 
 def masks_of_limits(
-    k: torch.Tensor, visible: torch.Tensor | None, numbers: torch.Tensor | None, limits: torch.Tensor
+    k: torch.Tensor, visible: torch.Tensor | None, numbers: torch.Tensor | None, limits: Sequence[int]
 ) -> Iterator[SeenKeys]:
     """A few rows at a time, so that what each of them sees is never held of all."""
-    for start in range(0, limits.shape[1], _MASKED_ROWS):
+    for start in range(0, len(limits), _MASKED_ROWS):
         rows = slice(start, start + _MASKED_ROWS)
-        bounds, num_keys, in_order = limits[:, None, rows, None], k.shape[2], numbers
+        bounds, num_keys, in_order = torch.tensor(limits[rows], device=k.device), k.shape[2], numbers
         if in_order is None:  # keys that no row sees come last
-            num_keys = min(num_keys, int(bounds.max()))
+            num_keys = min(num_keys, max(limits[rows]))
             in_order = torch.arange(num_keys, device=k.device)[None, None]
-        seen = in_order[:, :, None, :num_keys] < bounds
+        seen = in_order[:, :, None, :num_keys] < bounds[:, None]
         if visible is not None:
             seen &= visible[..., :num_keys]
-        yield rows, num_keys, None if seen.all() else seen
+        yield rows, num_keys, seen
 
 
 def softmax_attention(

@@ -71,9 +71,13 @@ def test_a_row_with_nothing_to_attend_to_is_zero(packed):
 
 
 @pytest.mark.parametrize("attend_fresh", [True, False])
-@pytest.mark.parametrize("other_limits", [[13, 13, 13, 16], [13, 14, 16, 16], [0, 0, 12, 12]])
-def test_neighbouring_rows_of_equal_limit_attend_together(monkeypatch, attend_fresh, other_limits):
-    """Two requests of two blocks each, and one of other limits: two runs of rows, three, or rows that see nothing."""
+@pytest.mark.parametrize(
+    ("other_limits", "rows_per_call"),
+    [([10, 10, 10, 13], [3, 1]), ([10, 11, 13, 13], [4]), ([0, 0, 12, 12], [2]), ([13, 14, 15, 16], [4])],
+)
+def test_rows_of_equal_limits_attend_together(monkeypatch, attend_fresh, other_limits, rows_per_call):
+    """Two requests of two blocks each, and one of other limits: two runs of rows, three, rows that see nothing, or rows
+    that see everything."""
     case = paged_case([4, 4, 4], [[12, 12], [12, 12], [9, 9]], heads=4, dim=8)
     limits = torch.tensor([14, 14, 16, 16] * 2 + other_limits).int()
     expected, expected_lse = formulas.paged_attention(*case, attend_fresh, limits)
@@ -84,8 +88,8 @@ def test_neighbouring_rows_of_equal_limit_attend_together(monkeypatch, attend_fr
     calls = sdpa_calls(monkeypatch)
     out = paged_attention(*case, attend_fresh=attend_fresh, limits=limits)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    # A block of both requests at a time.
-    assert calls[:2] == [(2, 2, 4, 8)] * 2
+    if attend_fresh:  # else every row sees all keys, or none
+        assert calls == [(2, 2, 8, 8), *((1, 2, 2 * rows, 8) for rows in rows_per_call)]
 
 
 def sdpa_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
@@ -109,7 +113,8 @@ def test_requests_whose_keys_would_not_stay_in_a_cache_take_turns(monkeypatch, b
     case = paged_case([8] * 7, [[60, 60]] * 7, heads=4, dim=8)
     check_paged_attention(attend, case, attend_fresh, limited, rtol=1e-5)
     calls = sdpa_calls(monkeypatch)
-    paged_attention(*case, attend_fresh=attend_fresh, limits=case.limits() if limited else None)
+    limits = torch.arange(53, 61).int().repeat(7) if limited else None
+    paged_attention(*case, attend_fresh=attend_fresh, limits=limits)
     assert calls == [(size, 2, 16, 8) for size in sizes]
 
 
