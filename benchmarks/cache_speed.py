@@ -72,7 +72,7 @@ class Decoded(NamedTuple):
 
     seconds: float
     refresh_seconds: float
-    """Of dispatches in which a request did not reuse."""
+    """Of passes in which a request did not reuse."""
     passes: list[ObservedPass]
 
 
@@ -94,8 +94,7 @@ def decode(llm: LLM, canvas: int, params: DiffusionParams, options: argparse.Nam
     while llm.llm_engine.has_unfinished_requests() and len(passes) < max_passes:
         dispatch = observed_step(llm)
         seconds += dispatch.seconds
-        if dispatch.kind != "reuse":
-            refresh_seconds += dispatch.seconds
+        refresh_seconds += sum(of_pass for forward, of_pass in dispatch.timed_passes if forward.kind != "reuse")
         passes += dispatch.passes
     finish_requests(llm, request_ids)
     return Decoded(seconds, refresh_seconds, passes)

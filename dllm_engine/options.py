@@ -78,7 +78,7 @@ GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
 """Engine options about the guide model."""
 STEPS_PER_DISPATCH = 8
 """Where steps take some milliseconds, unless asked for otherwise: the scheduler's part of each is then small, and a new
-request waits for a fraction of a block."""
+request waits for a block at most."""
 SMALL_MODEL_BYTES = 64 << 20
 """Weights that a CPU reads in some milliseconds."""
 AUTO = "auto"

@@ -60,7 +60,7 @@ class Dispatch:
     seconds: float
     passes: list[ObservedPass]
     starts: list[float]
-    """When each pass was begun."""
+    """When each pass was begun, in seconds since the call."""
 
     @property
     def kind(self) -> str | None:
@@ -74,8 +74,9 @@ class Dispatch:
         the dispatch's, and none is timed where they are of several kinds."""
         if torch.cuda.is_available():
             return [(forward, self.seconds / len(self.passes)) for forward in self.passes if self.kind is not None]
-        times = [b - a for a, b in itertools.pairwise([*self.starts, self.starts[0] + self.seconds])]
-        return list(zip(self.passes, times, strict=True))
+        # Each begins where the one before ended; what precedes the first belongs to it.
+        bounds = itertools.pairwise([0.0, *self.starts[1:], self.seconds])
+        return [(forward, stop - start) for forward, (start, stop) in zip(self.passes, bounds, strict=False)]
 
 
 def observed_step(llm: "LLM") -> Dispatch:
@@ -88,9 +89,10 @@ def observed_step(llm: "LLM") -> Dispatch:
 
     def recording(batch: Any, layer_pass: Any) -> Any:
         seen.append((batch, layer_pass))
-        starts.append(now())
+        starts.append(now() - begin)
         return forward(batch, layer_pass)
 
+    begin = now()
     with mock.patch.object(runner.denoiser, "forward", recording):
         outputs, seconds = timed(llm.llm_engine.step)
     return Dispatch(outputs, seconds, [_observed(batch, layer_pass, masked) for batch, layer_pass in seen], starts)

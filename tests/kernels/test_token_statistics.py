@@ -43,6 +43,17 @@ def test_chunks_of_rows_equal_the_whole(monkeypatch):
     torch.testing.assert_close(token_statistics(logits, 3, True, True), whole)
 
 
+@pytest.mark.parametrize("numbers_for_numpy", [0, 1000])
+def test_the_lowest_of_equal_tokens_is_found_by_numpy_and_by_pytorch(monkeypatch, numbers_for_numpy):
+    monkeypatch.setattr("dllm_engine.kernels.token_statistics._NUMBERS_FOR_NUMPY", numbers_for_numpy)
+    logits = torch.zeros(3, 40)
+    logits[:, [5, 6, 30]] = 1.0
+    logits[1, 6] = 2.0
+    assert token_statistics(logits, -1, False, False)[0].tolist() == [5, 6, 5]
+    assert token_statistics(logits, 5, False, False)[0].tolist() == [6, 6, 6]
+    assert token_statistics(logits, 6, False, False)[0].tolist() == [5, 5, 5]
+
+
 @pytest.mark.parametrize(
     ("shape", "forbidden", "with_margin", "message"),
     [

@@ -68,6 +68,23 @@ def test_what_the_host_must_know_is_run_again_as_a_whole(run):
     assert OperatorRecorder()(run) is run
 
 
+def test_recordings_share_their_memory_but_not_what_they_return_or_what_is_kept():
+    recorder, table = OperatorRecorder(), []
+
+    def with_table():
+        if not table:
+            table.append(torch.arange(6.0))
+        return X + table[0]
+
+    X.normal_()
+    replays = [recorder(with_table), recorder(lambda: X * 2 + table[0] * 2)]
+    expected = X + torch.arange(6.0)
+    for _ in range(2):
+        first, second = [replay() for replay in replays]
+        assert torch.equal(first, expected)
+        assert torch.equal(second, expected * 2)
+
+
 def test_results_that_take_too_much_are_not_kept(monkeypatch):
     monkeypatch.setattr(operator_recorder, "MOST_BYTES", X.nbytes)
     assert OperatorRecorder()(once := lambda: X + 1) is not once
