@@ -40,7 +40,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.bench.floor import Floor, PassShape
+from dllm_engine.bench.floor import Floor
 from dllm_engine.bench.passes import Dispatch, observed_step, runner_of
 from dllm_engine.structured_output.automata import automaton_of
 from dllm_engine.structured_output.build import Limits
@@ -66,9 +66,8 @@ def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]
 def steps_over_floors(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     """Medians of engine step, floor, and their ratio, in milliseconds, per kind of step that the method has."""
     if (pages := runner_of(llm).pages) is not None:
-        pages.memory.zero_()  # the first to write to memory waits for the operating system
+        pages.memory.zero_()  # the first write to memory waits for the operating system
     request_ids = add_requests(llm, batch, options)
-    floors: dict[PassShape, Floor] = {}
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     engine = runner_of(llm).options
     wanted = {"whole"} if engine.cache_method == "none" else {"whole", "reuse"}
@@ -79,13 +78,9 @@ def steps_over_floors(llm: LLM, batch: int, options: argparse.Namespace) -> Rows
         dispatch = observed_step(llm)
         if dispatch.kind is None or len(times[dispatch.kind]) >= options.pairs:
             continue
-        floor = 0.0
-        for shape in (forward.shape for forward in dispatch.passes):
-            if shape not in floors:
-                floors[shape] = Floor(runner_of(llm).model, shape)
-                floors[shape].seconds()
-            floor += floors[shape].seconds()
-        times[dispatch.kind].append((dispatch.seconds, floor))
+        # None is kept: it would hold memory that the engine has written to, and steps would take other.
+        floors = (Floor(runner_of(llm).model, forward.shape).median_seconds(1) for forward in dispatch.passes)
+        times[dispatch.kind].append((dispatch.seconds, sum(floors)))
     finish_requests(llm, request_ids)
     return [
         {

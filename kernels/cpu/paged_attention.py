@@ -1,7 +1,6 @@
 """How the CPU path of ``paged_attention`` gathers keys and values, and attends to them."""
 
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,9 +11,6 @@ from dllm_engine.kernels.paged_tokens import PagedTokens
 
 _COPIED_BYTES = 4 << 20
 """Keys and values that a CPU thread copies out of pages before it attends to them: a core's part of the caches."""
-_of_thread = threading.local()
-"""Keeps the memory for these copies. What is freed may go back to the operating system, and is slow to write to when it
-comes again."""
 SeenKeys = tuple[slice, int, torch.Tensor | None]
 """Rows of a part, the first so many keys, and which of these each row sees; None: all."""
 _MASKED_ROWS = 128
@@ -51,7 +47,7 @@ def parts_of(
     cores' caches until attention has read them, and enough for every thread to have a head. A GPU counts as 16
     threads."""
     bounds, pages = cu_seqlens.tolist(), tokens.k_pages
-    limit_of_row = None if limits is None else limits.tolist()
+    all_limits = None if limits is None else limits.tolist()
     if bounds[0] != 0 or bounds[-1] > num_rows or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {num_rows} rows")
     num_kv_heads, (_, slots_per_page, head_dim) = tokens.head_len.shape[1], pages.shape
@@ -71,13 +67,13 @@ def parts_of(
             end = max(start + (n - 1) * stride + 1 for start, n in zip(starts, lengths, strict=True) if n)
         if end > capacity:
             raise ValueError(f"request {request} retains tokens up to slot {end} of page tables of {capacity} slots")
-        seen = None if limit_of_row is None else tuple(limit_of_row[bounds[request] : bounds[request + 1]])
-        if seen is not None and in_order and min(seen) >= longest + length * attend_fresh:
-            seen = None
-        groups.setdefault((length, longest if in_order else None, seen), []).append(request)
+        own_limits = None if all_limits is None else tuple(all_limits[bounds[request] : bounds[request + 1]])
+        if own_limits is not None and in_order and min(own_limits) >= longest + length * attend_fresh:
+            own_limits = None
+        groups.setdefault((length, longest if in_order else None, own_limits), []).append(request)
     num_threads = 16 if pages.is_cuda else torch.get_num_threads()
     token_bytes = 2 * num_kv_heads * head_dim * pages.element_size()
-    for (length, retained, seen), group in groups.items():
+    for (length, retained, own_limits), group in groups.items():
         num_members = len(group)
         if retained:
             copied = token_bytes * (retained + length * attend_fresh)
@@ -88,25 +84,14 @@ def parts_of(
             rows: slice | list[int] = slice(starts[0], starts[-1] + length)
             if starts[-1] - starts[0] > (len(members) - 1) * length:  # others lie between them
                 rows = [row for first in starts for row in range(first, first + length)]
-            yield Part(members, rows, length, retained, seen)
-
-
-def memory_for_copies(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Memory for at least ``count`` numbers of the type of ``like``, until the thread asks again."""
-    if like.is_cuda:
-        return like.new_empty(count)
-    memory: torch.Tensor | None = getattr(_of_thread, "memory", None)
-    if memory is None or memory.dtype != like.dtype or memory.numel() < count:
-        with torch.inference_mode(False):  # may be written to in that mode and outside it
-            _of_thread.memory = memory = torch.empty(1 << (count - 1).bit_length(), dtype=like.dtype)
-    return memory
+            yield Part(members, rows, length, retained, own_limits)
 
 
 def gather_whole_pages(
     fresh_k: torch.Tensor, fresh_v: torch.Tensor, tokens: PagedTokens, members: list[int], retained: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of requests: the first ``retained`` tokens in pages, followed by the fresh ones ``[group,
-    num_kv_heads, fresh rows, head_dim]``. They hold until the thread's next call.
+    num_kv_heads, fresh rows, head_dim]``.
 
     Whole pages are copied. What the last one has beyond ``retained`` is written over or cut off: no mask is needed.
     """
@@ -115,7 +100,7 @@ def gather_whole_pages(
     num_pages, num_keys = -(-retained * num_kv_heads // slots_per_page), retained + num_fresh
     width = num_kv_heads * head_dim
     of_request = max(num_keys * width, num_pages * page_size)
-    copies = memory_for_copies(2 * group * of_request, fresh_k)
+    copies = fresh_k.new_empty(2 * group * of_request)
     # Views are made in one call each: together, they take as long as copying does.
     for i, request in enumerate(members):
         table = tokens.page_tables[request, :num_pages]

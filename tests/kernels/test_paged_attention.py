@@ -118,14 +118,6 @@ def test_requests_whose_keys_would_not_stay_in_a_cache_take_turns(monkeypatch, b
     assert calls == [(size, 2, 16, 8) for size in sizes]
 
 
-def test_memory_for_copies_serves_calls_inside_and_outside_inference_mode():
-    for dtype, retained in ((torch.float32, 600), (torch.bfloat16, 9), (torch.float32, 9)):
-        case = paged_case([2], [[retained] * 2], heads=2, dim=8, dtype=dtype)
-        with torch.inference_mode():
-            inside = paged_attention(*case, attend_fresh=True)
-        assert torch.equal(paged_attention(*case, attend_fresh=True), inside)
-
-
 @pytest.mark.parametrize(
     ("rows", "retained", "heads", "packed", "expected"),
     [
