@@ -5,10 +5,9 @@ sends it with an output that has no new tokens, and ``vllm_hooks`` puts the bloc
 ``RequestOutput.outputs[i].provisional``, to HTTP clients what changed.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from dllm_engine.inspection.record import pieces_of
 
 MASK_MARK = "░"
 """Stands for a masked position in the text of a block."""
@@ -173,3 +172,24 @@ class BlockChanges:
         """Whether a guess moved by a whole percent."""
         known = self._percents[i]
         return confidence is not None and (known is None or abs(100 * confidence - known) >= 1)
+
+
+def pieces_of(tokens: Sequence[int], decode: Callable[[list[int]], str] | None) -> list[str]:
+    """The text of each token; without a tokenizer its id.
+
+    Where several tokens make one character, the last of them gets it and the others the empty string.
+    """
+    if decode is None:
+        return [f"{token} " for token in tokens]
+    pieces: list[str] = []
+    pending: list[int] = []
+    for token in tokens:
+        pending.append(token)
+        text = decode(pending)
+        # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4:
+            pieces.append("")
+        else:
+            pieces.append(text)
+            pending = []
+    return pieces

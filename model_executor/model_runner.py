@@ -192,12 +192,6 @@ class DiffusionModelRunner:
         del held
 
     @torch.inference_mode()
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
-        """Importance of each layer in a forward pass over a prompt and a masked response."""
-        tokens = prompt_token_ids + [self.mask_token_id] * gen_length
-        return probes.profile_of_layers(self.model, torch.tensor(tokens, device=self.device))
-
-    @torch.inference_mode()
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """Log-probability of each token that is masked, given the rest of its sequence; one forward pass for all."""
         shift, block_length = int(self.family.shifts_logits), self.family.attention_block

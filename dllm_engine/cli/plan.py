@@ -1,26 +1,22 @@
-"""``dllm plan``: what fits a GPU or a machine without one, and what a GPU's steps would take, from the model's config
-alone."""
+"""``dllm plan``: what fits a GPU or a machine without one, from the model's config alone."""
 
 import argparse
 import json
 import shlex
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize, TypeAdapter
 
-from dllm_engine.cli.arguments import as_words, positive_int, positive_ints
+from dllm_engine.cli.arguments import as_words, positive_int
 from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
 from dllm_engine.memory.weights import QUANTIZATIONS
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
-from dllm_engine.quiet import be_quiet
-from dllm_engine.speed.gpus import GPUS
 from dllm_engine.text import format_table, readable_size
 
 if TYPE_CHECKING:
     from dllm_engine.memory.needs import MemoryNeeds
     from dllm_engine.memory.plan import RequestDemand, Sizing
-    from dllm_engine.speed.prediction import Prediction, Times
 
 
 PAGES_GROW = """\
@@ -51,7 +47,7 @@ def share(text: str) -> float:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plan",
-        help="how many requests fit a GPU or a CPU's memory, or how long steps would take on a GPU, by arithmetic",
+        help="how many requests fit a GPU or a CPU's memory, by arithmetic",
         description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, and on a "
         "CPU of all ranks.",
     )
@@ -68,15 +64,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--quantization",
         choices=QUANTIZATIONS,
         help="of a checkpoint that is not here yet, 4 bits in groups of 128 (default: as the checkpoint states)",
-    )
-    speed = parser.add_argument_group("speed")
-    speed.add_argument("--speed", action="store_true", help="predict step times and tokens/s instead of sizes")
-    speed.add_argument("--gpu", type=str.upper, choices=GPUS, metavar="NAME", help=f"for --speed: {', '.join(GPUS)}")
-    speed.add_argument(
-        "--batch", type=positive_ints, default=[1, 8, 64], metavar="N,…", help="requests at once (default: 1,8,64)"
-    )
-    speed.add_argument(
-        "--steps", type=positive_int, metavar="N", help="denoising steps of a response (default: one per token)"
     )
     group = parser.add_argument_group("engine", "As for `dllm serve`; the plan ends with the command that uses them.")
     add_model_arguments(group)
@@ -127,22 +114,11 @@ def run(args: argparse.Namespace) -> int:
     for name in ("gpu_memory",) if on_cpu else ("memory", "kv_cache_memory_bytes"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} does not go with --device {args.device}")
-    if on_cpu and args.speed:
-        raise ValueError("--speed predicts steps of GPUs; on a CPU, `dllm bench` measures them")
-    if not on_cpu and args.gpu_memory is None and not args.speed:
+    if not on_cpu and args.gpu_memory is None:
         raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")
     # Its other fields are arguments of the same names.
     ours = ("options", "memory", "page_pool")
     asked = {field.name: getattr(args, field.name) for field in fields(Deployment) if field.name not in ours}
-    if args.speed:
-        if args.gpu is None:
-            raise ValueError(f"--speed needs --gpu, one of {', '.join(GPUS)}")
-        be_quiet()
-        from dllm_engine.speed.prediction import predict
-
-        prediction = predict(Deployment(**asked, memory=0, options=options), args.gpu, args.batch, args.steps)
-        print(json.dumps(asdict(prediction), indent=2) if args.json else speed_as_text(prediction))
-        return 0
     needs = None
     if on_cpu:
         pool = args.kv_cache_memory_bytes or CPU_PAGE_POOL_BYTES
@@ -239,41 +215,6 @@ def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[
         f"{demand.requests:,}",
         demand.limit,
     )
-
-
-def speed_as_text(prediction: "Prediction") -> str:
-    """The prediction as two tables: milliseconds of a step by refresh state, and tokens per second."""
-    p = prediction
-    batches = list(dict.fromkeys(speed.batch for speed in p.speeds))
-    columns = [f"{name} ×{batch}" for batch in batches for name in ("FLOOR", "LAUNCHED", "RECORDED")]
-    steps: dict[tuple[str, ...], list[str]] = {("CACHE METHOD", "STATE", "STEPS", "ROWS", "KEYS"): columns}
-    for step in p.steps:
-        name = (step.cache_method, step.state.upper(), str(step.steps), f"{step.rows:,.0f}", f"{step.keys:,.0f}")
-        steps.setdefault(name, []).extend(_cells(step.seconds, 1000))
-    speeds: dict[str, list[str]] = {"CACHE METHOD": columns}
-    for speed in p.speeds:
-        speeds.setdefault(speed.cache_method, []).extend(_cells(speed.tokens_per_second, 1))
-    lines = [
-        f"{p.model} in {p.dtype} on one {p.gpu}: prompt {p.prompt} + response {p.response} tokens in blocks of "
-        f"{p.block_length}, {p.denoising_steps} denoising steps",
-        "PREDICTED, NOT MEASURED. docs/performance.md has the formulas, and the sources of their constants.",
-        "",
-        "Milliseconds per step of so many requests (×), all in one refresh state:",
-        format_table([(*name, *cells) for name, cells in steps.items()]),
-        "",
-        "Tokens/s of all requests:",
-        format_table([(name, *cells) for name, cells in speeds.items()]),
-        "",
-        "FLOOR: what no implementation can leave out, at the GPU's peaks. RECORDED: as CUDA graphs, – where steps",
-        "are launched. Rows and keys are of a request.",
-    ]
-    return "\n".join(lines)
-
-
-def _cells(times: "Times", scale: int) -> list[str]:
-    """To three digits; – for what is not recorded."""
-    cells = [f"{value:,.{2 - (value >= 10) - (value >= 100)}f}" for value in (time * scale for time in astuple(times))]
-    return cells if times.recorded != times.launched else [*cells[:2], "–"]
 
 
 def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:

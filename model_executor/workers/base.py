@@ -27,10 +27,6 @@ class DiffusionWorker:
         finally:
             model.takes_parts = False
 
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
-        """For ``LLM.profile_layers``, through vLLM's ``collective_rpc``."""
-        return self.model_runner.profile_layers(prompt_token_ids, gen_length)
-
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""
         return self.model_runner.masked_logprobs(sequences, masked)

@@ -59,9 +59,6 @@ class CacheMethod:
     records: Callable[[DecodingSpec, StepPlan], bool] | None = None
     """Whether a step of a request does the same work as others on different numbers, so that ``cuda_graphs`` records
     it. None: no step does."""
-    launches: Mapping[RefreshState, int] | None = None
-    """Kernels that a layer launches for the method beside its own parts and attention, by refresh state, in a batch of
-    like requests. None: its layers choose rows by what they compute, and nobody has counted them."""
     pass_bytes: Callable[[int, int], int] = lambda rows, longest: 0
     """What a pass over so many rows, of canvases of at most such a length, holds for the method beside what all do."""
     runs: Callable[[DecodingSpec, StepPlan], int] = lambda spec, plan: 1
@@ -163,9 +160,6 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
 
 
 # What several methods plan and hold
-
-LAUNCHES_TO_RETAIN = {RefreshState.UPDATE: 4}
-"""Gather keys and values, and write both: ``RetentionPass.attend``."""
 
 
 def reuses(spec: DecodingSpec, plan: StepPlan) -> bool:

@@ -63,5 +63,4 @@ BLOCK = CacheMethod(
     shortened=shortened,
     keeps_for_good=True,
     records=records,
-    launches={RefreshState.UPDATE: 2},
 )

@@ -14,6 +14,4 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 # ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos` asks for that.
-NONE = CacheMethod(
-    plan, attention=("full", "block_causal"), trims_suffix=True, launches={}, uniform_sampler="with_delay_eos"
-)
+NONE = CacheMethod(plan, attention=("full", "block_causal"), trims_suffix=True, uniform_sampler="with_delay_eos")

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, ScorerName, WindowWidth, reuses
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth, reuses
 from dllm_engine.scheduler.methods.window_refresh import (
     RefreshOptions,
     hold_retained,
@@ -13,7 +13,7 @@ from dllm_engine.scheduler.methods.window_refresh import (
 )
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Retention, StepPlan
+from dllm_engine.scheduler.step_plan import Retention, StepPlan
 
 
 class SparseOptions(RefreshOptions):
@@ -46,10 +46,6 @@ class SparseOptions(RefreshOptions):
         return self
 
 
-LAUNCHES = {RefreshState.UPDATE: LAUNCHES_TO_RETAIN[RefreshState.UPDATE] + 8}
-"""Score (2), pool, choose, sort, gather and join (2): ``SparsePass``, with its own scorer."""
-
-
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the window alone."""
     return refresh_then_reuse(spec, progress, SparseOptions.of(spec).update_delay, retain)
@@ -75,6 +71,5 @@ SPARSE = CacheMethod(
     SparseOptions,
     trims_suffix=True,
     records=reuses,
-    launches=LAUNCHES,
     tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response")},
 )

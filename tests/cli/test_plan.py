@@ -105,17 +105,6 @@ def test_a_cpu_is_planned_with_packed_copies_and_a_pool(capsys):
     assert json.loads(planned(capsys, "plan", "demo", "--device", "cpu", "--json"))["memory"] == machine_memory().total
 
 
-def test_speed_is_predicted_and_says_so(capsys):
-    command = [*LLADA[:2], "--speed", "--gpu", "h200", "--batch", "1,2", "--response", "64", "--steps", "8"]
-    text = planned(capsys, *command)
-    assert "PREDICTED, NOT MEASURED" in text
-    assert text.count("LAUNCHED ×2") == 2
-    prediction = json.loads(planned(capsys, *command, "--json"))
-    assert {step["batch"] for step in prediction["steps"]} == {1, 2}
-    rates = prediction["speeds"][0]["tokens_per_second"]
-    assert rates["floor"] > rates["recorded"] >= rates["launched"] > 0
-
-
 SIZES = {"80GiB": 80 << 30, "24GB": 24 * 10**9, "512MiB": 512 << 20, "1.5 gib": 3 << 29, "4096": 4096, "2T": 2 * 10**12}
 
 
