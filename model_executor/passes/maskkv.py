@@ -155,8 +155,8 @@ class MaskKVPass(AdaptivePass):
         layers = list(layers)
         measured = self._measure(layers, hidden, phases)
         for index in self.voting:
-            spec = self.batch.canvases[index].spec
-            self.budgets[index] = prompt_budgets(spec, len(layers), measured.get(index))
+            importance = measured.get(index, [0.0] * len(layers))
+            self.budgets[index] = prompt_budgets(self.batch.canvases[index].spec, importance)
         return super().__call__(layers, hidden, phases)
 
     def _measure(
@@ -231,8 +231,8 @@ class MaskKVPass(AdaptivePass):
         heads = k.shape[1]
         world, total_heads = get_tensor_model_parallel_world_size(), self.pages.total_kv_heads
         plan = self.batch.plans[index]
-        window, scorer = options.observation_window, SCORERS[options.scorer]
-        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads, window, options.voters)
+        scorer = SCORERS[options.scorer]
+        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads)
         first_head = scored.first_kv_head
         tokens = torch.arange(spec.prompt_length, device=q.device)
         scores = scorer.score(scored, tokens)
@@ -244,16 +244,11 @@ class MaskKVPass(AdaptivePass):
         if average_budget(options, spec.prompt_length) >= spec.prompt_length:
             kept_of_all = torch.full((total_heads,), spec.prompt_length, device=q.device)
         else:
-            kept_of_all = head_budgets(
-                options.head_budget,
-                of_all_heads,
-                self.budgets[index][layer],
-                base_share=options.alpha,
-                redistribute=options.redistribute,
-            )
+            budget = self.budgets[index][layer]
+            kept_of_all = head_budgets(options.head_budget, of_all_heads, budget, base_share=options.alpha)
         kept = kept_of_all[first_head : first_head + heads]
-        recent = tokens >= spec.prompt_length - scorer.num_recent(kept, window)[:, None]
-        pooled = max_pooled(scores.masked_fill(recent, 0), options.pool_kernel_size or scorer.pool_kernel_size)
+        recent = tokens >= spec.prompt_length - scorer.num_recent(kept)[:, None]
+        pooled = max_pooled(scores.masked_fill(recent, 0), scorer.pool_kernel_size)
         ranking = pooled.masked_fill(recent, torch.inf).sort(dim=1, descending=True, stable=True).indices
         within = tokens < kept[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
