@@ -35,7 +35,10 @@ def hold_nothing(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) ->
 
 @dataclass(frozen=True)
 class CacheMethod:
-    """A cache method without its tensors, which are in the file of its name in ``model_executor/passes/``."""
+    """A cache method: pure decisions, and the name of the layer pass that carries them out.
+
+    The pass is named, not imported, so that neither the scheduler nor a command imports a model's layers.
+    """
 
     plan: Plan
     """The next step of a request."""
@@ -43,7 +46,9 @@ class CacheMethod:
     """Pages that a request holds once a step of the given running blocks has written them. Known before anything runs,
     so that they can be reserved."""
     options: type[CacheOptions] = CacheOptions
-    """What ``cache_options`` are validated with."""
+    """The model that validates ``cache_options``."""
+    layer_pass: str = "layer_pass.paged:RetentionPass"
+    """``module:name`` below ``dllm_engine.model_executor``: ``name(batch, pages)`` makes the layer pass of a step."""
     attention: tuple[Attention, ...] = ("full",)
     """Kinds of attention that the method is for. Methods for full attention approximate keys and values that may change
     with every token."""

@@ -73,4 +73,6 @@ def pass_bytes(rows: int, longest: int) -> int:
     return 16 * rows * longest
 
 
-D2_CACHE = CacheMethod(plan, hold_canvas, D2CacheOptions, check=check, pass_bytes=pass_bytes)
+D2_CACHE = CacheMethod(
+    plan, hold_canvas, D2CacheOptions, "passes.d2_cache:RolloutPass", check=check, pass_bytes=pass_bytes
+)

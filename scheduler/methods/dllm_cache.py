@@ -121,4 +121,11 @@ PAPER_SETTINGS = {
     for family, intervals in _INTERVALS.items()
 }
 TUNED = {"response_refresh_interval": (4, 7, 14), "update_ratio": (0.1, 0.25, 0.5)}
-DLLM_CACHE = CacheMethod(plan, hold_canvas_and_features, DLLMCacheOptions, paper_settings=PAPER_SETTINGS, tuned=TUNED)
+DLLM_CACHE = CacheMethod(
+    plan,
+    hold_canvas_and_features,
+    DLLMCacheOptions,
+    "passes.dllm_cache:dllm_cache_pass",
+    paper_settings=PAPER_SETTINGS,
+    tuned=TUNED,
+)

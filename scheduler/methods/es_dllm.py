@@ -149,4 +149,12 @@ def check(options: ESDLLMOptions, num_layers: int, guided: bool) -> None:
 
 
 TUNED = {"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)}
-ES_DLLM = CacheMethod(plan, hold_canvas_and_copy, ESDLLMOptions, uniform_sampler="always", check=check, tuned=TUNED)
+ES_DLLM = CacheMethod(
+    plan,
+    hold_canvas_and_copy,
+    ESDLLMOptions,
+    "passes.es_dllm:EarlySkipPass",
+    uniform_sampler="always",
+    check=check,
+    tuned=TUNED,
+)
