@@ -31,7 +31,7 @@ CACHE_METHODS: dict[str, CacheMethod] = {
 }
 """By the name that ``cache_method`` takes."""
 DEFAULT_METHODS: dict[Attention, str] = {"full": "none", "block_causal": "block"}
-"""What ``cache_method="auto"`` means; both are exact."""
+"""The method of ``cache_method="auto"`` by kind of attention; both are exact."""
 
 
 def methods_for(attention: Attention) -> list[str]:
