@@ -50,6 +50,9 @@ class DiffusionParams(SamplingParams):
     early_stop: bool | None = None
     retention_ratio: float | None = None
     delay_eos: bool | None = None
+    confidence_eos_eot_inf: bool | None = None
+    logits_eos_inf: bool | None = None
+    alg_temp: float | None = None
     guided: bool | None = None
     speculation_length: int | None = None
     guide_top_k: int | None = None

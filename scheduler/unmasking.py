@@ -17,6 +17,8 @@ Measure = Literal["probability", "entropy", "margin", "noise", "position"]
 probabilities of the two likeliest tokens, a random number, or how far left it is."""
 WEIGHTED_MEASURES = ("probability", "margin")
 """Those that a prior can weight: they are not negative, and mean something."""
+CONFIDENCES = (*WEIGHTED_MEASURES, "entropy")
+"""Those that come from the predicted distribution."""
 
 
 @dataclass(frozen=True)
