@@ -20,8 +20,8 @@ from tests.support.random_requests import (
     random_requests,
 )
 
-END_TOKENS, TURN_ENDS = (42, 74, 226), (316, 319, 409)
-"""Tokens that the tiny models are quick to predict."""
+END_TOKENS, TURN_ENDS = (42, 74, 226, 501), (316, 319, 409)
+"""Tokens that the tiny models are quick to predict, and the one of their generation configs."""
 ENDS = [*END_TOKENS, *TURN_ENDS]
 ENGINES: list[tuple[str, str, int, dict[str, Any]]] = [
     ("none", "llada-tiny-a", 1, {}),
