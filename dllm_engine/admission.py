@@ -13,6 +13,7 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError, r
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.unmasking import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
@@ -133,8 +134,13 @@ def check_integer(name: str, value: object) -> None:
 
 
 def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
-    """The parameters with a length, and with an automaton for what the text must match."""
+    """The parameters with a length, with an automaton for what the text must match, and with the filters of a greedy
+    request where they travel: vLLM resets its own fields on the way to the engine."""
     params = constrained(params, tokenizer, vllm_config)
+    if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
+        filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
+        params = params.clone()
+        params.extra_args = filters | (params.extra_args or {})
     if params.max_tokens is None:
         params = params.clone()
         params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)

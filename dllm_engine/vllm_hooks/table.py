@@ -140,9 +140,14 @@ SERVING = (
         )
     ),
     Patch(
+        "vllm.sampling_params:SamplingParams._verify_args",
+        "admission:remember_filters",
+        "keep top_p and top_k of greedy requests, on which confidences depend",
+    ),
+    Patch(
         "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
-        "admission:explain_greedy",
-        "say what several responses to a prompt need",
+        "admission:settle_greedy",
+        "bring top_p and top_k back, and say what several responses to a prompt need",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
