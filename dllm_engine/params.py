@@ -140,5 +140,9 @@ def check_place(fields: Iterable[str]) -> None:
             )
         if name in EngineOptions.model_fields:
             raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name in ("min_tokens", "logit_bias"):
+            raise InvalidRequestError(
+                f"{name} is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there"
+            )
         if name == "cfg_scale":
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")

@@ -90,7 +90,11 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
         ({"top_p": 0.0}, ("top_p", "0.0")),
         ({"top_p": 1.5}, ("top_p", "1.5")),
         ({"top_k": -2}, ("top_k", "-2")),
-        ({"min_tokens": 9}, ("min_tokens=9", "8 tokens come back", "0 … 8")),
+        ({"min_tokens": 9}, ("min_tokens must be less than or equal to max_tokens=8", "9")),
+        (
+            {"min_tokens": 5, "gen_length": None, "response_template": [None, 5] * 4, "return_given": False},
+            ("min_tokens=5", "4 tokens come back", "0 … 4"),
+        ),
         ({"logit_bias": {150: 1.0}}, ("logit_bias holds 150", "vocabulary of 150", "leave it out")),
         ({"logit_bias": {"5": 1.0}}, ("logit_bias holds '5'",)),
         ({"logit_bias": {5: float("nan")}}, ("logit_bias[5]=nan", "−10000 … 10000")),

@@ -66,6 +66,14 @@ DREAMS = SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_m
         # Tokens per step, and steps per block, take the place of steps.
         ({"steps": 4}, UNEVEN | {"tokens_per_step": 3}, {"steps": 8, "steps_per_block": (3, 3, 2)}),
         ({"steps": 4}, UNEVEN | {"steps_per_block": 5}, {"steps": 14, "steps_per_block": (5, 5, 4)}),
+        # Positions are drawn, or a rule takes them: who names one gets no default of the other.
+        (DRAWN := {"alg_temp": 0.5}, {}, {"alg_temp": 0.5, "parallel": None}),
+        (DRAWN, {"threshold": 0.5}, {"alg_temp": 0.0, "parallel": ("threshold", 0.5)}),
+        (DRAWN, {"alg_temp": 0.0}, {"alg_temp": 0.0}),
+        (SEVERAL, {"alg_temp": 0.5}, {"alg_temp": 0.5, "block_add_threshold": None, "parallel": None}),
+        (SEVERAL, {"alg_temp": 0.0}, {"alg_temp": 0.0, "block_add_threshold": 0.1}),
+        ({"logits_eos_inf": True}, {}, {"logits_eos_inf": True, "confidence_eos_eot_inf": False}),
+        ({"logits_eos_inf": True}, {"logits_eos_inf": False}, {"logits_eos_inf": False}),
         ({}, {}, {"slow_fast": None}),
         ({}, {"slow_fast": {}}, {"slow_fast": SlowFast()}),
         ({}, {"family": DREAM, "slow_fast": {"slow_minimum": 3}}, {"slow_fast": DREAMS}),
