@@ -31,7 +31,7 @@ FILTERED_OUT = 1e6
 """By so much lower is the score of a token that top-p and top-k leave out: a constrained response may need it."""
 TILE_ROWS, LEAST_ROWS = 128, 512
 """A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads.
-A chunk of constrained rows is one tile: it holds four times as much for each logit."""
+A chunk of constrained or biased rows is one tile: it holds up to four times as much for each logit."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class TokenPredictor:
             scores = self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
             return _Scored(plain, shard, scores)
 
-        least_rows = TILE_ROWS if constrained else LEAST_ROWS
+        least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
         chunks = Chunks(scored, head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows))
         classes = self._classes(chunks, constrained) if constrained else None
         parts = []

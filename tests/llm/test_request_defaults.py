@@ -198,6 +198,27 @@ def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):
     assert open_gen_length(DiffusionParams(), 250, llm.model_config) == 6, "what fits"
 
 
+@pytest.mark.parametrize(
+    ("stated", "default"),
+    [
+        # As Dream-v0-Instruct-7B is released.
+        (
+            {"alg": "origin", "alg_temp": None, "eps": 0.001, "steps": 512, "temperature": 0.0, "top_k": None}
+            | {"top_p": None, "mask_token_id": None, "output_history": False},
+            {},
+        ),
+        ({"temperature": 0.1, "top_p": 0.9}, {"temperature": 0.1, "top_p": 0.9}),
+        ({"top_p": 0.9, "top_k": 20}, {"top_p": 0.9, "top_k": 20}),
+    ],
+    ids=str,
+)
+def test_sampling_is_by_default_as_a_generation_config_states(engines, tmp_path, stated, default):
+    llm = engines(checkpoint(tmp_path, stated))
+    params = llm.get_default_sampling_params()
+    expected = {"temperature": 0.0, "top_p": 1.0, "top_k": 0} | default
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
 def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(engines, opinionated):
     llm = engines(opinionated, request_defaults={"block_length": 12})
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 12, 12)
