@@ -71,6 +71,13 @@ def test_as_defaults_of_the_server(demo, specs, monkeypatch, path):
     assert_filtered(specs)
 
 
+def test_in_tokens_in_tokens_out(demo, specs):
+    client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8} | GREEDY}
+    assert client.post("/inference/v1/generate", json=body).status_code == 200
+    assert_filtered(specs)
+
+
 def test_as_defaults_in_python(demo, specs, monkeypatch):
     config = demo.model_config
     monkeypatch.setattr(config, "override_generation_config", config.override_generation_config | FILTERS)
