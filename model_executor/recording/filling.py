@@ -47,7 +47,7 @@ def filling_size(
         return None
     if any(plan.quota.observed is not None for plan in plans):
         return None
-    if group.barred or canvases[0].constrained is not None:
+    if group.biased or canvases[0].constrained is not None or any(canvas.spec.alg_temp for canvas in canvases):
         return None
     (choice,) = choices
     num_candidates, width = padded(group.positions.numel()), padded(group.width)
