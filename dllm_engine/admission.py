@@ -1,5 +1,6 @@
 """What a request must satisfy before it enters the engine. What fails is answered with 400 and loses nothing."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -102,9 +103,10 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
 def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
     if spec.constraint is None:
         return
-    constraint = constraint_of(spec.constraint, ends)
+    constraint = constraint_of(spec.constraint, ends, spec.reasoning)
     if constraint.completable(spec.response_template)[0][0]:
         return
+    with_reasoning = "" if spec.reasoning is None else ", with the marker that ends reasoning before it"
     if spec.template:
         reason = "no text that structured_outputs accepts has the given tokens at their places and fills its holes"
     elif not ends:
@@ -112,7 +114,7 @@ def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
     else:
         reason = (
             f"gen_length={spec.gen_length} (max_tokens) is too short for structured_outputs: the shortest text that it "
-            f"accepts has {constraint.fewest_tokens()} tokens"
+            f"accepts has {constraint.fewest_tokens()} tokens" + with_reasoning
         )
     raise InvalidRequestError(reason)
 
@@ -140,12 +142,14 @@ def check_integer(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
 
 
-def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
+def settled_params(
+    params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+) -> SamplingParams:
     """The parameters with a length, and with an automaton for what the text must match."""
-    params = constrained(params, tokenizer, vllm_config)
+    params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
     if params.max_tokens is None:
         params = params.clone()
-        params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)
+        params.max_tokens = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)
     return params
 
 

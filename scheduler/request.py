@@ -119,6 +119,8 @@ class DecodingSpec:
     """Whether given tokens are sent with those that were filled in."""
     constraint: bytes | None = None
     """What the response's text must match, as ``Automaton.packed``. None: anything."""
+    reasoning: bytes | None = None
+    """What comes before the text that must match, as ``Automaton.packed``. None: nothing."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None

@@ -18,7 +18,13 @@ from dllm_engine.scheduler.options.request_fields import (
     RequestOptions,
     with_defaults,
 )
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, constraint_in, request_options
+from dllm_engine.scheduler.options.request_options import (
+    CONSTRAINT,
+    REASONING,
+    InvalidRequestError,
+    automaton_in,
+    request_options,
+)
 from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, resolve_unmasking
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
@@ -283,7 +289,8 @@ def resolve_decoding(
         delay_eos=bool(options.delay_eos),
         template=template,
         return_given=own.return_given is not False,
-        constraint=constraint_in(params),
+        constraint=automaton_in(params, CONSTRAINT),
+        reasoning=automaton_in(params, REASONING),
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
         return_order=bool(own.return_order),
