@@ -103,6 +103,7 @@ def answers_that_match(llm, admitted, max_examples: int) -> int:
         for (kind, grammar, params), output in zip(cases, generate(llm, prompts, [c[2] for c in cases]), strict=True):
             (completion,) = output.outputs
             assert matches(kind, grammar, completion.text), (kind, grammar, params, completion.text)
+            assert completion.finish_reason == "stop"
             found.append(completion.text)
 
     ask()

@@ -82,12 +82,13 @@ def test_what_is_prepared_for_one_engine_is_not_taken_by_another(demo):
     config, tokenizer = demo.llm_engine.vllm_config, demo.get_tokenizer()
     size = config.model_config.hf_config.vocab_size
     model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=size + 1))
-    other = SimpleNamespace(additional_config={}, model_config=model_config)
+    unset = SimpleNamespace(reasoning_parser="")
+    other = SimpleNamespace(additional_config={}, model_config=model_config, structured_outputs_config=unset)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="two (engines)?"))
 
     async def sizes():
         await requests.prepare(params.structured_outputs, tokenizer, config)
-        found = [requests.constrained(params, tokenizer, of_engine) for of_engine in (config, other)]
+        found = [requests.constrained(params, [5], tokenizer, of_engine) for of_engine in (config, other)]
         return [len(unpacked(constrained.extra_args["constraint"]).class_of) for constrained in found]
 
     assert asyncio.run(sizes()) == [size, size + 1]
