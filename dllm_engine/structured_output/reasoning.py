@@ -61,8 +61,8 @@ def reasoning_before(
     if parser.reasoning_end_str is None:
         raise InvalidRequestError(
             f"structured_outputs: the engine's reasoning_parser={settings.reasoning_parser!r} does not name the text "
-            f"that ends reasoning; start the engine without it, or with enable_in_reasoning in "
-            f"structured_outputs_config"
+            f"that ends reasoning (reasoning_end_str); start the engine with another parser, or with "
+            f"enable_in_reasoning in structured_outputs_config"
         )
     vocabulary = tokenizer.get_vocab()
     tokens = (vocabulary.get(marker) for marker in (parser.reasoning_end_str, parser.reasoning_start_str))

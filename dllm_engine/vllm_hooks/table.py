@@ -294,6 +294,7 @@ PRIVATE = (
     Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
     Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
     Private("vllm.reasoning", "ReasoningParserManager", "for reasoning before structured output"),
+    Private("vllm.renderers.online_renderer", "OnlineRenderer.effective_chat_template_kwargs", _FRONT_END),
     Private(
         "vllm.reasoning.abs_reasoning_parsers",
         "ReasoningParser.is_reasoning_end ReasoningParser.reasoning_start_str ReasoningParser.reasoning_end_str",
