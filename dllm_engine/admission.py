@@ -1,12 +1,16 @@
 """What a request must satisfy before it enters the engine. What fails is answered with 400 and loses nothing."""
 
+import inspect
+import math
 from collections.abc import Sequence
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily
-from dllm_engine.options import EngineOptions
+from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -33,6 +37,38 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
 }
 
 
+_HINTS = get_type_hints(SamplingParams)
+_TYPES: dict[str, tuple[Any, ...]] = {
+    name: get_args(_HINTS[name]) if get_origin(_HINTS[name]) in (Union, UnionType) else (_HINTS[name],)
+    for name in SamplingParams.__struct_fields__
+}
+"""What each field may be."""
+
+
+def check_types(params: SamplingParams) -> None:
+    """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, and for numbers that cannot be sent
+    to engine processes.
+
+    vLLM's server checks the types of most fields; in Python nobody does.
+    """
+    for name, kinds in _TYPES.items():
+        value = getattr(params, name)
+        if isinstance(value, int):
+            _check_size(name, value)
+        classes = tuple(kind for kind in kinds if inspect.isclass(kind) and kind.__module__ != "builtins")
+        if value is None and NoneType in kinds:
+            continue
+        try:
+            if not classes:
+                msgspec.convert(value, Union[kinds])  # noqa: UP007
+            elif not isinstance(value, classes):
+                raise msgspec.ValidationError(f"Expected `{classes[0].__name__}`, got `{type(value).__name__}`")
+        except (msgspec.ValidationError, AttributeError) as error:
+            raise InvalidRequestError(f"{name}={shortened(value)}: {error}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequestError(f"{name}={value} must be a finite number")
+
+
 def check_request(
     params: SamplingParams,
     prompt_token_ids: list[int],
@@ -51,7 +87,7 @@ def check_request(
             shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
             raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
     check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
-    _check_integers(params, hf_config.vocab_size)
+    _check_stop_tokens(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(
             f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
@@ -119,9 +155,7 @@ def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
     raise InvalidRequestError(reason)
 
 
-def _check_integers(params: SamplingParams, vocab_size: int) -> None:
-    for name in ("n", "seed", "max_tokens", "logprobs", "stream_interval"):
-        check_integer(name, getattr(params, name))
+def _check_stop_tokens(params: SamplingParams, vocab_size: int) -> None:
     for token in params.stop_token_ids or ():
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
@@ -130,16 +164,17 @@ def _check_integers(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent.
-
-    vLLM's server checks the types of most fields; in Python nobody does.
-    """
+    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent."""
     if value is None:
         return
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be an integer")
+    _check_size(name, value)
+
+
+def _check_size(name: str, value: int) -> None:
     if not -(1 << 63) <= value < 1 << 63:
-        raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
+        raise InvalidRequestError(f"{name} is out of range: an integer of {value.bit_length()} bits; it may have 64")
 
 
 def settled_params(

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_integer, check_request, settled_params
+from dllm_engine.admission import check_integer, check_request, check_types, settled_params
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -52,6 +52,7 @@ def process_checked_inputs(
             "lora_request: an adapter serves all requests of an engine; leave it out, and start an engine with the "
             "adapter's folder as lora_path"
         )
+    check_types(params)
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     is_constrained = params.structured_outputs is not None
     params = _checked_params(self, prompt, params)

@@ -239,6 +239,8 @@ def resolve_decoding(
     options = own.model_copy(update=filled)
     if params.max_tokens is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
+    if params.max_tokens < 1:
+        raise InvalidRequestError(f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be at least 1")
     template = _template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
     block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
