@@ -11,8 +11,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING
-from dllm_engine.structured_output.automata import automaton_of
+from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
+from dllm_engine.structured_output.automata import automaton_of, begun_character
 from dllm_engine.structured_output.build import Grammar, Limits
 from dllm_engine.structured_output.grammar import grammar_of
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
@@ -85,6 +85,17 @@ def constrained(
     params.structured_outputs = None
     params.extra_args = carried | asked
     return params
+
+
+def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any) -> None:
+    """Raise ``InvalidRequestError`` for a prompt that ends inside a character: the text of its response begins with
+    that character, which no constraint knows of."""
+    begun = begun_character(prompt_token_ids, tokenizer, vllm_config.model_config.hf_config.vocab_size)
+    if begun:
+        raise InvalidRequestError(
+            f"structured_outputs: prompt_token_ids ends inside a character, with the bytes {begun.hex(' ')} of it, so "
+            f"that the text of the response cannot match; end the prompt with a whole character"
+        )
 
 
 def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:

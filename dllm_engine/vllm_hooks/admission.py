@@ -20,7 +20,7 @@ from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.build import Grammar
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before, with_arguments
-from dllm_engine.structured_output.requests import is_prepared, prepare
+from dllm_engine.structured_output.requests import check_prompt_end, is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 
@@ -56,6 +56,8 @@ def process_checked_inputs(
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     is_constrained = params.structured_outputs is not None
     params = _checked_params(self, prompt, params)
+    if is_constrained:
+        check_prompt_end(prompt["prompt_token_ids"], self.tokenizer, self.vllm_config)
     check_integer("priority", kwargs.get("priority"))
     request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
     _check_can_be_sent(request)
