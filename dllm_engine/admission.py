@@ -150,9 +150,9 @@ def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
     else:
         reason = (
             f"gen_length={spec.gen_length} (max_tokens) is too short for structured_outputs: the shortest text that it "
-            f"accepts has {constraint.fewest_tokens()} tokens" + with_reasoning
+            f"accepts has {constraint.fewest_tokens()} tokens"
         )
-    raise InvalidRequestError(reason)
+    raise InvalidRequestError(reason + with_reasoning)
 
 
 def _check_stop_tokens(params: SamplingParams, vocab_size: int) -> None:

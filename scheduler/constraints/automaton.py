@@ -49,13 +49,13 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
     kinds, second_kinds = np.divmod(np.flatnonzero(used), num_kinds)
     before = ~first.accepting
     num_before = int(before.sum())
-    names = np.append(np.where(before, np.cumsum(before) - 1, num_before), -1)
+    names = np.append(np.where(before, np.cumsum(before) - 1, num_before), -1).astype(np.int32)
     led = names[tables[0][before][:, kinds - 1]]
     second_led = tables[1][:, second_kinds - 1]
     second_led = np.where(second_led < 0, -1, second_led + num_before)
     return Automaton(
         np.where(used, np.cumsum(used) - 1, -1)[pair_of].astype(np.int32),
-        np.concatenate([led, second_led]).astype(np.int32),
+        np.concatenate([led, second_led]),
         np.append(np.zeros(num_before, bool), second.accepting),
     )
 
