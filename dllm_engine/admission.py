@@ -1,11 +1,16 @@
 """What a request must satisfy before it enters the engine. What fails is answered with 400 and loses nothing."""
 
-from typing import Any
+import inspect
+import math
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily
-from dllm_engine.options import EngineOptions
+from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -32,6 +37,38 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
 }
 
 
+_HINTS = get_type_hints(SamplingParams)
+_TYPES: dict[str, tuple[Any, ...]] = {
+    name: get_args(_HINTS[name]) if get_origin(_HINTS[name]) in (Union, UnionType) else (_HINTS[name],)
+    for name in SamplingParams.__struct_fields__
+}
+"""What each field may be."""
+
+
+def check_types(params: SamplingParams) -> None:
+    """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, and for numbers that cannot be sent
+    to engine processes.
+
+    vLLM's server checks the types of most fields; in Python nobody does.
+    """
+    for name, kinds in _TYPES.items():
+        value = getattr(params, name)
+        if isinstance(value, int):
+            _check_size(name, value)
+        classes = tuple(kind for kind in kinds if inspect.isclass(kind) and kind.__module__ != "builtins")
+        if value is None and NoneType in kinds:
+            continue
+        try:
+            if not classes:
+                msgspec.convert(value, Union[kinds])  # noqa: UP007
+            elif not isinstance(value, classes):
+                raise msgspec.ValidationError(f"Expected `{classes[0].__name__}`, got `{type(value).__name__}`")
+        except (msgspec.ValidationError, AttributeError) as error:
+            raise InvalidRequestError(f"{name}={shortened(value)}: {error}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequestError(f"{name}={value} must be a finite number")
+
+
 def check_request(
     params: SamplingParams,
     prompt_token_ids: list[int],
@@ -50,8 +87,6 @@ def check_request(
             shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
             raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
     check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
-    for name in ("n", "seed", "max_tokens", "min_tokens", "logprobs", "stream_interval"):
-        check_integer(name, getattr(params, name))
     check_token_numbers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(
@@ -103,9 +138,10 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
 def _check_constraint(spec: DecodingSpec, min_tokens: int) -> None:
     if spec.constraint is None:
         return
-    ends, constraint = spec.end_tokens, constraint_of(spec.constraint, spec.end_tokens)
+    ends, constraint = spec.end_tokens, constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
     if constraint.completable(spec.response_template, spec.first_end - spec.prompt_length)[0][0]:
         return
+    with_reasoning = "" if spec.reasoning is None else ", with the marker that ends reasoning before it"
     if min_tokens and constraint.completable(spec.response_template)[0][0]:
         reason = f"min_tokens={min_tokens}: no text that structured_outputs accepts is so long; lower min_tokens"
     elif spec.template:
@@ -117,33 +153,36 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int) -> None:
             f"gen_length={spec.gen_length} (max_tokens) is too short for structured_outputs: the shortest text that it "
             f"accepts has {constraint.fewest_tokens()} tokens"
         )
-    raise InvalidRequestError(reason)
+    raise InvalidRequestError(reason + with_reasoning)
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent.
-
-    vLLM's server checks the types of most fields; in Python nobody does.
-    """
+    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent."""
     if value is None:
         return
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be an integer")
+    _check_size(name, value)
+
+
+def _check_size(name: str, value: int) -> None:
     if not -(1 << 63) <= value < 1 << 63:
-        raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
+        raise InvalidRequestError(f"{name} is out of range: an integer of {value.bit_length()} bits; it may have 64")
 
 
-def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
+def settled_params(
+    params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+) -> SamplingParams:
     """The parameters with a length, with an automaton for what the text must match, and with the filters of a greedy
     request where they travel: vLLM resets its own fields on the way to the engine."""
-    params = constrained(params, tokenizer, vllm_config)
+    params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
         params = params.clone()
         params.extra_args = filters | (params.extra_args or {})
     if params.max_tokens is None:
         params = params.clone()
-        params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)
+        params.max_tokens = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)
     return params
 
 

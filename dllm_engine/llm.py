@@ -141,7 +141,7 @@ class LLM(vllm.LLM):
 
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
         engine = self.llm_engine
-        params = settled_params(params, prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
+        params = settled_params(params, [0] * prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
         options = EngineOptions.from_vllm_config(engine.vllm_config)
         return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), options)
 

@@ -127,7 +127,7 @@ class EngineOptions(BaseModel):
     requests."""
     max_automaton_states: int = Field(default=4096, ge=1)
     """The most states that the automaton of a request's ``structured_outputs`` may have."""
-    max_automaton_seconds: float = Field(default=30.0, gt=0)
+    max_automaton_seconds: float = Field(default=30.0, gt=0, le=86400)
     """The longest time that building such an automaton may take."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""

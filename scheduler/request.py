@@ -130,6 +130,8 @@ class DecodingSpec:
     """True if given tokens are sent with the tokens that were filled in."""
     constraint: bytes | None = None
     """Automaton that the response's text must match, as ``Automaton.packed``; None: any text."""
+    reasoning: bytes | None = None
+    """Automaton of the text before the text that must match, as ``Automaton.packed``; None: no such text."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None

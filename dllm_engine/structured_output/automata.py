@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -142,6 +143,11 @@ def take_counts() -> dict[str, float]:
     with _cache.lock:
         counts, _cache.counts = _cache.counts, dict.fromkeys(COUNTS, 0.0)
     return counts
+
+
+def begun_character(prompt_token_ids: Sequence[int], tokenizer: TokenizerLike | None, vocab_size: int) -> bytes:
+    """The bytes at the end of a prompt that begin a character; none where it ends with a whole one."""
+    return _cache.vocabulary(tokenizer, vocab_size).begun_character(prompt_token_ids)
 
 
 def automaton_of(grammar: Grammar, tokenizer: TokenizerLike | None, vocab_size: int, limits: Limits) -> Automaton:

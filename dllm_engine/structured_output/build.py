@@ -18,6 +18,7 @@ import numpy as np
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.structured_output.expression import Expression, either, literal
+from dllm_engine.structured_output.free_text import Reasoning, reasoning_automaton
 from dllm_engine.structured_output.json_schema import schema_expression
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
 from dllm_engine.structured_output.lifting import token_automaton
@@ -36,9 +37,9 @@ _SPARE = 16
 class Grammar:
     """What a request's text must match; equal for requests that may write the same texts in the same way."""
 
-    kind: Literal["regex", "choice", "json", "json_object"]
+    kind: Literal["regex", "choice", "json", "json_object", "reasoning"]
     text: str = ""
-    """The regex; the choices or the schema as JSON; nothing for any JSON object."""
+    """The regex; the choices, the schema or the fields of ``Reasoning`` as JSON; nothing for any JSON object."""
     spaces: bool = True
     """Of JSON: whether a space may follow a comma and a colon."""
 
@@ -68,6 +69,8 @@ class Limits:
 def build(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
     try:
+        if grammar.kind == "reasoning":
+            return reasoning_automaton(Reasoning(*json.loads(grammar.text)), token_bytes, starts, limits.max_states)
         machine = byte_machine(*character_machine(grammar.expression, _SPARE * limits.max_states))
         return token_automaton(machine, token_bytes, starts, limits.max_states)
     except TooManyStatesError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
@@ -10,17 +11,21 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.options.request_options import CONSTRAINT
-from dllm_engine.structured_output.automata import automaton_of
+from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
+from dllm_engine.structured_output.automata import automaton_of, begun_character
 from dllm_engine.structured_output.build import Grammar, Limits
 from dllm_engine.structured_output.grammar import grammar_of
+from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
 
 _prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
 """The automaton of the request that a task is about, with its grammar and its engine's config."""
 
 
-async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> None:
-    """Build the automaton without holding up the event loop; ``constrained`` takes it later in the same task.
+async def prepare(
+    structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any, reasoning: Iterable[Grammar] = ()
+) -> None:
+    """Build the automaton, and those of the reasoning before its text, without holding up the event loop;
+    ``constrained`` takes them later in the same task.
 
     Raises ``InvalidRequestError`` as ``automaton_of``.
     """
@@ -30,6 +35,8 @@ async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_conf
 
     def build() -> None:
         try:
+            for before in reasoning:
+                _automaton(before, tokenizer, vllm_config)
             built.set_result(_automaton(grammar, tokenizer, vllm_config))
         except BaseException as error:
             built.set_exception(error)
@@ -51,24 +58,44 @@ def _prepared_for(grammar: Grammar, vllm_config: Any) -> Automaton | None:
     return prepared[2]
 
 
-def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> SamplingParams:
+def constrained(
+    params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+) -> SamplingParams:
     """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
-    own.
+    own; and with one of the reasoning before it, if the response begins with that.
 
     Args:
         params: of vLLM's own class; not changed.
         tokenizer: the model's, or None.
 
-    Raises ``InvalidRequestError`` as ``grammar_of`` and ``automaton_of``.
+    Raises ``InvalidRequestError`` as ``grammar_of``, ``automaton_of`` and ``reasoning_before``.
     """
     if params.structured_outputs is None:
         return params
     grammar = grammar_of(params.structured_outputs)
     automaton = _prepared_for(grammar, vllm_config) or _automaton(grammar, tokenizer, vllm_config)
+    carried = {CONSTRAINT: automaton.packed}
+    reasoning = reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config)
+    if reasoning is not None:
+        carried[REASONING] = _automaton(reasoning, tokenizer, vllm_config).packed
+    asked = {
+        name: value for name, value in (params.extra_args or {}).items() if not isinstance(value, ReasoningArguments)
+    }
     params = params.clone()
     params.structured_outputs = None
-    params.extra_args = {**(params.extra_args or {}), CONSTRAINT: automaton.packed}
+    params.extra_args = carried | asked
     return params
+
+
+def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any) -> None:
+    """Raise ``InvalidRequestError`` for a prompt that ends inside a character: the text of its response begins with
+    that character, which no constraint knows of."""
+    begun = begun_character(prompt_token_ids, tokenizer, vllm_config.model_config.hf_config.vocab_size)
+    if begun:
+        raise InvalidRequestError(
+            f"structured_outputs: prompt_token_ids ends inside a character, with the bytes {begun.hex(' ')} of it, so "
+            f"that the text of the response cannot match; end the prompt with a whole character"
+        )
 
 
 def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:

@@ -41,6 +41,11 @@ EVERY_PROCESS = (
         "take figures and the running block out of the engine's messages",
     ),
     Patch(
+        "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
+        "output_processor:detokenize_all",
+        "keep the last token of a text that is complete without an end token",
+    ),
+    Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.put",
         "output_processor:put_latest",
         "drop the steps that a slow consumer was overtaken by, never text",
@@ -130,6 +135,11 @@ SERVING = (
             "build what structured output needs before the request is checked, while others are served",
         )
         for kind in ("chat", "completion")
+    ),
+    Patch(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.resolve_reasoning_ended",
+        "admission:resolve_by_prompt",
+        "let a response reason before its structured output, also where its reasoning is not included",
     ),
     Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
@@ -293,6 +303,13 @@ PRIVATE = (
     # Front ends
     Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
     Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
+    Private("vllm.reasoning", "ReasoningParserManager", "for reasoning before structured output"),
+    Private("vllm.renderers.online_renderer", "OnlineRenderer.effective_chat_template_kwargs", _FRONT_END),
+    Private(
+        "vllm.reasoning.abs_reasoning_parsers",
+        "ReasoningParser.is_reasoning_end ReasoningParser.reasoning_start_str ReasoningParser.reasoning_end_str",
+        "for reasoning before structured output",
+    ),
     Private("vllm.entrypoints.generate.base.protocol", "DeltaMessage ExtractedToolCallInformation", _TOOLS),
     Private("vllm.tool_parsers", "ToolParserManager", _TOOLS),
     Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser ToolParser.adjust_request", _TOOLS),

@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
+from dllm_engine.scheduler.constraints.automaton import Automaton, joined, unpacked
 
 _LEAST = -1e9
 """Score of a token that is ruled out: the text must be accepted all the same. Less than any other, and no so much less
@@ -135,9 +135,11 @@ def _linked(next_state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @lru_cache(maxsize=16)
-def constraint_of(packed: bytes, end_tokens: frozenset[int]) -> Constraint:
-    """The constraint of ``Automaton.packed``. Requests of one automaton share it."""
-    return Constraint(unpacked(packed), end_tokens)
+def constraint_of(packed: bytes, end_tokens: frozenset[int], reasoning: bytes | None = None) -> Constraint:
+    """The constraint of ``Automaton.packed``, and of what comes before its text, if anything does. Requests of equal
+    ones share it."""
+    automaton = unpacked(packed)
+    return Constraint(automaton if reasoning is None else joined(unpacked(reasoning), automaton), end_tokens)
 
 
 class ConstrainedResponse:

@@ -19,7 +19,13 @@ from dllm_engine.scheduler.options.request_fields import (
     RequestOptions,
     with_defaults,
 )
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, constraint_in, request_options
+from dllm_engine.scheduler.options.request_options import (
+    CONSTRAINT,
+    REASONING,
+    InvalidRequestError,
+    automaton_in,
+    request_options,
+)
 from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, resolve_unmasking
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
@@ -234,6 +240,8 @@ def resolve_decoding(
     options = own.model_copy(update=filled)
     if params.max_tokens is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
+    if params.max_tokens < 1:
+        raise InvalidRequestError(f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be at least 1")
     template = _template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
     block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
@@ -293,7 +301,8 @@ def resolve_decoding(
         delay_eos=bool(options.delay_eos),
         template=template,
         return_given=own.return_given is not False,
-        constraint=constraint_in(params),
+        constraint=automaton_in(params, CONSTRAINT),
+        reasoning=automaton_in(params, REASONING),
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
         return_order=bool(own.return_order),

@@ -1,8 +1,10 @@
 """What cannot be served as asked: the error names the setting, its value and the way out; the engine goes on."""
 
+import numpy as np
 import pytest
 import torch
 import vllm
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
@@ -113,6 +115,29 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
 )
 def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
     refuse(llm, healthy, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
+
+
+OTHERS = [True, False, None, 0, -1, 1.5, float("nan"), float("inf"), 2**63, 10**400, 10**5000, "x", "1", b"x", object()]
+OTHERS += [[], ["x"], [True], [1.5], [2**70], {}, {"a": 1}, {1: "x"}, np.int64(1), np.float64(0.5), np.True_, 1j]
+"""Values of which each field can have some at most."""
+
+
+@pytest.mark.parametrize("field", [name for name in SamplingParams.__struct_fields__ if name[0] != "_"])
+def test_fields_of_other_types_are_refused_by_name(llm, healthy, field):
+    answered, messages = [], []
+    for value in OTHERS:
+        params = SamplingParams(max_tokens=4, temperature=0.5, top_k=3)
+        setattr(params, field, value)
+        try:
+            generate(llm, [PROMPT], params)
+            answered.append(value)
+        except (ValueError, VLLMValidationError) as error:
+            messages.append(str(error))
+    assert all(field in message or "unknown request option 'a'" in message for message in messages), messages
+    # vLLM's `LLM` sets the kind of outputs.
+    assert len(answered) <= 5 or field == "output_kind", answered
+    assert_nothing_left(llm)
+    assert answer(llm) == healthy
 
 
 @pytest.mark.parametrize(

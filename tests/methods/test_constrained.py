@@ -73,6 +73,7 @@ def test_every_response_is_accepted(engines, request, method, model):
         tokens = list(output.outputs[0].token_ids)
         assert PlainConstraint(automaton.packed, ENDS).accepts(tokens)
         assert len(tokens) == 21 or tokens[-1] in ENDS
+        assert output.outputs[0].finish_reason == "stop"
     assert_nothing_left(llm)
 
 
