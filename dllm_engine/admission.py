@@ -44,11 +44,9 @@ def check_request(
 
     Raises ``InvalidRequestError`` naming the setting, its value and what to do, if it cannot be served.
     """
-    for name, (unused, what) in _UNSUPPORTED.items():
-        value = getattr(params, name)
-        if value is not None and value != unused:
-            shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
-            raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
+    for name in _UNSUPPORTED:
+        if reason := unsupported(name, getattr(params, name)):
+            raise InvalidRequestError(f"{reason}; leave it unset")
     check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
     _check_integers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
@@ -82,6 +80,15 @@ def check_request(
             f"{spec.canvas_length}, max_model_len is {max_model_len}; {shorten} or raise max_model_len"
         )
     return spec
+
+
+def unsupported(name: str, value: Any) -> str | None:
+    """Why a field of ``SamplingParams`` cannot have this value; None if it can."""
+    unused, what = _UNSUPPORTED.get(name, (value, ""))
+    if value is None or value == unused or value in ([], {}):
+        return None
+    shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+    return f"{shown}: {what} not supported for diffusion models"
 
 
 def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any) -> None:
