@@ -126,16 +126,32 @@ DiffusionParams.__doc__ = with_meanings(
 )
 
 
-def check_place(fields: Iterable[str]) -> None:
-    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads."""
-    for name in fields:
+_OTHER_NAMES = ("gen_length", "template", "cfg_scale")
+OWN_NAMES = frozenset({*RequestOptions.model_fields, *EngineOptions.model_fields, *_OTHER_NAMES})
+"""Names that mean something to this package, or to others like it, in the body of a request."""
+
+
+def check_place(fields: Iterable[str], *places: str) -> None:
+    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads.
+
+    Args:
+        fields: names of fields.
+        places: the field that takes request options, after those that contain it.
+    """
+    for name in OWN_NAMES.intersection(fields):
         if name in RequestOptions.model_fields:
-            raise InvalidRequestError(f'{name} belongs into vllm_xargs: {{"vllm_xargs": {{"{name}": …}}}}')
+            places = places or ("vllm_xargs",)
+            example = "".join(f'{{"{place}": ' for place in (*places, name)) + "…" + "}" * (len(places) + 1)
+            raise InvalidRequestError(f"{name} belongs into {'.'.join(places)}: {example}")
         if name == "gen_length":
             raise InvalidRequestError(
                 "gen_length is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)"
             )
-        if name in EngineOptions.model_fields:
-            raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name == "template":
+            raise InvalidRequestError(
+                "template belongs into vllm_xargs of a request over HTTP; in Python call LLM.fill_in, and for token "
+                "ids set response_template"
+            )
         if name == "cfg_scale":
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")
+        raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
