@@ -150,7 +150,8 @@ def check_integer(name: str, value: object) -> None:
 def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
     """The parameters with a length, and with an automaton for what the text must match."""
     params = constrained(params, tokenizer, vllm_config)
-    if params.max_tokens is None:
+    template_length = request_options(params).returned_length
+    if params.max_tokens is None or (template_length is not None and template_length < params.max_tokens):
         params = params.clone()
         params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)
     return params

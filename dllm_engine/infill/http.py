@@ -9,12 +9,12 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError, p
 OPENAI_LENGTH = 16
 """Tokens of a completion that names no ``max_tokens``, by OpenAI's documentation."""
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""What the request classes call the length."""
+"""What the request classes call the length; the first that is set counts."""
 
 
 def settle_template(request: Any, serving: Any) -> None:
     """Turn ``suffix``, or ``template`` in ``vllm_xargs``, into ``response_template``, and set the length of a request
-    that has a template and names none. Raises ``InvalidRequestError``.
+    that has a template: a longer one is an upper bound. Raises ``InvalidRequestError``.
 
     Args:
         request: a request object of vLLM's server, which is changed.
@@ -36,8 +36,9 @@ def settle_template(request: Any, serving: Any) -> None:
         request.vllm_xargs = xargs
     lengths = [name for name in _LENGTHS if name in type(request).model_fields]
     given = vars(request)  # reading one of them as an attribute is a warning
-    if (length := _options(xargs).returned_length) and all(given[name] is None for name in lengths):
-        setattr(request, lengths[0], length)
+    if length := _options(xargs).returned_length:
+        bound = next((given[name] for name in lengths if given[name] is not None), length)
+        setattr(request, lengths[0], min(bound, length))
 
 
 def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, Any]:
