@@ -1,5 +1,6 @@
 """Filling in over HTTP: OpenAI's ``suffix`` of completions, and templates in ``vllm_xargs``."""
 
+import json
 from typing import Any
 
 from dllm_engine.infill.template import filled_in, response_template
@@ -32,7 +33,8 @@ def settle_template(request: Any, serving: Any) -> None:
             raise InvalidRequestError(
                 f"template is a {type(template).__name__}, not a list of texts and of holes' numbers of tokens"
             )
-        xargs["response_template"] = response_template(template, serving.renderer.tokenizer)
+        # As JSON: vLLM reads a batch of chats anew, and vllm_xargs takes no null.
+        xargs["response_template"] = json.dumps(response_template(template, serving.renderer.tokenizer))
         request.vllm_xargs = xargs
     lengths = [name for name in _LENGTHS if name in type(request).model_fields]
     given = vars(request)  # reading one of them as an attribute is a warning
