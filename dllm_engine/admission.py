@@ -30,6 +30,10 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "thinking_token_budget": (None, "a thinking budget is"),
     "trace_decode_token_ids": (None, "trace replay is"),
 }
+_INSTEAD = {
+    "prompt_logprobs": "leave it unset, and echo where logprobs is set; POST /v1/likelihoods gives those of an answer "
+    "to a prompt, in Python LLM.masked_logprobs"
+}
 
 
 def check_request(
@@ -46,7 +50,7 @@ def check_request(
     """
     for name in _UNSUPPORTED:
         if reason := unsupported(name, getattr(params, name)):
-            raise InvalidRequestError(f"{reason}; leave it unset")
+            raise InvalidRequestError(f"{reason}; {_INSTEAD.get(name, 'leave it unset')}")
     check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
     _check_integers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
@@ -54,20 +58,7 @@ def check_request(
             f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
             f"{hf_config.vocab_size} tokens to report, 0 for the response's own"
         )
-    if not prompt_token_ids:
-        raise InvalidRequestError("the prompt is empty; give at least one token")
-    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= hf_config.vocab_size:
-        position = next(i for i, token in enumerate(prompt_token_ids) if not 0 <= token < hf_config.vocab_size)
-        raise InvalidRequestError(
-            f"the prompt contains token id {prompt_token_ids[position]} at position {position}, outside the "
-            f"vocabulary of {hf_config.vocab_size}"
-        )
-    if hf_config.mask_token_id in prompt_token_ids:
-        raise InvalidRequestError(
-            f"the prompt contains the mask token (id {hf_config.mask_token_id}) at position "
-            f"{prompt_token_ids.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be "
-            f"prompted"
-        )
+    check_tokens(prompt_token_ids, hf_config)
     spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
     ends = end_token_ids(params, hf_config)
     _check_given(spec.template, ends, hf_config)
@@ -80,6 +71,23 @@ def check_request(
             f"{spec.canvas_length}, max_model_len is {max_model_len}; {shorten} or raise max_model_len"
         )
     return spec
+
+
+def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
+    """Raise ``InvalidRequestError`` if a prompt, or what is called ``name``, has no tokens or one that no text has."""
+    if not tokens:
+        raise InvalidRequestError(f"{name} is empty; give at least one token")
+    if min(tokens) < 0 or max(tokens) >= hf_config.vocab_size:
+        position = next(i for i, token in enumerate(tokens) if not 0 <= token < hf_config.vocab_size)
+        raise InvalidRequestError(
+            f"{name} contains token id {tokens[position]} at position {position}, outside the vocabulary of "
+            f"{hf_config.vocab_size}"
+        )
+    if hf_config.mask_token_id in tokens:
+        raise InvalidRequestError(
+            f"{name} contains the mask token (id {hf_config.mask_token_id}) at position "
+            f"{tokens.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be prompted"
+        )
 
 
 def unsupported(name: str, value: Any) -> str | None:
