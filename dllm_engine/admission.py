@@ -86,7 +86,8 @@ def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") ->
     if hf_config.mask_token_id in tokens:
         raise InvalidRequestError(
             f"{name} contains the mask token (id {hf_config.mask_token_id}) at position "
-            f"{tokens.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be prompted"
+            f"{tokens.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be prompted. To "
+            f"write about this token, spell its text in another way, for example with a space in it"
         )
 
 

@@ -15,6 +15,9 @@ DEFAULT_GEN_LENGTH = 256
 CONSTRAINT = "constraint"
 """Where the automaton of ``structured_outputs`` travels in a request's ``extra_args``."""
 
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Fields of requests that vLLM's server puts into ``extra_args``, also where they are empty."""
+
 
 class InvalidRequestError(VLLMValidationError, ValueError):
     """A request that cannot be served as asked. vLLM's server answers it with 400."""
@@ -22,8 +25,10 @@ class InvalidRequestError(VLLMValidationError, ValueError):
 
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
+    given = params.extra_args or {}
     carried = {CONSTRAINT} if constraint_in(params) is not None else set()
-    return parse_request_options({name: x for name, x in (params.extra_args or {}).items() if name not in carried})
+    carried |= {name for name in _TRANSFERS if given.get(name) == {}}
+    return parse_request_options({name: x for name, x in given.items() if name not in carried})
 
 
 def constraint_in(params: SamplingParams) -> bytes | None:

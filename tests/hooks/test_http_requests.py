@@ -128,6 +128,20 @@ def test_what_these_cannot_serve_is_refused_by_name(client, endpoint, fields, na
     assert named in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, endpoint):
+    mask = demo.get_tokenizer().convert_ids_to_tokens(demo.model_config.hf_config.mask_token_id)
+    path, body = ENDPOINTS[endpoint]
+
+    def about(text):
+        return client.post(path, content=json.dumps({"model": "demo"} | body).replace(QUESTION, text))
+
+    refused = about(f"What does {mask} mean?")
+    assert refused.status_code == 400
+    assert "spell its text in another way, for example with a space in it" in refused.json()["error"]["message"]
+    assert about(f"What does {mask.replace('_', ' _')} mean?").status_code == 200
+
+
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 def test_several_responses_are_drawn(client, endpoint):
     path, body = ENDPOINTS[endpoint]
