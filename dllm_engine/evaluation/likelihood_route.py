@@ -69,6 +69,8 @@ class PassQueue:
 
     def __init__(self) -> None:
         self._jobs: deque[_Job] = deque()
+        """Those with canvases that no pass has taken yet."""
+        self._open: set[_Job] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def compute(self, engine: Any, canvases: Iterator[Canvas], take: Callable[[list[float]], None]) -> None:
@@ -80,12 +82,18 @@ class PassQueue:
         if job.next_canvas is None:
             return
         self._jobs.append(job)
+        self._open.add(job)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(engine))
         try:
             await job.finished
         finally:
             self._leave(job)
+
+    def end(self, error: Exception) -> None:
+        """End all requests with an error: no engine is left."""
+        for job in list(self._open):
+            self._fail(job, error)
 
     async def _run(self, engine: Any) -> None:
         max_rows = engine.vllm_config.scheduler_config.max_num_batched_tokens
@@ -132,13 +140,14 @@ class PassQueue:
             job.finished.set_exception(error)
 
     def _leave(self, job: _Job) -> None:
+        self._open.discard(job)
         if job in self._jobs:
             self._jobs.remove(job)
 
 
 def add_route(app: Any) -> None:
     """Serve ``/v1/likelihoods`` from a FastAPI ``app`` of vLLM's."""
-    queue = PassQueue()
+    queue = app.state.likelihoods = PassQueue()
 
     async def create_likelihoods(request: LikelihoodRequest, raw_request: Request) -> JSONResponse:
         state = raw_request.app.state

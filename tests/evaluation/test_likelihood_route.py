@@ -134,7 +134,7 @@ class Engine:
         return [[[float(sequence[0])] for sequence in sequences], self.num_weight_changes]
 
 
-def computed(engine, *requests, during=lambda tasks: None):
+def computed(engine, *requests, during=lambda tasks, queue: None):
     """What each request, a list of (mark, number of rows) of canvases, gets."""
 
     async def one(queue, request):
@@ -146,7 +146,7 @@ def computed(engine, *requests, during=lambda tasks: None):
         queue = PassQueue()
         tasks = [asyncio.create_task(one(queue, request)) for request in requests]
         await asyncio.sleep(0)
-        during(tasks)
+        during(tasks, queue)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     return asyncio.run(run())
@@ -167,10 +167,16 @@ def test_a_canvas_longer_than_a_pass_takes_one_of_its_own():
 
 def test_a_client_that_leaves_takes_its_canvases_along():
     engine = Engine()
-    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks: tasks[0].cancel())
+    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks, queue: tasks[0].cancel())
     assert isinstance(left, asyncio.CancelledError)
     assert stayed == [2.0, 2.0]
     assert sum(passed.count(1) for passed in map(list, engine.passes)) <= 2
+
+
+def test_a_server_that_stops_ends_all_requests_with_its_error():
+    error = RuntimeError("stopping")
+    found = computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda tasks, queue: queue.end(error))
+    assert found == [error, error]
 
 
 def test_a_pass_that_fails_fails_the_requests_in_it_and_no_other():
@@ -181,7 +187,7 @@ def test_a_pass_that_fails_fails_the_requests_in_it_and_no_other():
 def test_a_likelihood_never_comes_from_two_sets_of_weights():
     engine = Engine()
 
-    def change(tasks):
+    def change(tasks, queue):
         engine.num_weight_changes += 1
 
     first, second = [(1, 10)] * 2, [(2, 10)]
