@@ -36,11 +36,10 @@ def settle_template(request: Any, serving: Any) -> None:
         # As JSON: vLLM reads a batch of chats anew, and vllm_xargs takes no null.
         xargs["response_template"] = json.dumps(response_template(template, serving.renderer.tokenizer))
         request.vllm_xargs = xargs
-    lengths = [name for name in _LENGTHS if name in type(request).model_fields]
-    given = vars(request)  # reading one of them as an attribute is a warning
     if length := _options(xargs).returned_length:
-        bound = next((given[name] for name in lengths if given[name] is not None), length)
-        setattr(request, lengths[0], min(bound, length))
+        bound = _bound(request)
+        lengths = [name for name in _LENGTHS if name in type(request).model_fields]
+        setattr(request, lengths[0], length if bound is None else min(bound, length))
 
 
 def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, Any]:
@@ -52,16 +51,25 @@ def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, An
     return {"holes": filled_in(completion.token_ids, template, tokenizer, with_given=options.return_given is not False)}
 
 
+def _bound(request: Any) -> int | None:
+    """The length that the request names."""
+    given = vars(request)  # reading one of them as an attribute is a warning
+    return next((given[name] for name in _LENGTHS if given.get(name) is not None), None)
+
+
 def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: Any) -> list[str | int]:
     if template is not None or "response_template" in xargs:
         raise InvalidRequestError("suffix and a template both say what is given; give one")
-    if request.echo:
+    if getattr(request, "echo", False):
         raise InvalidRequestError("suffix is not supported with echo; leave one of them unset")
-    if request.max_tokens is not None and request.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens={request.max_tokens}: with suffix, at least 1 token is filled in")
+    length = _bound(request)
+    if length is not None and length < 1:
+        raise InvalidRequestError(f"max_tokens={length}: with suffix, at least 1 token is filled in")
+    if not isinstance(suffix, str):
+        raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
     # vLLM would render it as a prompt of a model that was trained to continue prompts.
     request.suffix = None
-    return [OPENAI_LENGTH if request.max_tokens is None else request.max_tokens, suffix]
+    return [OPENAI_LENGTH if length is None else length, suffix]
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

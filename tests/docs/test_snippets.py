@@ -41,6 +41,7 @@ NOT_RUN = {
     "dllm eval --count 20 --methods none,": TAKES_MINUTES,
     "dllm eval --tasks needle": TAKES_MINUTES,
     "dllm eval --model demo-blocks --count 100": TAKES_MINUTES,
+    "dllm lm-eval --model dllm-http": "asks a server; tests/evaluation/test_likelihood_route.py runs the model",
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --quantization": NEEDS_CHECKPOINT,
     "python examples/quantize.py": TAKES_MINUTES,

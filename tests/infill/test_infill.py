@@ -69,6 +69,22 @@ def test_samples_differ(demo):
 
 # HTTP
 
+BODIES = {
+    "/v1/completions": ({"prompt": PROMPT}, "max_tokens"),
+    "/v1/chat/completions": ({"messages": CHAT}, "max_tokens"),
+    "/v1/chat/completions/batch": ({"messages": [CHAT]}, "max_completion_tokens"),
+    "/v1/responses": ({"input": CHAT}, "max_output_tokens"),
+    "/v1/messages": ({"messages": CHAT}, "max_tokens"),
+    "/invocations": ({"messages": CHAT}, "max_completion_tokens"),
+}
+
+
+NAMES_OF = {
+    "/v1/completions": ["max_tokens"],
+    "/v1/chat/completions": ["max_tokens", "max_completion_tokens"],
+    "/v1/responses": ["max_output_tokens"],
+}
+
 
 def test_suffix_of_a_completion(complete):
     answer = complete(suffix=AFTER, max_tokens=4).json()
@@ -78,6 +94,19 @@ def test_suffix_of_a_completion(complete):
     lines = complete(suffix=AFTER, max_tokens=4, stream=True).text.splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_names(client, path):
+    body, _ = BODIES[path]
+    for name in NAMES_OF[path]:
+        answer = client.post(path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) == 5
+        refused = client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body)
+        assert refused.status_code == 400
+        assert "suffix" in refused.text
 
 
 def test_templates_over_http(client, complete):
@@ -93,16 +122,6 @@ def test_templates_over_http(client, complete):
     assert choice["text"] == choice["holes"][0]
     tokens = complete(vllm_xargs={"response_template": "[null, 5, null]"}, return_token_ids=True).json()
     assert tokens["choices"][0]["token_ids"][1] == 5, tokens
-
-
-BODIES = {
-    "/v1/completions": ({"prompt": PROMPT}, "max_tokens"),
-    "/v1/chat/completions": ({"messages": CHAT}, "max_tokens"),
-    "/v1/chat/completions/batch": ({"messages": [CHAT]}, "max_completion_tokens"),
-    "/v1/responses": ({"input": CHAT}, "max_output_tokens"),
-    "/v1/messages": ({"messages": CHAT}, "max_tokens"),
-    "/invocations": ({"messages": CHAT}, "max_completion_tokens"),
-}
 
 
 @pytest.mark.parametrize("path", BODIES)
