@@ -159,10 +159,10 @@ def check_integer(name: str, value: object) -> None:
 def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
     """The parameters with a length, and with an automaton for what the text must match."""
     params = constrained(params, tokenizer, vllm_config)
-    template_length = request_options(params).returned_length
-    if params.max_tokens is None or (template_length is not None and template_length < params.max_tokens):
-        params = params.clone()
-        params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)
+    if params.max_tokens is None or (params.extra_args or {}).get("response_template") is not None:
+        params, bound = params.clone(), params.max_tokens
+        length = open_gen_length(params, prompt_length, vllm_config.model_config)
+        params.max_tokens = length if bound is None else min(bound, length)
     return params
 
 

@@ -1,8 +1,9 @@
 """Fields of a request that say what leaving them out says: its default, null, nothing in a list or an object."""
 
+from typing import Any
+
 import pytest
-from pydantic import ValidationError
-from pydantic_core import PydanticUndefined, to_jsonable_python
+from pydantic import TypeAdapter, ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -50,7 +51,8 @@ def neutral_values(path):
     values = []
     for name, field in request.model_fields.items():
         kind = str(field.annotation)
-        default = None if field.default is PydanticUndefined else to_jsonable_python(field.default)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = TypeAdapter(Any).dump_python(default, mode="json")
         choices = [None, default, *([{}] * ("dict" in kind)), *([[]] * ("list" in kind))]
         values += [(name, value) for value in choices if name not in body]
     return [each for each in [*values, *OFF.items()] if each not in REFUSED_BY_VLLM and is_valid(path, *each)]
