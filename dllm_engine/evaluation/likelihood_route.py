@@ -203,14 +203,14 @@ def _check(request: LikelihoodRequest, prompt: list[int], answers: list[list[int
                 f"answers[{index}]: prompt ({len(prompt)} tokens) and answer ({len(answer)}) need a canvas of "
                 f"{length}, max_model_len is {limit}; shorten one or raise max_model_len"
             )
-        for number, mask in enumerate(request.masks or ()):
-            if max(mask, default=0) >= len(answer):
-                raise InvalidRequestError(
-                    f"masks[{number}] holds {max(mask)}, but answers[{index}] has {len(answer)} tokens; a mask is a "
-                    f"list of positions in the answer"
-                )
         canvases = num_canvases(len(answer), request.num_samples) if request.masks is None else len(request.masks)
         num_rows += canvases * length
+    shortest = min(map(len, answers))
+    for number, mask in enumerate(request.masks or ()):
+        if max(mask, default=0) >= shortest or len(set(mask)) < len(mask):
+            raise InvalidRequestError(
+                f"masks[{number}] must hold different positions in an answer, and the shortest has {shortest} tokens"
+            )
     if num_rows > MOST_FULL_CANVASES * limit:
         asked = f"num_samples={request.num_samples}" if request.masks is None else f"{len(request.masks)} masks"
         raise InvalidRequestError(
