@@ -35,6 +35,10 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "thinking_token_budget": (None, "a thinking budget is"),
     "trace_decode_token_ids": (None, "trace replay is"),
 }
+_INSTEAD = {
+    "prompt_logprobs": "leave it unset, and echo where logprobs is set; POST /v1/likelihoods gives those of an answer "
+    "to a prompt, in Python LLM.masked_logprobs"
+}
 
 
 _HINTS = get_type_hints(SamplingParams)
@@ -81,11 +85,9 @@ def check_request(
 
     Raises ``InvalidRequestError`` naming the setting, its value and what to do, if it cannot be served.
     """
-    for name, (unused, what) in _UNSUPPORTED.items():
-        value = getattr(params, name)
-        if value is not None and value != unused:
-            shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
-            raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
+    for name in _UNSUPPORTED:
+        if reason := unsupported(name, getattr(params, name)):
+            raise InvalidRequestError(f"{reason}; {_INSTEAD.get(name, 'leave it unset')}")
     check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
     check_token_numbers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
@@ -93,20 +95,7 @@ def check_request(
             f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
             f"{hf_config.vocab_size} tokens to report, 0 for the response's own"
         )
-    if not prompt_token_ids:
-        raise InvalidRequestError("the prompt is empty; give at least one token")
-    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= hf_config.vocab_size:
-        position = next(i for i, token in enumerate(prompt_token_ids) if not 0 <= token < hf_config.vocab_size)
-        raise InvalidRequestError(
-            f"the prompt contains token id {prompt_token_ids[position]} at position {position}, outside the "
-            f"vocabulary of {hf_config.vocab_size}"
-        )
-    if hf_config.mask_token_id in prompt_token_ids:
-        raise InvalidRequestError(
-            f"the prompt contains the mask token (id {hf_config.mask_token_id}) at position "
-            f"{prompt_token_ids.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be "
-            f"prompted"
-        )
+    check_tokens(prompt_token_ids, hf_config)
     spec = with_tokens(resolve_decoding(params, len(prompt_token_ids), family, engine), params, hf_config)
     _check_given(spec.template, spec.end_tokens, hf_config)
     _check_constraint(spec, params.min_tokens)
@@ -118,6 +107,33 @@ def check_request(
             f"{spec.canvas_length}, max_model_len is {max_model_len}; {shorten} or raise max_model_len"
         )
     return spec
+
+
+def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
+    """Raise ``InvalidRequestError`` if a prompt, or what is called ``name``, has no tokens or one that no text has."""
+    if not tokens:
+        raise InvalidRequestError(f"{name} is empty; give at least one token")
+    if min(tokens) < 0 or max(tokens) >= hf_config.vocab_size:
+        position = next(i for i, token in enumerate(tokens) if not 0 <= token < hf_config.vocab_size)
+        raise InvalidRequestError(
+            f"{name} contains token id {tokens[position]} at position {position}, outside the vocabulary of "
+            f"{hf_config.vocab_size}"
+        )
+    if hf_config.mask_token_id in tokens:
+        raise InvalidRequestError(
+            f"{name} contains the mask token (id {hf_config.mask_token_id}) at position "
+            f"{tokens.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be prompted. To "
+            f"write about this token, spell its text in another way, for example with a space in it"
+        )
+
+
+def unsupported(name: str, value: Any) -> str | None:
+    """Why a field of ``SamplingParams`` cannot have this value; None if it can."""
+    unused, what = _UNSUPPORTED.get(name, (value, ""))
+    if value is None or value == unused or value in ([], {}):
+        return None
+    shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+    return f"{shown}: {what} not supported for diffusion models"
 
 
 def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any) -> None:
@@ -180,9 +196,10 @@ def settled_params(
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
         params = params.clone()
         params.extra_args = filters | (params.extra_args or {})
-    if params.max_tokens is None:
-        params = params.clone()
-        params.max_tokens = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)
+    if params.max_tokens is None or (params.extra_args or {}).get("response_template") is not None:
+        params, bound = params.clone(), params.max_tokens
+        length = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)
+        params.max_tokens = length if bound is None else min(bound, length)
     return params
 
 

@@ -177,8 +177,10 @@ class LLM(vllm.LLM):
 
     def _masked_logprobs(self, batch: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         sequences, masked = zip(*batch, strict=True)
-        # Every rank finds the same.
-        return self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))[0]
+        logprobs, _ = self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))
+        if logprobs is None:
+            raise ValueError("masked_logprobs: the engine is paused or its weights are incomplete; let it go on first")
+        return logprobs
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A default length stays open, so that admission takes it or what fits."""

@@ -107,7 +107,7 @@ class DiffusionScheduler(RequestQueue):
         self.pages.reserve(request.request_id, demand, found)
         if self.shares_prefixes and not request.skip_reading_prefix_cache:
             self.prefix_stats.record(request.num_tokens, state.progress.retained, preempted=resumes)
-        self.waiting.pop_request() if self._admits else self.waiting.remove_requests([request])
+        self.waiting.pop_request() if self.admits else self.waiting.remove_requests([request])
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         if self.log_stats:

@@ -92,6 +92,7 @@ class RequestQueue(SchedulerInterface):
         self._pause_state = PauseState.UNPAUSED
         self.weights_incomplete_since: str | None = None
         """The call that began to change the weights, until another one completes them. No request is admitted then."""
+        self.num_weight_changes = 0
         # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
         self._seeds = random.Random(vllm_config.model_config.seed)
         page_bytes = sum(group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups)
@@ -113,12 +114,13 @@ class RequestQueue(SchedulerInterface):
             request.record_event(EngineCoreEventType.QUEUED)
 
     @property
-    def _admits(self) -> bool:
+    def admits(self) -> bool:
+        """Whether requests may begin: the engine is not paused, and has all of its weights."""
         return self._pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
 
     def _next_waiting(self) -> Request | None:
         """The request to admit next. While none may begin, those that were preempted go on."""
-        if self._admits:
+        if self.admits:
             return self.waiting.peek_request() if self.waiting else None
         return next((request for request in self.waiting if request.num_preemptions), None)
 
@@ -227,7 +229,7 @@ class RequestQueue(SchedulerInterface):
     def get_num_unfinished_requests(self) -> int:
         if self._pause_state == PauseState.PAUSED_ALL:
             return 0
-        unfinished = len(self.running) + len(self.waiting) if self._admits else self.num_begun
+        unfinished = len(self.running) + len(self.waiting) if self.admits else self.num_begun
         return unfinished + len(self._errors)
 
     def has_request(self, request_id: str) -> bool:

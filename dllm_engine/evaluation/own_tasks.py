@@ -24,6 +24,7 @@ from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.comparison import Task
 from dllm_engine.evaluation.heat_map import Cell
 from dllm_engine.evaluation.score import Result, mean_and_error
+from dllm_engine.options import did_you_mean
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
@@ -67,6 +68,12 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
             for length, depth in itertools.product(NEEDLE_LENGTHS, NEEDLE_DEPTHS)
             for example in needle_examples(length, depth, count, seed)
         ]
+    if name not in (DEMO_TASKS, *TASKS):
+        known = (DEMO_TASKS, *TASKS, NEEDLE, HOLES)
+        raise ValueError(
+            f"unknown task {name!r}{did_you_mean(name, known)} (tasks: {', '.join(known)}, or a FILE.jsonl); tasks of "
+            f"lm_eval are named by --lm-eval"
+        )
     return [
         OwnTask(BatchRequest(prompt=example.prompt), example.answer, part)
         for part in (TASKS if name == DEMO_TASKS else [name])

@@ -1,11 +1,10 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
 from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_main_memory
@@ -24,6 +23,12 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.generation_config import (
+    UNSUPPORTED,
+    checkpoint_generation,
+    left_out_generation,
+    settled_override,
+)
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
@@ -51,11 +56,12 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.
         model_config.trust_remote_code = False
         # Defaults of requests: the checkpoint's, else greedy as the authors decode, and a bounded length.
-        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | _generation_config(model_config)
-        given = model_config.override_generation_config or {}
+        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | checkpoint_generation(model_config)
+        given = settled_override(model_config.override_generation_config or {})
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
-        model_config.override_generation_config = defaults | given
+        # vLLM reads the checkpoint's file too; None takes out what it would find there.
+        model_config.override_generation_config = dict.fromkeys(UNSUPPORTED) | defaults | given
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -71,6 +77,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             check_checkpoint(model_config.model, model_config.hf_config)
         if not model_config.skip_tokenizer_init:
             check_tokenizer(model_config)
+        if left_out := left_out_generation(model_config):
+            logger.warning("%s", left_out)
         _settle_engine_options(vllm_config)
         worker_class = WORKER_CLASSES.get(current_platform.device_type)
         if worker_class is None:
@@ -185,17 +193,3 @@ def _with_guide_shape(options: EngineOptions, model_config: "ModelConfig") -> En
         Retokenizer.between(model_config, guide)
         logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
     return with_shape(options, same_tokens=same_tokens)
-
-
-def _generation_config(model_config: "ModelConfig") -> dict[str, Any]:
-    """Temperature and length that the checkpoint's generation_config.json states."""
-    source = model_config.generation_config  # "auto" (the checkpoint's own), "vllm" (none), or a folder
-    if source == "vllm":
-        return {}
-    folder = model_config.hf_config_path or model_config.model if source == "auto" else source
-    content = get_hf_file_to_dict("generation_config.json", folder, model_config.revision) or {}
-    stated = {name: content[name] for name in ("temperature", "max_new_tokens") if content.get(name) is not None}
-    length = stated.get("max_new_tokens", 1)
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(f"{folder}/generation_config.json: max_new_tokens={length!r} must be an integer of at least 1")
-    return stated

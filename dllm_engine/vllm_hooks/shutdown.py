@@ -139,10 +139,13 @@ class GracefulShutdown:
     def propagate_error(self, error: Exception) -> None:
         """End all requests with an error: no engine is left."""
         if self.was_asked_for:
-            self._propagate_error(ServerStopping())
-        else:
+            error = ServerStopping()
+        elif isinstance(error, EngineDeadError):
+            error = EngineDied()
+        self._state.likelihoods.end(error)
+        self._propagate_error(error)
+        if not self.was_asked_for:
             self._state.refusal = DIED
-            self._propagate_error(EngineDied() if isinstance(error, EngineDeadError) else error)
             # vLLM would look for it every five seconds.
             self._loop.call_soon(terminate_if_errored, self._state.server, self._engine)
 

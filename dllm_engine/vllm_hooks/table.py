@@ -223,6 +223,7 @@ _ATTENTION = "for dense attention"
 _LOADING = "to load weights"
 _SETTINGS = "to set up an engine"
 _TOOLS = "for calls of tools that must be made"
+_LIKELIHOODS = "for the route of likelihoods"
 _FRONT_END = "for what a front end checks and shows"
 
 PRIVATE = (
@@ -318,6 +319,14 @@ PRIVATE = (
     Private("vllm.v1.serial_utils", "MsgpackEncoder", _FRONT_END),
     Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
     Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.max_tokens", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _LIKELIHOODS),
+    Private(
+        "vllm.entrypoints.openai.completion.serving", "OpenAIServingCompletion.render_completion_request", _LIKELIHOODS
+    ),
+    Private("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest", _LIKELIHOODS),
+    Private("vllm.entrypoints.openai.chat_completion.serving", "OpenAIServingChat.render_chat_request", _LIKELIHOODS),
+    Private("vllm.entrypoints.serve.engine.protocol", "ErrorResponse", _LIKELIHOODS),
+    Private("vllm.entrypoints.serve.utils.api_utils", "load_aware_call with_cancellation", _LIKELIHOODS),
     Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
     Private("vllm.v1.engine.exceptions", "EngineDeadError", _FRONT_END),
     Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),

@@ -138,7 +138,7 @@ class RequestOptions(BaseModel):
     (``outputs[i].provisional``)."""
     response_template: Annotated[list[int | None], BeforeValidator(_parsed)] | None = None
     """The response with given tokens: a token id where one is given, None where the model fills one in. ``gen_length``
-    is its length then; leave it unset."""
+    is only an upper bound then, and may stay unset."""
     return_given: bool | None = None
     """False: leave the given tokens of ``response_template`` out of what is returned, and of ``gen_length``."""
     return_order: bool | None = None

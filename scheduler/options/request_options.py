@@ -17,6 +17,9 @@ REASONING = "reasoning"
 """Where the automaton of ``structured_outputs``, and that of what comes before its text, travel in a request's
 ``extra_args``."""
 
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Fields of requests that vLLM's server puts into ``extra_args``, also where they are empty."""
+
 
 class InvalidRequestError(VLLMValidationError, ValueError):
     """A request that cannot be served as asked. vLLM's server answers it with 400."""
@@ -24,8 +27,10 @@ class InvalidRequestError(VLLMValidationError, ValueError):
 
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
+    given = params.extra_args or {}
     carried = {name for name in (CONSTRAINT, REASONING) if automaton_in(params, name) is not None}
-    return parse_request_options({name: x for name, x in (params.extra_args or {}).items() if name not in carried})
+    carried |= {name for name in _TRANSFERS if given.get(name) == {}}
+    return parse_request_options({name: x for name, x in given.items() if name not in carried})
 
 
 def automaton_in(params: SamplingParams, name: str) -> bytes | None:

@@ -201,10 +201,10 @@ def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
                 f"return_given={own.return_given}: nothing is given; set response_template, or leave return_given unset"
             )
         return ()
-    if own.returned_length != max_tokens:
+    if max_tokens < (own.returned_length or 0):
         raise InvalidRequestError(
-            f"gen_length (max_tokens) is {max_tokens}, but by response_template {own.returned_length} tokens come "
-            f"back; leave gen_length unset"
+            f"max_tokens={max_tokens} (gen_length) is less than the {own.returned_length} tokens that come back by the "
+            f"template; raise it, or leave it unset"
         )
     if None not in template:
         raise InvalidRequestError("response_template has nothing to fill in; put None where the model is to write")

@@ -124,9 +124,13 @@ def test_a_response_has_a_least_length(client, endpoint):
 
 @pytest.mark.parametrize("fields", [{"min_tokens": 3}, {"vllm_xargs": {"min_tokens": 3}}], ids=str)
 def test_a_route_that_has_no_least_length_says_which_have_one(client, fields):
-    answer = client.post(RESPONSE[0], json={"model": "demo"} | RESPONSE[1] | fields)
-    assert answer.status_code == 400
-    assert "min_tokens is a field of SamplingParams, /v1/completions" in answer.json()["error"]["message"]
+    message = {"max_tokens": 8, "messages": [{"role": "user", "content": "Hello!"}]}
+    for path, body in (RESPONSE, ("/v1/messages", message)):
+        if path == "/v1/messages" and "vllm_xargs" in fields:
+            continue
+        answer = client.post(path, json={"model": "demo"} | body | fields)
+        assert answer.status_code == 400
+        assert "min_tokens is a field of SamplingParams, /v1/completions" in answer.json()["error"]["message"]
 
 
 def test_the_switches_and_drawn_positions_are_options(client):
@@ -142,6 +146,10 @@ def test_a_batch_of_chats_is_checked_too(client):
     answer = client.post("/v1/chat/completions/batch", json=body | {"block_length": 8})
     assert answer.status_code == 400
     assert "block_length belongs into vllm_xargs" in answer.json()["error"]["message"]
+    for name, value in {"stream": True, "tools": [{"type": "function", "function": {"name": "f"}}]}.items():
+        answer = client.post("/v1/chat/completions/batch", json=body | {name: value})
+        assert answer.status_code == 400
+        assert f"{name} is not supported for a batch of chats" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +171,20 @@ def test_what_these_cannot_serve_is_refused_by_name(client, endpoint, fields, na
     answer = client.post(path, json={"model": "demo"} | body | fields)
     assert answer.status_code == 400
     assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, endpoint):
+    mask = demo.get_tokenizer().convert_ids_to_tokens(demo.model_config.hf_config.mask_token_id)
+    path, body = ENDPOINTS[endpoint]
+
+    def about(text):
+        return client.post(path, json=json.loads(json.dumps({"model": "demo"} | body).replace(QUESTION, text)))
+
+    refused = about(f"What does {mask} mean?")
+    assert refused.status_code == 400
+    assert "spell its text in another way, for example with a space in it" in refused.json()["error"]["message"]
+    assert about(f"What does {mask.replace('_', ' _')} mean?").status_code == 200
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation.answering import answer_all
@@ -11,6 +12,7 @@ from dllm_engine.evaluation.own_tasks import HOLES, OwnTasks, demo_tasks
 from tests.support.engines import assert_nothing_left
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
+CHAT = [{"role": "user", "content": PROMPT[6:-5]}]
 BEFORE, WANTED, AFTER = " Tom=48,", " Ida=07", ", Max=31"
 
 
@@ -67,6 +69,22 @@ def test_samples_differ(demo):
 
 # HTTP
 
+BODIES = {
+    "/v1/completions": ({"prompt": PROMPT}, "max_tokens"),
+    "/v1/chat/completions": ({"messages": CHAT}, "max_tokens"),
+    "/v1/chat/completions/batch": ({"messages": [CHAT]}, "max_completion_tokens"),
+    "/v1/responses": ({"input": CHAT}, "max_output_tokens"),
+    "/v1/messages": ({"messages": CHAT}, "max_tokens"),
+    "/invocations": ({"messages": CHAT}, "max_completion_tokens"),
+}
+
+
+NAMES_OF = {
+    "/v1/completions": ["max_tokens"],
+    "/v1/chat/completions": ["max_tokens", "max_completion_tokens"],
+    "/v1/responses": ["max_output_tokens"],
+}
+
 
 def test_suffix_of_a_completion(complete):
     answer = complete(suffix=AFTER, max_tokens=4).json()
@@ -76,6 +94,19 @@ def test_suffix_of_a_completion(complete):
     lines = complete(suffix=AFTER, max_tokens=4, stream=True).text.splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_names(client, path):
+    body, _ = BODIES[path]
+    for name in NAMES_OF[path]:
+        answer = client.post(path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) == 5
+        refused = client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body)
+        assert refused.status_code == 400
+        assert "suffix" in refused.text
 
 
 def test_templates_over_http(client, complete):
@@ -93,6 +124,31 @@ def test_templates_over_http(client, complete):
     assert tokens["choices"][0]["token_ids"][1] == 5, tokens
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client, path):
+    body, name = BODIES[path]
+    template = {"vllm_xargs": {"template": [" Tom=", 2, ", Ida=", 2, ", Max=31"]}}
+    answers = [client.post(path, json={"model": "demo"} | body | template | {name: n}) for n in (14, 100, 10**6, 13)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400], answers[0].text
+    assert BEFORE + WANTED + AFTER in answers[1].text
+    usages = [answer.json()["usage"] for answer in answers[:3]]
+    assert [usage.get("completion_tokens", usage.get("output_tokens")) for usage in usages] == [14] * 3
+    assert "max_tokens=13" in answers[3].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [DiffusionParams, SamplingParams])
+def test_in_python_too(demo, kind):
+    template = {"response_template": [None, 5, None]}
+    given = template if kind is DiffusionParams else {"extra_args": template, "temperature": 0.0}
+    for length in (3, 100, 10**6):
+        (output,) = demo.generate(PROMPT, kind(max_tokens=length, **given))
+        assert output.outputs[0].token_ids[1] == 5
+        assert len(output.outputs[0].token_ids) == 3
+    with pytest.raises(ValueError, match=r"max_tokens=2 .gen_length. is less than the 3 tokens"):
+        demo.generate(PROMPT, kind(max_tokens=2, **given))
+    assert demo.fill_in([PROMPT], [[" Tom=", 2]], DiffusionParams(gen_length=50))[0].outputs[0].text == "48"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -104,7 +160,10 @@ def test_templates_over_http(client, complete):
         ({"vllm_xargs": {"template": ["a"]}}, "no hole"),
         ({"vllm_xargs": {"template": "a"}}, "template is a str, not a list"),
         ({"vllm_xargs": {"template": [1, "a"], "response_template": "[null]"}}, "give one"),
-        ({"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4}, "gen_length .max_tokens. is 4"),
+        (
+            {"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4},
+            "max_tokens=4 .gen_length. is less than the 5 tokens",
+        ),
         ({"vllm_xargs": {"response_template": "[1, 2]"}}, "nothing to fill in"),
         ({"vllm_xargs": {"response_template": "[null, "}}, "response_template"),
         ({"vllm_xargs": {"response_template": "[null, 600]"}}, "outside the vocabulary"),

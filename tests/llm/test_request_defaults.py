@@ -253,7 +253,7 @@ def test_an_engine_that_names_steps_or_a_rule_takes_no_rule_of_the_checkpoints(c
         (None, {"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
         (None, {"cache_method": "dual"}, ("config.json: 'dllm' takes no 'cache_method'",)),
         (None, [8], ("config.json: 'dllm'=[8] must be an object",)),
-        ({"max_new_tokens": 0}, None, ("generation_config.json", "max_new_tokens=0", "at least 1")),
+        ({"max_new_tokens": 0}, None, ("generation_config.json", "max_new_tokens=0", "greater than or equal to 1")),
         ({"max_new_tokens": "many"}, None, ("generation_config.json", "max_new_tokens='many'")),
     ],
     ids=str,

@@ -24,6 +24,8 @@ class Engine:
         self.engine_core = SimpleNamespace(resources=resources)
         self.errored, self.stopped_after = False, None
         self.told, self.queue, self.processed = [], [], []
+        self.likelihoods = SimpleNamespace(told=[])
+        self.likelihoods.end = self.likelihoods.told.append
         waiting = SimpleNamespace(queue=SimpleNamespace(put=self.queue.append))
         self.output_processor = SimpleNamespace(
             request_states={"waiting": waiting},
@@ -43,7 +45,8 @@ def serve(engine, *, until):
         closed.append(True)
 
     server = SimpleNamespace(should_exit=False, shutdown=close)
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, server=server))
+    state = SimpleNamespace(engine_client=engine, server=server, likelihoods=engine.likelihoods)
+    app = SimpleNamespace(state=state)
 
     async def serve_http(app, sock, **kwargs):
         assert sock is None
@@ -56,6 +59,7 @@ def serve(engine, *, until):
 
     asyncio.run(run())
     assert closed == [True]
+    assert engine.likelihoods.told == engine.told
 
 
 async def stop(engine):
