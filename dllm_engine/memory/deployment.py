@@ -68,7 +68,7 @@ def settled(deployment: Deployment) -> tuple[Deployment, Any, int]:
 
 
 def _max_model_len(d: Deployment, config: Any) -> int:
-    canvas, most = d.prompt + d.response, config.max_position_embeddings
+    canvas, most = d.prompt + d.response, config.longest_sequence
     if attention_block := family_of(config).attention_block:
         canvas += -canvas % (d.block_length or attention_block)
     if canvas > most:
