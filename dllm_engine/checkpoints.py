@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.models import family_keys
 from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES, CheckpointKeys
+from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
 
 
 def check_folder(model: str) -> None:
-    """Raise ``ValueError`` if ``model`` names a folder that does not exist."""
+    """Raise ``ValueError`` if ``model`` names a folder that does not exist, or whose files are not what they seem."""
+    check_files(model)
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
         raise ValueError(f"model folder {model} does not exist")
 

@@ -18,9 +18,9 @@ from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, shapes_in_layer
 from dllm_engine.model_executor.models.configs import ExpertGroups
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
-from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.model_executor.models.mlp import expert_shard
 from dllm_engine.model_executor.models.names import Shard
+from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.progress import Progress

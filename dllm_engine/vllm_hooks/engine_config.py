@@ -17,7 +17,7 @@ from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.quantization import check_quantization
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
-from dllm_engine.model_executor.models.configs import unsupported_model
+from dllm_engine.model_executor.models.configs import Config, unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
@@ -48,6 +48,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         config = model_config.hf_config
+        if isinstance(config, Config) and isinstance(model_config.hf_overrides, dict):
+            config.update(model_config.hf_overrides)  # vLLM sets one after another; here they must agree as well
         check_checkpoint(model_config.model, config, with_weights=False)
         model_config.is_dllm_engine = True
         # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.
@@ -196,6 +198,12 @@ def _generation_config(model_config: "ModelConfig") -> dict[str, Any]:
         return {}
     folder = model_config.hf_config_path or model_config.model if source == "auto" else source
     content = get_hf_file_to_dict("generation_config.json", folder, model_config.revision) or {}
+    for name in ("expand_token_id", "delete_token_id", "split_token_id"):
+        if content.get(name) is not None:
+            raise ValueError(
+                f"{folder}/generation_config.json: {name}={content[name]!r}: models that expand or delete tokens while "
+                f"they decode are not supported"
+            )
     stated = {name: content[name] for name in ("temperature", "max_new_tokens") if content.get(name) is not None}
     length = stated.get("max_new_tokens", 1)
     if not isinstance(length, int) or length < 1:

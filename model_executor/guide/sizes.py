@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from dllm_engine.model_executor.models.causal import check_guide
 from dllm_engine.model_executor.models.decoder import DecoderShape
+from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import GuideShape
 
@@ -15,6 +16,7 @@ from dllm_engine.scheduler.page_layout import GuideShape
 @lru_cache
 def guide_config(guide: str) -> Any:
     """A guide's config; raises ``ValueError`` where it cannot be loaded, or names a model that cannot guide."""
+    check_files(guide)
     try:
         config = AutoConfig.from_pretrained(guide)
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from dllm_engine.model_executor.models.configs import (
 )
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from dllm_engine.model_executor.models.llada2 import LLaDA2MoeModelLM
 from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
@@ -93,6 +94,7 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
     Raises:
         ValueError: naming the file, and the key or tensor, that is missing, damaged or does not fit the others.
     """
+    check_files(model)
     check_config(config)
     model_class = MODEL_CLASSES[family_of(config).architecture]
     shape = DecoderShape.of(config)

@@ -195,9 +195,12 @@ class CheckpointKeys(BaseModel):
             inside = (getattr(self, place) or RopeKeys()).model_dump(exclude_unset=True, exclude_none=True)
             for name, value in inside.items():
                 if rope.setdefault(name, value) != value:
-                    raise ValueError(f"{place}: {name}={value!r}, but {name}={rope[name]!r} elsewhere; state one of them")
-        keys = self.rope_parameters = RopeKeys.model_validate(own | rope)
-        self.rope_scaling, self.rope_theta, self.partial_rotary_factor = None, keys.rope_theta, keys.partial_rotary_factor
+                    raise ValueError(
+                        f"{place}: {name}={value!r}, but {name}={rope[name]!r} elsewhere; state one of them"
+                    )
+        rope = own | rope
+        self.rope_theta, self.partial_rotary_factor = rope["rope_theta"], rope["partial_rotary_factor"]
+        self.rope_scaling, self.rope_parameters = None, (keys := RopeKeys.model_validate(rope))
         hidden, heads, _, longest = (getattr(self, name) for name in self.size_keys)
         if keys.rope_type == "yarn" and keys.original_max_position_embeddings is None:
             keys.original_max_position_embeddings = longest

@@ -72,7 +72,6 @@ class Config(PretrainedConfig):
     schema: ClassVar[type[CheckpointKeys]]
     include_qkv_bias: ClassVar[bool] = False
     ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor"})
-    experts: "ExpertShape | None" = None
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -108,6 +107,11 @@ class Config(PretrainedConfig):
         else:
             super().__setattr__(name, value)
 
+    @property
+    def experts(self) -> ExpertShape | None:
+        """None: all layers have a plain MLP."""
+        return None
+
     def check(self) -> None:
         """Check what may have been changed unseen, and that a model can be served with it.
 
@@ -132,13 +136,13 @@ class Config(PretrainedConfig):
             raise ValueError(f"{source}: model_type={model_type!r}, but the file is of model_type={self.model_type!r}")
         own = self._without_kept(values)
         stated = self.schema.read(own, source)
-        self.__dict__.pop("_stated", None)
+        self.__dict__.clear()
         kept = {name: value for name, value in values.items() if name not in own}
         kept |= {"dtype": stated.dtype or stated.torch_dtype, "architectures": [self.schema.family.architecture]}
         super().__init__(**kept)
         for name, value in stated.model_dump(exclude={"dtype", "torch_dtype", "architectures", "rope_scaling"}).items():
             setattr(self, name, value)
-        self.rope_parameters = {name: value for name, value in self.rope_parameters.items() if value is not None}
+        self.rope_parameters = stated.rope_parameters.model_dump(exclude_none=True)
         self._stated = values
 
     def _without_kept(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,10 @@ class DreamKeys(TransformersKeys):
     family = DREAM
     without_effect = _WINDOW
     released_ids: ClassVar[dict[str, int]] = {"end_of_turn_token_id": 151_645}
-    other_kind = ("DreamOn", "expands and deletes masks while it decodes, which is not supported; take a Dream checkpoint")
+    other_kind = (
+        "DreamOn",
+        "expands and deletes masks while it decodes, which is not supported; take a Dream checkpoint",
+    )
 
     vocab_size: VocabularySize = 152_064
     hidden_size: Width = 3584
@@ -139,7 +142,7 @@ class LLaDAMoEKeys(TransformersKeys):
     expert_intermediate_size: Width = 1024
     dense_intermediate_size: Width | None = None
     shared_expert_intermediate_size: Width | None = None
-    moe_layer_freq: list[Literal[0, 1]] = []
+    moe_layer_freq: list[Literal[0, 1]] = Field(default_factory=list)
     moe_router_enable_expert_bias: bool | None = None
     moe_router_score_function: Literal["softmax"] | None = None
     norm_topk_prob: Off = None
@@ -169,7 +172,11 @@ class SDARKeys(BlockModelKeys):
 
     family = SDAR
     without_effect = (*_WINDOW, "debug", "ep_size", "micro_forward", "skip_checkpoint", "use_deepep")
-    released_ids: ClassVar[dict[str, int]] = {"mask_token_id": 151_669, "eos_token_id": 151_643, "end_of_turn_token_id": 151_645}
+    released_ids: ClassVar[dict[str, int]] = {
+        "mask_token_id": 151_669,
+        "eos_token_id": 151_643,
+        "end_of_turn_token_id": 151_645,
+    }
 
     block_size: Positions = 4
     vocab_size: VocabularySize = 151_936
@@ -270,5 +277,7 @@ class LLaDA2Keys(BlockModelKeys):
         if self.first_k_dense_replace > self.num_hidden_layers:
             raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} of {self.num_hidden_layers} layers")
         if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
-            raise ValueError(f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them")
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"
+            )
         return self

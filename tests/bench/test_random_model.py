@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
-from dllm_engine.model_executor.models.decoder import DecoderShape
 from dllm_engine.bench.random_model import NAMED_SHAPES, config_folder, config_of, is_named_shape, named_shape
 from dllm_engine.checkpoints import load_config
+from dllm_engine.model_executor.models.decoder import DecoderShape
 
 
 def test_a_named_shape_is_that_of_the_released_checkpoint():

@@ -217,6 +217,59 @@ def test_what_a_caller_overrides_is_checked_as_well(tiny_llada, override):
         start_engine(tiny_llada, hf_overrides=override)
 
 
+def function_that_sets(changes):
+    def override(config):
+        for name, value in changes.items():
+            setattr(config, name, value)
+        return config
+
+    return override
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"of_the_future": 1}, "of_the_future=1: not known of SDAR"),
+        ({"of_the_future": {"a": 1}}, "of_the_future={'a': 1}: not known of SDAR"),
+        ({"mask_token_id": "x"}, "mask_token_id='x'"),
+        ({"mask_token_id": 150}, "mask_token_id=150 is outside the vocabulary of 150"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"num_attention_heads": 3}, "num_key_value_heads=2 does not divide num_attention_heads=3"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4'"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_type='longrope' is not supported, only 'default',",
+        ),
+        ({"rope_parameters": {"type": "linear", "factor": 0}}, "factor=0"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e4}, "but rope_theta=50000.0 elsewhere"),
+    ],
+)
+def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, message):
+    from vllm.engine.arg_utils import EngineArgs
+
+    overrides = [changes] if len(changes) > 1 else [changes, function_that_sets(changes)]  # where the last one counts
+    for override in overrides:
+        arguments = EngineArgs(model=str(tiny_sdar), hf_overrides=override, skip_tokenizer_init=True)
+        with pytest.raises(ValueError, match=rf"{tiny_sdar}/config\.json") as caught:
+            arguments.create_model_config()
+        assert message in str(caught.value)
+
+
+def test_defaults_that_follow_from_other_keys_follow_overrides(tiny_llada):
+    config = parse_config(without(LLADA, "n_kv_heads") | {"mlp_hidden_size": None}, "folder")
+    config.update({"num_attention_heads": 2, "hidden_size": 32})
+    assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (2, 2, 128)
+    config.n_heads = 4
+    assert config.num_key_value_heads == 4
+
+
+def test_a_checkpoint_that_expands_tokens_is_known_by_its_generation_config(tmp_path):
+    write(tiny_checkpoints.write_dream(tmp_path), "generation_config.json", '{"expand_token_id": 7}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: expand_token_id=7: models that expand or delete"):
+        start_engine(tmp_path)
+
+
 def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):
     folder = shutil.copytree(tiny_sdar, tmp_path / "unstated")
     stated = {"block_size": 8, "mask_token_id": tiny_checkpoints.MASK}
