@@ -142,6 +142,7 @@ class Config(PretrainedConfig):
         super().__init__(**kept)
         for name, value in stated.model_dump(exclude={"dtype", "torch_dtype", "architectures", "rope_scaling"}).items():
             setattr(self, name, value)
+        assert stated.rope_parameters is not None  # validators see to it
         self.rope_parameters = stated.rope_parameters.model_dump(exclude_none=True)
         self._stated = values
 
