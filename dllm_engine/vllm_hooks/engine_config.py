@@ -48,8 +48,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         config = model_config.hf_config
-        if isinstance(config, Config) and isinstance(model_config.hf_overrides, dict):
-            config.update(model_config.hf_overrides)  # vLLM sets one after another; here they must agree as well
+        overrides = model_config.hf_overrides
+        if isinstance(config, Config) and isinstance(overrides, dict) and overrides:
+            config.update(overrides)  # vLLM sets one after another, so that two could differ
         check_checkpoint(model_config.model, config, with_weights=False)
         model_config.is_dllm_engine = True
         # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.

@@ -59,7 +59,8 @@ class ExpertGroups:
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
 """Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none says what a model computes."""
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROPE_NUMBERS, _ROPE_TABLES = ("rope_theta", "partial_rotary_factor"), ("rope_scaling", "rope_parameters")
+"""Where a config states RoPE; numbers may be in the tables as well."""
 
 
 class Config(PretrainedConfig):
@@ -83,19 +84,20 @@ class Config(PretrainedConfig):
 
     def update(self, config_dict: dict[str, Any]) -> None:
         """Change keys; raises ``ValueError`` as ``__init__`` does."""
-        changed = {self.attribute_map.get(name, name): value for name, value in config_dict.items()}
+        new_names = self.attribute_map | {"torch_dtype": "dtype"}
+        changed = {new_names.get(name, name): value for name, value in config_dict.items()}
         stated = dict(self._stated)
-        if not changed.keys().isdisjoint(_ROPE_KEYS):
+        if not changed.keys().isdisjoint(_ROPE_NUMBERS + _ROPE_TABLES):
             # What callers say of RoPE takes the place of what the file says, wherever that says it.
-            for name in _ROPE_KEYS:
+            for name in _ROPE_NUMBERS + _ROPE_TABLES:
                 stated.pop(name, None)
             rope = dict(self.rope_parameters)
-            inside = [keys for name in _ROPE_KEYS[1:] if isinstance(keys := changed.get(name), dict)]
-            for name in ("rope_theta", "partial_rotary_factor"):
+            inside = [keys for name in _ROPE_TABLES if isinstance(keys := changed.get(name), dict)]
+            for name in _ROPE_NUMBERS:
                 value = rope.pop(name, None)
                 if value is not None and not any(name in keys for keys in inside):
                     stated[name] = value
-            if changed.keys().isdisjoint(_ROPE_KEYS[1:]):
+            if changed.keys().isdisjoint(_ROPE_TABLES):
                 stated["rope_parameters"] = rope
         self._settle(stated | changed, f"{_source(stated)} with hf_overrides")
 

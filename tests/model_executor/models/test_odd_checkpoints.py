@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.demo import demo_model_path
@@ -262,6 +263,11 @@ def test_defaults_that_follow_from_other_keys_follow_overrides(tiny_llada):
     assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (2, 2, 128)
     config.n_heads = 4
     assert config.num_key_value_heads == 4
+    for name in ("torch_dtype", "dtype"):
+        config.update({name: "float16"})
+        assert config.dtype == torch.float16
+        config.update({name: "bfloat16"})
+        assert config.dtype == torch.bfloat16
 
 
 def test_a_checkpoint_that_expands_tokens_is_known_by_its_generation_config(tmp_path):

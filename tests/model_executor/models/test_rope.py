@@ -218,6 +218,15 @@ def test_overrides_take_the_place_of_what_the_file_states(family, changes):
         assert config.longest_sequence == alone.longest_sequence
 
 
+def test_an_override_of_the_share_that_is_turned_takes_the_place_of_the_files():
+    stated = stating("LLaDA2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}})
+    del stated["partial_rotary_factor"]
+    for changes in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
+        config = parse_config(stated, "folder")
+        config.update(changes)
+        assert (config.rope_theta, table_of(config, 9).shape) == (1e4, (9, 4))
+
+
 def test_an_override_changes_the_answer_as_the_file_would(engines, tmp_path):
     rope = {"rope_type": "linear", "factor": 4.0}
     plain = tiny_checkpoints.write_dream(tmp_path / "plain")
