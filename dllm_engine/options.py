@@ -40,6 +40,8 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
             lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: {', '.join(known)})")
         elif not name and detail["type"] == "value_error":  # of several fields together
             lines.append(message)
+        elif not what and detail["type"] in ("literal_error", "none_required"):
+            lines.append(f"{name}={value} is not supported, only {message.removeprefix('Input should be ')}")
         else:
             lines.append(f"{what} {name or what}={value}: {message}".lstrip())
     return "; ".join(lines)

@@ -15,12 +15,14 @@ from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels.vllm_operators import vllm_kernel
 
 
-def rotary_table(num_positions: int, rotary_dim: int, base: float, device: torch.device) -> torch.Tensor:
-    """float32 ``[num_positions, rotary_dim]``: a position's cosines, then its sines."""
-    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
-    positions = torch.arange(num_positions, device=device, dtype=torch.float32)
-    angles = positions[:, None] * (1.0 / base**exponents)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def rotary_table(num_positions: int, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """float32 ``[num_positions, rotary_dim]``: a position's cosines, then its sines, times ``scale``.
+
+    ``inverse_frequencies``: base^(−2j/d) above, or what RoPE scaling makes of them, float32 ``[rotary_dim / 2]``.
+    """
+    positions = torch.arange(num_positions, device=inverse_frequencies.device, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
 
 @operator("rotate_", mutates=("x",), triton="rotary", composite=True)

@@ -6,7 +6,6 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
 import torch
-from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -24,6 +23,7 @@ from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.guide.model import Guide
+from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
 from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.loading.files import load_decoder
@@ -89,7 +89,7 @@ class DiffusionModelRunner:
             self.model_memory_usage = torch.cuda.memory_allocated() - before
         self.guide: Guide | None = None
         if self.options.guide_model is not None:
-            config = AutoConfig.from_pretrained(self.options.guide_model)
+            config = guide_config(self.options.guide_model)
             self.guide = Guide(config, self._guide_reader(), self.vllm_config, self.device)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()

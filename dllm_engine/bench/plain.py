@@ -20,6 +20,7 @@ from dllm_engine.model_executor.models.configs import ExpertGroups
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.mlp import expert_shard
 from dllm_engine.model_executor.models.names import Shard
+from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.progress import Progress
@@ -38,7 +39,9 @@ class PlainDecoder:
     """A diffusion model: weights, and layers as functions of them."""
 
     def __init__(self, config: Any, weights: dict[Part, torch.Tensor]) -> None:
-        self.shape = decoder_shape(config)
+        self.config, self.shape = config, DecoderShape.of(config)
+        self.max_positions = 0
+        """The longest sequence, where RoPE depends on it; 0: no longer than the model was trained for."""
         self.mask_token_id: int = config.mask_token_id
         self.weights = weights
         if self.shape.tied_embeddings:
@@ -57,7 +60,7 @@ class PlainDecoder:
             with safe_open(file, "pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no dictionary
                     weights[locate(name)] = tensors.get_tensor(name).to(dtype)
-        shape = decoder_shape(config)
+        shape = DecoderShape.of(config)
         rows = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
         for name, shard in list(weights):
             if name.endswith("qkv_proj.weight") and shard is None:  # the checkpoint has one for all three
@@ -71,7 +74,7 @@ class PlainDecoder:
         draw = torch.Generator(device).manual_seed(0)
         weights = {
             part: torch.randn(size, generator=draw, device=device, dtype=dtype) * 0.02
-            for part, size in _sizes(decoder_shape(config)).items()
+            for part, size in _sizes(DecoderShape.of(config)).items()
         }
         return cls(config, weights)
 
@@ -91,10 +94,10 @@ class PlainDecoder:
 
     def phases(self, positions: torch.Tensor) -> KeysValues:
         """Cosines and sines of RoPE at ``positions``, float32 ``[num_rows, rotary_dim]`` each."""
-        exponents = torch.arange(0, self.shape.rotary_dim, 2, device=positions.device).float() / self.shape.rotary_dim
-        angles = positions.float()[:, None] * self.shape.rope_theta**-exponents
+        frequencies, scale = inverse_frequencies(self.config, self.max_positions, self.shape.head_dim, positions.device)
+        angles = positions.float()[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos() * scale, angles.sin() * scale
 
     def layer(
         self,
@@ -169,11 +172,6 @@ class PlainDecoder:
 def model_class(config: Any) -> type[DiffusionDecoder]:
     """The engine's class for a config."""
     return MODEL_CLASSES[family_of(config).architecture]
-
-
-def decoder_shape(config: Any) -> DecoderShape:
-    """Sizes of a diffusion model's config."""
-    return model_class(config).decoder_shape(config)
 
 
 def _expert_part(layer: int, expert: int, projection: str) -> Part:

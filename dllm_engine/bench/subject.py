@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dllm_engine.batch.files import BatchRequest
-from dllm_engine.bench.plain import PlainDecoder, decoder_shape
+from dllm_engine.bench.plain import PlainDecoder
 from dllm_engine.bench.random_model import config_of, is_named_shape, named_shape, random_engine
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
@@ -16,6 +16,7 @@ from dllm_engine.families import family_of
 from dllm_engine.memory.plan import bytes_of_page, models_of, shares_tokenizer
 from dllm_engine.memory.weights import DTYPE_BYTES, weights_of_models
 from dllm_engine.model_executor.guide.sizes import with_shape
+from dllm_engine.model_executor.models.decoder import DecoderShape
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.resolve import checkpoint_defaults, end_token_ids, resolve_decoding
@@ -86,7 +87,7 @@ class Subject:
         whole = (s.block_length or self.family.attention_block) if self.family.attention_block else 1
         longest = max(max(s.prompts) + s.response, s.max_model_len or 0)
         self.max_model_len = -(-longest // whole) * whole
-        self.shape = decoder_shape(self.config)
+        self.shape = DecoderShape.of(self.config)
         if s.shared_prefix and not self.has_random_weights:
             raise ValueError(
                 f"--shared-prefix {s.shared_prefix}: prompts of {s.model!r} are questions; give random weights as "
@@ -94,7 +95,7 @@ class Subject:
             )
         own = str(getattr(self.config, "dtype", None) or "float32").removeprefix("torch.")
         self.dtype = own if s.dtype == "auto" else {"float": "float32", "half": "float16"}.get(s.dtype, s.dtype)
-        most = self.config.max_position_embeddings
+        most = self.config.longest_sequence
         if self.max_model_len > most:
             raise ValueError(
                 f"prompt and response of {self.max_model_len} tokens: {s.model} has {most} positions; lower --prompt "
@@ -189,6 +190,11 @@ class Subject:
     def plain(self, device: torch.device) -> PlainDecoder:
         """The baseline, with weights of its own: the engine's may be packed."""
         dtype = getattr(torch, self.dtype)
+        plain = self._plain_weights(dtype, device)
+        plain.max_positions = family_of(self.config).longest_canvas(self.max_model_len)
+        return plain
+
+    def _plain_weights(self, dtype: torch.dtype, device: torch.device) -> PlainDecoder:
         if self.has_random_weights:
             return PlainDecoder.random(self.config, dtype, device)
         model = self.settings.model

@@ -133,7 +133,7 @@ def _rotate(draw: Draw, sizes: Sizes) -> list[torch.Tensor]:
     q, k = draw.queries_and_keys(sizes)
     for rotary_dim in (sizes.head_dim, sizes.head_dim // 4 * 2):  # of a head, and of a part of it
         # A table of the CPU: what is compared is the rotation alone.
-        table = rotary_table(POSITIONS, rotary_dim, 500_000.0, torch.device("cpu")).to(draw.device)
+        table = rotary_table(POSITIONS, 500_000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)).to(draw.device)
         rotate_(q, draw.integers(0, POSITIONS, ROWS), table)
     return [q, k]
 

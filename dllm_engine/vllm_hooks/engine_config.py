@@ -14,7 +14,7 @@ from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.quantization import check_quantization
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
-from dllm_engine.model_executor.models.configs import unsupported_model
+from dllm_engine.model_executor.models.configs import Config, unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
@@ -51,6 +51,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         config = model_config.hf_config
+        overrides = model_config.hf_overrides
+        if isinstance(config, Config) and isinstance(overrides, dict) and overrides:
+            config.update(overrides)  # vLLM sets one after another, so that two could differ
         check_checkpoint(model_config.model, config, with_weights=False)
         model_config.is_dllm_engine = True
         # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.

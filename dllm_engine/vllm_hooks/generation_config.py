@@ -34,6 +34,8 @@ class _File(_Defaults):
 
 UNSUPPORTED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
 """The other defaults that vLLM takes from there."""
+_CHANGE_LENGTH = ("expand_token_id", "delete_token_id", "split_token_id")
+"""Tokens of models that change the length of a response while they decode."""
 _WITHOUT_EFFECT = ("do_sample", "max_length", "transformers_version", "use_cache")
 """Keys of files that say nothing about a response of ``max_new_tokens`` at ``temperature``."""
 _OFF_AT_ONE = (
@@ -95,6 +97,12 @@ def _stated(model_config: "ModelConfig") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f'{file} holds a {type(content).__name__}, not an object such as {{"temperature": 0.7}}')
     _check(_File, content, file)
+    for name in _CHANGE_LENGTH:
+        if content.get(name) is not None:
+            raise ValueError(
+                f"{file}: {name}={content[name]!r}: models that expand or delete tokens while they decode are not "
+                f"supported"
+            )
     try:
         model_config.try_get_generation_config()  # as vLLM does for every engine
     except (TypeError, ValueError) as error:

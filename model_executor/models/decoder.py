@@ -7,7 +7,6 @@ layers.
 """
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,10 +27,12 @@ from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
 from dllm_engine.model_executor.loading.packing import embedding_table, output_head
 from dllm_engine.model_executor.loading.parameters import fill_parameters
+from dllm_engine.model_executor.models.config_keys import rotary_dim
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
 from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 
@@ -49,7 +50,6 @@ class DecoderShape:
     rotary_dim: int
     """Numbers of each head that RoPE turns, from the first on."""
     vocab_size: int
-    rope_theta: float
     rms_norm_eps: float
     qkv_bias: bool
     tied_embeddings: bool
@@ -58,7 +58,7 @@ class DecoderShape:
     experts: ExpertShape | None
 
     @classmethod
-    def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float, qk_norm: bool = False) -> "DecoderShape":
+    def of(cls, config: Any) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
         head_dim = head_dim_of(config)
         return cls(
@@ -68,13 +68,12 @@ class DecoderShape:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
-            rotary_dim=int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1)),
+            rotary_dim=rotary_dim(config, head_dim),
             vocab_size=config.vocab_size,
-            rope_theta=rope_theta,
             rms_norm_eps=config.rms_norm_eps,
-            qkv_bias=qkv_bias,
+            qkv_bias=config.include_qkv_bias,
             tied_embeddings=config.tie_word_embeddings,
-            qk_norm=qk_norm,
+            qk_norm=bool(getattr(config, "qk_layernorm", False)),
             experts=getattr(config, "experts", None),
         )
 
@@ -211,7 +210,7 @@ class VocabularyShard(NamedTuple):
     first_token: int
 
 
-class DiffusionDecoder(nn.Module, ABC):
+class DiffusionDecoder(nn.Module):
     """Embedding, layers, final norm and head; subclasses say where a checkpoint keeps each of them."""
 
     modules_outside_layers: ClassVar[dict[str, str]]
@@ -244,7 +243,8 @@ class DiffusionDecoder(nn.Module, ABC):
             model_config.max_model_len
         )
         quant_config = vllm_config.quant_config if hf_config is None else None
-        self.shape = self.decoder_shape(hf_config or vllm_config.model_config.hf_config)
+        self.config = hf_config or model_config.hf_config
+        self.shape = DecoderShape.of(self.config)
         tp_size = get_tensor_model_parallel_world_size()
         if self.shape.num_heads % tp_size:
             raise ValueError(
@@ -269,11 +269,6 @@ class DiffusionDecoder(nn.Module, ABC):
         """KV heads of this tensor-parallel rank."""
         return cast(DecoderLayer, self.layers[0]).num_kv_heads
 
-    @staticmethod
-    @abstractmethod
-    def decoder_shape(config: object) -> DecoderShape:
-        """Sizes from the checkpoint's config; raises ``ValueError`` for variants that are not supported."""
-
     @classmethod
     def locate(cls, tensor_name: str) -> tuple[str, Shard]:
         """Parameter of this module, and shard of it, that a checkpoint's tensor fills."""
@@ -295,7 +290,8 @@ class DiffusionDecoder(nn.Module, ABC):
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
         device = self.final_norm.weight.device
-        return rotary_table(self.max_positions, self.shape.rotary_dim, self.shape.rope_theta, device)
+        frequencies = inverse_frequencies(self.config, self.max_positions, self.shape.head_dim, device)
+        return rotary_table(self.max_positions, *frequencies)
 
     def rotary(self, positions: torch.Tensor) -> RotaryPhases:
         """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""

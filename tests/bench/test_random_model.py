@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
-from dllm_engine.bench.plain import decoder_shape
 from dllm_engine.bench.random_model import NAMED_SHAPES, config_folder, config_of, is_named_shape, named_shape
 from dllm_engine.checkpoints import load_config
+from dllm_engine.model_executor.models.decoder import DecoderShape
 
 
 def test_a_named_shape_is_that_of_the_released_checkpoint():
@@ -43,7 +43,7 @@ def test_heads_must_divide(name):
 
 @pytest.mark.parametrize("name", NAMED_SHAPES)
 def test_a_result_can_hold_each_shape(name):
-    shape = asdict(decoder_shape(config_of(name)))
+    shape = asdict(DecoderShape.of(config_of(name)))
     assert json.loads(json.dumps(shape))["num_layers"] == shape["num_layers"]
 
 

@@ -50,9 +50,10 @@ def test_errors_name_what_does_not_fit():
 
 def test_the_table_holds_each_positions_own_phases():
     """Bit for bit: how many positions it has, and which one is asked for, changes nothing."""
-    table = rotary_table(4096, 128, 500_000.0, torch.device("cpu"))
-    exponents = torch.arange(0, 128, 2) / 128
+    frequencies = 500_000.0 ** (-torch.arange(0, 128, 2) / 128)
+    table = rotary_table(4096, frequencies)
     for positions in (torch.tensor([0]), torch.tensor([4095, 7, 7]), torch.arange(1000, 1033)):
-        angles = positions.float()[:, None] * (1.0 / 500_000.0**exponents)
+        angles = positions.float()[:, None] * frequencies
         assert table[positions].equal(torch.cat((angles.cos(), angles.sin()), dim=-1))
-    assert table[:77].equal(rotary_table(77, 128, 500_000.0, torch.device("cpu")))
+    assert table[:77].equal(rotary_table(77, frequencies))
+    assert table[:77].mul(1.5).equal(rotary_table(77, frequencies, 1.5))

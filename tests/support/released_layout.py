@@ -12,6 +12,7 @@ from dllm_engine.bench.random_model import named_shape
 from dllm_engine.checkpoints import load_config
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.checkpoint import INDEX, MODEL_CLASSES, shapes_in_layer
+from dllm_engine.model_executor.models.decoder import DecoderShape
 
 
 def make(folder: Path, shape: str, layers: int | None, num_shards: int) -> None:
@@ -42,7 +43,7 @@ def make(folder: Path, shape: str, layers: int | None, num_shards: int) -> None:
 def released_tensors(config: PretrainedConfig) -> dict[str, list[int]]:
     """Names and shapes of the tensors of a checkpoint with this config, layer by layer."""
     model = MODEL_CLASSES[family_of(config).architecture]
-    shape = model.decoder_shape(config)
+    shape = DecoderShape.of(config)
     outside = {ours: name for name, ours in model.modules_outside_layers.items()}
     table = [shape.vocab_size, shape.hidden_size]
     tensors = {f"{outside['embedding']}.weight": table}
