@@ -15,6 +15,7 @@ from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
+    from dllm_engine.front_end import FrontEnd
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
@@ -36,10 +37,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    llm, params = start_engine(args)
-    if not llm.has_chat_template:
-        raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
-    llm.check_params(params)
+    def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
+        if not front_end.has_chat_template:
+            raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
+        front_end.check_params(params)
+
+    llm, params = start_engine(args, check)
     screen = Screen(sys.stdout) if sys.stdout.isatty() else None
     conversation = Conversation(llm, params, screen)
     if screen is not None:

@@ -61,8 +61,9 @@ class CheckpointLoader(DefaultModelLoader):
 def with_progress(files: list[str], *, shown: bool) -> Tensors:
     """The tensors of safetensors ``files``, with a bar of their bytes; none for what is loaded in a second."""
     paths = [Path(file) for file in sorted(files)]
-    total = sum(path.stat().st_size for path in paths)
-    bar_of = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY_SECONDS, "disable": not shown}
+    total = sum(path.stat().st_size - _header_bytes(path) for path in paths)
+    # None: shown on a terminal.
+    bar_of = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY_SECONDS, "disable": None if shown else True}
     reader = read_ahead(mapped_tensors(paths))
     with closing(reader), tqdm(total=total, desc="Loading weights", **bar_of) as bar:
 
@@ -71,6 +72,12 @@ def with_progress(files: list[str], *, shown: bool) -> Tensors:
             return item
 
         yield from map(count, reader)  # no name here keeps a tensor in memory
+
+
+def _header_bytes(path: Path) -> int:
+    """A safetensors file's size before its tensors; its first 8 bytes tell the size of what follows them there."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def mapped_tensors(paths: list[Path]) -> Tensors:
