@@ -18,12 +18,13 @@ from dllm_engine.families import check_profiled, family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
 from dllm_engine.inspection.record import Inspection, pieces_of, replay
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain, with_meanings
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import progress_line, quiet_arguments
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.text import did_you_mean
 
 
 class LLM(vllm.LLM):

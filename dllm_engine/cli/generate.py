@@ -11,6 +11,7 @@ from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settin
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import DENOISING, STRUCTURE
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
+from dllm_engine.text import is_text
 
 if TYPE_CHECKING:
     from dllm_engine.front_end import FrontEnd
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return _answer_file(args)
     if args.suffix is not None and args.gen_length is None:
         raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
+    if not all(map(is_text, filter(None, (args.prompt, args.suffix, args.template)))):
+        raise ValueError("PROMPT, --suffix and --template must be UTF-8; give the text in that encoding")
     return _answer_prompt(args)
 
 

@@ -31,8 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
     args, unknown = parser.parse_known_args(argv)
-    if unknown and not args.passes_on_unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.argv, args.unknown = argv, unknown
     try:
         status: int = args.run(args)
@@ -56,7 +54,6 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help=f"show where an error came from; the same as {TRACEBACK_VARIABLE}=1 in the environment",
     )
-    parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     running = (generate, chat, serve, evaluate, tune, bench, inspect_cache, profile_layers)
     for command in (*running, check, plan, models):

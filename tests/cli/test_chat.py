@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from dllm_engine.cli import engine
-from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
+from dllm_engine.cli import chat, engine
+from dllm_engine.cli.chat import COMMANDS, DEMO_HINT, GREETING, PROMPT, Screen, rows_of
 from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_BLOCKS
 from dllm_engine.front_end import FrontEnd
@@ -104,7 +104,12 @@ def test_a_block_diffusion_model_fills_in_a_block_at_a_time(run, engines):
     terminal = Terminal()
     llm = engines(DEMO_BLOCKS, skip_tokenizer_init=False, max_num_seqs=2, max_num_batched_tokens=16)
     told = "Tom lives in Paris. Ida lives in Oslo. "
-    assert run(f"{told * 3}Where does Ida live?\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm, ["--model", DEMO_BLOCKS]) == 0
+    assert (
+        run(
+            f"{told * 3}Where does Ida live?\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm, ["--model", DEMO_BLOCKS]
+        )
+        == 0
+    )
     for answer in ("Ida lives in Oslo.", "Oslo Tom Rome"):
         assert f"\n{answer}\n{PROMPT}" in terminal.pictures[-1]
     assert max(picture.count("░") for picture in terminal.pictures) == 7, "after the first step of a block of 8"
@@ -163,6 +168,40 @@ def test_what_fails_every_request_is_refused_at_once(run, monkeypatch, capsys):
     monkeypatch.setattr(FrontEnd, "has_chat_template", False)
     assert run("Hello!\n") == 2
     assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["/ext", "/", "/clear now", "/save conversation.txt"])
+def test_a_command_that_is_unknown_is_no_message(run, capsys, line):
+    assert run(f"{line}\nHello!\n") == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{HELLO}\n"
+    assert printed.err.startswith(f"dllm: error: {line} is unknown; ")
+    assert printed.err.endswith(f"hoose one of {', '.join(COMMANDS)}\n")
+
+
+def test_help_lists_every_command(run, capsys):
+    assert run("/help\n") == 0
+    printed = capsys.readouterr()
+    assert all(f"{name} " in printed.out for name in COMMANDS)
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("message", [" /exit Hello!", "/etc/hosts: Hello!"])
+def test_a_message_may_begin_with_a_slash(run, demo, monkeypatch, message):
+    asked = []
+    monkeypatch.setattr(chat.Conversation, "answer", lambda self, said: asked.append(said))
+    assert run(f"{message}\n") == 0
+    assert asked == [message.strip()]
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"caf\xe9", "Grüße".encode("latin-1"), b"\xed\xa0\x80"])
+def test_bytes_that_are_no_text_are_named_and_the_next_message_is_answered(run, demo, monkeypatch, capsys, line):
+    run("")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line + b"\nHello!\n"), "utf-8"))
+    assert main(["chat"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{HELLO}\n"
+    assert printed.err == "dllm: error: the message is not UTF-8; send it in that encoding\n"
 
 
 # Drawing

@@ -223,8 +223,8 @@ def test_every_argument_about_a_request_has_a_value_that_is_refused():
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("word " * 3000, "maximum context length"), ("<|mdm_mask|>", "mask token")],
-    ids=["too long", "mask token"],
+    [("word " * 3000, "maximum context length"), ("<|mdm_mask|>", "mask token"), ("caf\udce9", "must be UTF-8")],
+    ids=["too long", "mask token", "no text"],
 )
 def test_a_prompt_that_cannot_be_answered_is_refused_before_the_model_is_loaded(
     run, monkeypatch, capsys, prompt, message
