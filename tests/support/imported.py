@@ -25,7 +25,6 @@ import dllm_engine.model_executor.workers.cpu  # noqa: F401
 from tests.support.engines import freeze_imports
 
 
-
 class Process(multiprocessing.context.ForkProcess):
     """A fork that runs the program's file again before its own work, as a spawned process does.
 
