@@ -37,6 +37,14 @@ class CommandParser(argparse.ArgumentParser):
             )
         return parsed, unknown
 
+    def format_help(self) -> str:
+        """As argparse's, without a list of all options in the usage: they follow."""
+        if self.usage is None:
+            words = [action for action in self._actions if not action.option_strings]
+            named = [self._get_formatter()._format_args(word, str(word.metavar)) for word in words]
+            self.usage = " ".join((self.prog, "[options]", *named))
+        return super().format_help()
+
     def closest(self, flag: str, others: Iterable[str] = ()) -> str:
         """The end of a message on an unknown flag: the closest one of this parser and ``others``."""
         return did_you_mean(self._with_dashes(flag).partition("=")[0], [*self._option_string_actions, *others])

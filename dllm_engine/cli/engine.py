@@ -121,12 +121,12 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--gen-length", type=whole_number, metavar="N", help="response tokens (default: the checkpoint's, else 256)"
     )
     add_denoising_arguments(group)
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="R", help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
     )
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (0: all)")
-    group.add_argument("--seed", type=int, help="seed of everything that is drawn at random")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of everything that is drawn at random")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
 
 

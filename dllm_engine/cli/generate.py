@@ -35,7 +35,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Answer PROMPT, or with --input and --output every line of a file. Such a run may be interrupted "
         "at any time; the same command goes on where it stopped.",
     )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text, in quotes")
     parser.add_argument(
         "--input",
         type=Path,

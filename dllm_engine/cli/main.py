@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. ``args.run`` is the chosen command's function."""
-    parser = CommandParser(prog="dllm", description="Diffusion language models (LLaDA, Dream, SDAR) inside vLLM.")
+    parser = CommandParser(
+        prog="dllm",
+        description="Diffusion language models (LLaDA, Dream, SDAR) inside vLLM.",
+        epilog='To try it with the demo model: dllm generate "Reverse: Rome Tom Oslo"',
+    )
     parser.add_argument("--version", action="version", version=f"dllm-engine {__version__}")
     parser.add_argument(
         "--traceback",

@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.quiet import progress_line
 
 Tensors = Generator[tuple[str, torch.Tensor]]
 _OUR_FORMATS = ("auto", "hf", "safetensors")
@@ -44,18 +45,22 @@ class CheckpointLoader(DefaultModelLoader):
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Tensors:
         config = self.load_config
         chosen = config.safetensors_load_strategy or config.model_loader_extra_config or self.local_expert_ids
-        _, files, is_safetensors, _ = self._prepare_weights(
-            source.model_or_path,
-            source.subfolder,
-            source.revision,
-            source.fall_back_to_pt,
-            source.allow_patterns_overrides,
-        )
+        shown = config.use_tqdm_on_load and is_global_first_rank()
+        model = source.model_or_path
+        # vLLM shows no bar while it downloads.
+        with progress_line(f"Fetching {model} from Hugging Face", shown=shown and not Path(model).is_dir()):
+            _, files, is_safetensors, _ = self._prepare_weights(
+                model,
+                source.subfolder,
+                source.revision,
+                source.fall_back_to_pt,
+                source.allow_patterns_overrides,
+            )
         if chosen or not is_safetensors:
             weights: Tensors = super()._get_weights_iterator(source)
             return weights
         self.counter_before_loading_weights = time.perf_counter()  # for vLLM's message after loading
-        return with_progress(files, shown=config.use_tqdm_on_load and is_global_first_rank())
+        return with_progress(files, shown=shown)
 
 
 def with_progress(files: list[str], *, shown: bool) -> Tensors:
