@@ -1,7 +1,8 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -15,12 +16,13 @@ from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain, with_meanings
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
-from dllm_engine.quiet import quiet_arguments
+from dllm_engine.quiet import progress_line, quiet_arguments
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.text import did_you_mean
 from dllm_engine.vllm_hooks import patch, table
 
 patch.apply(table.SAMPLING)
@@ -59,27 +61,9 @@ class LLM(vllm.LLM):
     ) -> None:
         options = {name: value for name, value in locals().items() if name in EngineOptions.model_fields}
         options |= {"cache_options": cache_options or {}, "request_defaults": request_defaults or {}}
-        known = _argument_names()
-        for name in kwargs.keys() - known:
-            raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
-        EngineOptions.parse(options)
-        # vLLM loads plugins later, but the check below needs the model's config class.
-        register()
-        check_start(model, kwargs)
-        additional = kwargs.pop("additional_config", None) or {}
-        if OPTIONS_KEY in additional:
-            raise ValueError(
-                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as "
-                f"arguments of its own; give them so"
-            )
-        try:
-            super().__init__(
-                model_path(model),
-                additional_config=additional | {OPTIONS_KEY: options},
-                **quiet_arguments(kwargs) | kwargs,
-            )
-        except ValidationError as error:  # vLLM's config classes wrap what is raised inside them
-            raise ValueError(explain(error, "argument")) from None
+        arguments = vllm_arguments({"model": model, **options, **kwargs})
+        with explained(), progress_line("Starting the engine", shown=arguments.get("use_tqdm_on_load", True)):
+            super().__init__(**arguments)
 
     def infill(
         self,
@@ -135,10 +119,6 @@ class LLM(vllm.LLM):
         """Whether the tokenizer can turn messages into a prompt."""
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
-    def check_params(self, params: vllm.SamplingParams) -> None:
-        """Raise ``ValueError`` for parameters that no prompt could be answered with."""
-        self._resolve(params, prompt_length=1)
-
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
         engine = self.llm_engine
         params = settled_params(params, [0] * prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
@@ -192,6 +172,41 @@ class LLM(vllm.LLM):
 
 _OWN_OPTIONS = [name for name in inspect.signature(LLM.__init__).parameters if name in EngineOptions.model_fields]
 LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OWN_OPTIONS)
+
+
+def vllm_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``LLM`` as ``vllm.LLM`` takes them; raises ``ValueError`` as ``LLM`` does."""
+    known = _argument_names()
+    for name in arguments.keys() - known:
+        raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
+    options = {name: value for name, value in arguments.items() if name in _OWN_OPTIONS}
+    others = {name: value for name, value in arguments.items() if name not in _OWN_OPTIONS}
+    EngineOptions.parse(options)
+    # vLLM loads plugins later, but the check below needs the model's config class.
+    register()
+    model = others.pop("model")
+    check_start(model, others)
+    additional = others.pop("additional_config", None) or {}
+    if OPTIONS_KEY in additional:
+        raise ValueError(
+            f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as arguments of "
+            f"its own; give them so"
+        )
+    return {
+        "model": model_path(model),
+        "additional_config": additional | {OPTIONS_KEY: options},
+        **quiet_arguments(others),
+        **others,
+    }
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors of vLLM's config classes, which wrap what is raised inside them, as ``ValueError`` in one sentence."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ValueError(explain(error, "argument")) from None
 
 
 def _argument_names() -> set[str]:

@@ -1,6 +1,5 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
-import difflib
 import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS, DEFAULT_METHODS, method
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions
+from dllm_engine.text import choices, did_you_mean
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,12 +62,6 @@ def checkpoint_section(hf_config: object) -> dict[str, Any]:
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"config.json: {OPTIONS_KEY!r}={section!r} must be an object of request options")
     return section or {}
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the known one that is closest, or nothing."""
-    closest = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
 def shortened(value: object) -> str:
@@ -185,7 +179,7 @@ class EngineOptions(BaseModel):
     @classmethod
     def _known_method(cls, value: str) -> str:
         if value not in (AUTO, *CACHE_METHODS):
-            raise ValueError(f"unknown cache method; choose one of {', '.join((AUTO, *CACHE_METHODS))}")
+            raise ValueError(f"unknown cache method{choices(value, (AUTO, *CACHE_METHODS))}")
         return value
 
     @classmethod

@@ -14,6 +14,7 @@ from dllm_engine.kernels._operator import plain_on_cuda
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.recording.forward import ForwardSize
 from dllm_engine.model_executor.recording.recorder import SIZES, CudaRecorder, Recorder, padded, padded_requests
+from dllm_engine.quiet import progress_line
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import resolve_decoding
@@ -97,7 +98,7 @@ class WarmUp:
             self._answer(spec, 1, STEPS_OF_LONGEST)  # records how requests of the defaults choose
             overwrites = any(size.overwrites for size in graphs.forwards.graphs)
             sizes = [ForwardSize(n, rows, overwrites, adds) for n, rows, adds in self._forward_sizes(spec)]
-            for size in tqdm(sizes, desc="Recording steps", disable=not show_progress):
+            for size in tqdm(sizes, desc="Recording steps", disable=None if show_progress else True):
                 _ = graphs.forwards[size]
             for filling in list(graphs.fillings.graphs):
                 most = padded(min(self.max_requests * filling.width, SIZES[-1]))
@@ -189,7 +190,8 @@ class WarmUp:
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:
     """Everything before the first request, on a GPU."""
     requests = WarmUp(runner)
-    requests.compile()
+    with progress_line("Compiling kernels", shown=show_progress):
+        requests.compile()
     # Plain kernels wait for the device; what took their place in a start-up check was said there.
     if runner.options.cuda_graphs and not plain_on_cuda:
         requests.record(CudaRecorder(runner.device), show_progress)

@@ -61,7 +61,7 @@ AXES = {
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output", *RULES),
     *("cache_method", "cache_option", "retention_ratio", "guide_model", GUIDED, *GUIDING),
-    *("argv", "command", "passes_on_unknown", "run", "traceback", "unknown"),
+    *("argv", "command", "run", "traceback", "unknown"),
 )
 """Arguments that may differ between runs that fill the same table: its rows are told apart by them, or do not depend on
 them."""

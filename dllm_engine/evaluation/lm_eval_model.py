@@ -23,6 +23,7 @@ from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.text import choices
 
 DIFFUSION_OPTIONS = ("gen_length", *(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k")))
 """Decoding options that lm_eval has no name for."""
@@ -76,7 +77,7 @@ class DiffusionLM(TemplateLM):
         super().__init__()
         unknown = (decoding or {}).keys() - set(DECODING_OPTIONS)
         if unknown:
-            raise ValueError(f"unknown decoding option {min(unknown)!r}; known: {', '.join(DECODING_OPTIONS)}")
+            raise ValueError(f"unknown decoding option {min(unknown)!r}{choices(min(unknown), DECODING_OPTIONS)}")
         if mc_num < 1:
             raise ValueError(f"mc_num={mc_num} is out of range: it must be at least 1")
         if max_prompt_tokens is not None and max_prompt_tokens < 2:

@@ -141,7 +141,7 @@ def read_tasks(path: Path) -> list[OwnTask]:
     Raises ``ValueError`` with the number of a line that is none, and for a file without any.
     """
     tasks = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         if not text.strip():
             continue
         try:

@@ -175,7 +175,7 @@ def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, mode
     guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in asked.cache_options)
     if guessed and not told:
         parts = [repr(part) for part in options.method.paper_settings[family.name]]
-        logger.warning(
+        logger.warning_once(
             "cache_method=%r: the papers' settings depend on the model, and the name of %s holds none of %s; taking "
             "those of %s: %s. Set them in cache_options if others suit the model better",
             *(options.cache_method, model, ", ".join(parts), parts[-1], guessed),

@@ -302,7 +302,9 @@ PRIVATE = (
     Private("vllm.tokenizers", "cached_tokenizer_from_config", _SETTINGS),
     Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends
-    Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
+    Private("vllm.v1.engine.input_processor", "InputProcessor parse_model_prompt", _FRONT_END),
+    Private("vllm.renderers", "renderer_from_config", _FRONT_END),
+    Private("vllm.usage.usage_lib", "UsageContext", _FRONT_END),
     Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
     Private("vllm.reasoning", "ReasoningParserManager", "for reasoning before structured output"),
     Private("vllm.renderers.online_renderer", "OnlineRenderer.effective_chat_template_kwargs", _FRONT_END),

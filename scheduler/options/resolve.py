@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain, shortened
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, explain, shortened
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
@@ -30,6 +30,7 @@ from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, r
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.unmasking import PARALLEL_RULES
+from dllm_engine.text import did_you_mean
 
 
 def check_request_defaults(engine: EngineOptions) -> None:

@@ -5,6 +5,7 @@ from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.unmasking import CONFIDENCES, PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
+from dllm_engine.text import choices
 
 _MEASURED = {
     "certainty_sigma": (WEIGHTED_MEASURES, "weights probabilities and margins"),
@@ -42,7 +43,7 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
 def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise InvalidRequestError(
-            f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
+            f"unmasking={options.unmasking!r} is unknown{choices(options.unmasking, UNMASKING_POLICIES)}"
         )
     given = [(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
     if not given:

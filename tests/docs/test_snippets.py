@@ -32,7 +32,6 @@ PORT = 8000
 NEEDS_CHECKPOINT = "needs a released checkpoint"
 NEEDS_NETWORK = "installs from the network"
 TAKES_MINUTES = "takes minutes; tests/cli runs the command on less"
-BY_RESEARCH_TEST = "tests/docs/test_research.py runs it"
 # First line of a block: why it is not run.
 NOT_RUN = {
     "python3 scripts/dev.py test": "is this run",
@@ -45,8 +44,6 @@ NOT_RUN = {
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --quantization": NEEDS_CHECKPOINT,
     "python examples/quantize.py": TAKES_MINUTES,
-    '"""Keeps the tokens nearest before the window."""': BY_RESEARCH_TEST,
-    "import torch": BY_RESEARCH_TEST,
     "dllm eval --methods all --unmasking-rules one,threshold=0.9": TAKES_MINUTES,
     "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm tune GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
@@ -129,6 +126,7 @@ def test_each_block_that_is_not_run_is_there_and_each_block_is_closed():
         fences = re.findall(r"^\s*```", (CHECKOUT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(fences) == 2 * len(snippets(page)), page
     assert {snippet.language for snippet in ALL} <= {*PROGRAMS, "", "json", "mermaid"}
+    assert not [snippet for snippet in ALL if snippet.language == "python" and snippet.of(NOT_RUN) is not None]
 
 
 def test_every_server_of_the_pages_and_who_asks_it_can_run_on_another_port():

@@ -24,6 +24,7 @@ def test_prompts_are_text_or_messages(tmp_path):
     [
         ("\n", "holds no tasks"),
         ("nonsense", "task 1 must be"),
+        ("caf\udce9", "tasks.jsonl: task 1 must be .* Invalid JSON"),
         ("[]", "task 1 must be .* Input should be an object"),
         ('{"prompt": "x", "answer": "y"}\n\n{"prompt": "x"}', "task 3 must be .* answer: Field required"),
         ('{"answer": "x"}', "prompt: Field required"),
@@ -35,7 +36,7 @@ def test_prompts_are_text_or_messages(tmp_path):
 )
 def test_a_line_that_is_no_task_is_named(tmp_path, content, message):
     file = tmp_path / "tasks.jsonl"
-    file.write_text(content)
+    file.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         read_tasks(file)
 

@@ -1,5 +1,7 @@
 """A checkpoint takes the memory of its weights once, and is read ahead of what is done with it."""
 
+import re
+import sys
 import threading
 
 import pytest
@@ -58,8 +60,10 @@ def test_a_tensor_that_comes_twice_is_named(tmp_path):
 # Reading
 
 
-def test_tensors_are_those_of_the_files_in_their_order(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "redirected"])
+def test_tensors_are_those_of_the_files_in_their_order(tmp_path, capsys, monkeypatch, is_terminal):
     monkeypatch.setattr(files, "_BAR_DELAY_SECONDS", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path))
     paths = sorted(folder.glob("*.safetensors"))
     expected = {name: tensor for path in paths for name, tensor in load_file(path).items()}
@@ -67,7 +71,9 @@ def test_tensors_are_those_of_the_files_in_their_order(tmp_path, capsys, monkeyp
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert [name for name, _ in mapped_tensors(paths)] == list(found)
-    assert "Loading weights" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert bool(re.search(r"Loading weights: 100%.* \[\d\d:\d\d<00:00, .*B/s\]", shown)) == is_terminal
+    assert bool(shown) == is_terminal
 
 
 def test_no_more_is_read_ahead_than_allowed(monkeypatch):
