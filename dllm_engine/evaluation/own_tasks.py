@@ -24,8 +24,7 @@ from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.comparison import Task
 from dllm_engine.evaluation.heat_map import Cell
 from dllm_engine.evaluation.score import Result, mean_and_error
-from dllm_engine.options import did_you_mean
-from dllm_engine.text import one_line
+from dllm_engine.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.admission import unsupported
-from dllm_engine.options import did_you_mean, explain, shortened
+from dllm_engine.options import explain, shortened
+from dllm_engine.text import did_you_mean
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
