@@ -103,7 +103,7 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
     )
 
 
-@operator("paged_attention", mutates=("out", "lse"), triton="paged_attention")
+@operator("paged_attention:paged_attention")
 def _paged_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,

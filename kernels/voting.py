@@ -19,7 +19,7 @@ _PAIRS_PER_TILE = 1024
 """Keys, and pairs of voter and query head, whose scores the CPU holds at once: 4 MiB."""
 
 
-@operator("voting_scores", triton="voting")
+@operator("voting:voting_scores")
 def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The attention each key gets from the voters, summed over them and averaged over the query heads of a KV head.
 
@@ -54,16 +54,11 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
     return scores.div_(sharing)
 
 
-@voting_scores.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    return k.new_empty(k.shape[1], k.shape[0], dtype=torch.float32)
-
-
 _PROBABILITIES_AT_ONCE = 1 << 24
 """Of some heads, that the plain kernel holds: 64 MiB."""
 
 
-@operator("summed_probabilities", triton="voting")
+@operator("voting:summed_probabilities")
 def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The attention of each row to each key, summed over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}).
 
@@ -84,11 +79,6 @@ def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) ->
         probabilities = torch.baddbmm(of_lse, of_queries, keys).exp_()
         total += probabilities.unflatten(1, (sharing, num_rows)).sum(dim=(0, 1))
     return total
-
-
-@summed_probabilities.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    return q.new_empty(q.shape[0], k.shape[0], dtype=torch.float32)
 
 
 @summed_probabilities.register_check

@@ -10,8 +10,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from dllm_engine.families import family_of
 from dllm_engine.memory.deployment import CPU_PAGE_POOL_BYTES
 from dllm_engine.memory.machine import machine_memory
-from dllm_engine.memory.start_up import check_main_memory
-from dllm_engine.memory.weights import weight_bytes
+from dllm_engine.memory.start_up import check_gpu_memory, check_main_memory
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -38,7 +37,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
-    "cuda": "dllm_engine.check.worker.CheckedGPUWorker",
+    "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
 }
 
 
@@ -109,6 +108,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         if current_platform.is_cpu():
             check_main_memory(vllm_config, machine_memory())
+        elif parallel.distributed_executor_backend in ("uni", "mp", None):  # else the GPU may be another machine's
+            memory = current_platform.get_device_total_memory()
+            check_gpu_memory(vllm_config, int(memory * vllm_config.cache_config.gpu_memory_utilization))
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -152,8 +154,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
-    weights = weight_bytes(model_config.hf_config, 1, model_config.dtype.itemsize)
-    options = options.on_device(current_platform.device_type, model_config.enforce_eager, weights)
+    options = options.on_device(current_platform.device_type, model_config.enforce_eager)
     # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}

@@ -238,7 +238,6 @@ class DiffusionDecoder(nn.Module, ABC):
         self.vllm_config = vllm_config
         self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
         self.takes_parts = False  # whether ``load_weights`` is given some tensors at a time
-        self.num_loads = 0  # of weights; recordings that refer to earlier ones are outdated
         model_config = vllm_config.model_config
         self.max_positions = max_positions or family_of(model_config.hf_config).longest_canvas(
             model_config.max_model_len
@@ -327,7 +326,6 @@ class DiffusionDecoder(nn.Module, ABC):
 
         Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
         """
-        self.num_loads += 1
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
         return fill_parameters(

@@ -11,7 +11,6 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm_engine.model_executor.loading.allocator import returning_freed_memory
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.recording.operator_recorder import OperatorRecorder
 from dllm_engine.model_executor.workers.base import DiffusionWorker
 from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
@@ -39,7 +38,5 @@ class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
             super().load_model(load_dummy_weights=load_dummy_weights)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """There is nothing to compile. Steps are recorded when they are first needed."""
-        if self.model_runner.options.cuda_graphs:
-            self.model_runner.record_with(OperatorRecorder())
+        """There is nothing to compile."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
