@@ -18,7 +18,7 @@ import torch
 from program import argument_parser, parse, report
 
 from dllm_engine.bench.machine import MachineRates, seconds_of
-from dllm_engine.check.paged_case import paged_case
+from dllm_engine.check.cases import Draw, Sizes, paged_case
 from dllm_engine.kernels.paged_attention import paged_attention
 
 PAGE_SIZE = 32
@@ -57,10 +57,12 @@ def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
     if case.packed:
         draw, around = torch.Generator().manual_seed(0), (case.retained // 2, case.retained * 3 // 2 + 1)
         lengths = torch.randint(*around, (case.kv_heads,), generator=draw).tolist()
-    requests = [case.rows] * case.requests, [lengths] * case.requests
-    made = paged_case(*requests, case.heads, HEAD_DIM, PAGE_SIZE, case.packed, dtype, device=device)
-    tokens = made.tokens._replace(max_head_len=max(lengths))
-    return made._asdict() | {"tokens": tokens, "attend_fresh": case.attend_fresh, "max_seqlen": case.rows}
+    sizes = Sizes(case.heads, case.kv_heads, HEAD_DIM, hidden_size=0, vocab_size=0, page_size=PAGE_SIZE)
+    draw, rows = Draw(sizes, dtype, dtype, torch.device(device)), [case.rows] * case.requests
+    q, k, v, cu_seqlens, tokens = paged_case(draw, rows, [lengths] * case.requests, case.packed)
+    tokens = tokens._replace(max_head_len=max(lengths))
+    call = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "tokens": tokens}
+    return call | {"attend_fresh": case.attend_fresh, "max_seqlen": case.rows}
 
 
 def costs(call: dict[str, Any]) -> tuple[int, int]:

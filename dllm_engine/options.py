@@ -166,7 +166,7 @@ class EngineOptions(BaseModel):
         Raises ``ValueError`` where graphs are asked for and there is no GPU.
         """
         if self.cuda_graphs and device_type != "cuda":
-            raise ValueError(f"cuda_graphs=True needs a GPU, and this engine runs on device {device_type!r}; leave it out")
+            raise ValueError(f"cuda_graphs=True needs a GPU, and the device is {device_type!r}; leave it out")
         graphs = self.cuda_graphs
         if graphs is None:
             graphs = device_type == "cuda" and self.method.recordable and not enforce_eager

@@ -241,7 +241,7 @@ class FillingGraph:
     def __call__(
         self, hidden: torch.Tensor, group: BatchCandidates, values: list[float], guaranteed: list[int], least: list[int]
     ) -> Filled:
-        """``values`` of the rule, ``guaranteed`` and ``least`` as ``select`` wants them, for each request of the batch."""
+        """``values`` of the rule, ``guaranteed`` and ``least`` are as ``select`` wants them, for each request."""
         num_candidates = group.positions.numel()
         if self.holds is not group:
             self.table[:, :num_candidates] = group.table
@@ -288,8 +288,8 @@ class StepGraphs:
     def problem(self, max_error: float) -> str | None:
         """What differs between a graph and the same work launched, on made-up numbers; None: nothing.
 
-        For an idle engine: it writes to the first page of the pool and to the canvases. ``max_error``: of hidden states,
-        over the largest of them.
+        For an idle engine: it writes to the first page of the pool and to the canvases. ``max_error`` is that of hidden
+        states, over the largest of them.
         """
         self.pages.keys[1].normal_()
         self.pages.values[1].normal_()

@@ -71,8 +71,8 @@ class Draw:
 
 
 def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: bool = False) -> PagedCase:
-    """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and ``retained[r][h]`` tokens of KV head h, in pages
-    shuffled over one pool. Every slot without a token holds NaN, and page ids that are not used are no pages.
+    """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and ``retained[r][h]`` tokens of KV head h. Their
+    pages are anywhere in the pool, every slot without a token holds NaN, and page ids that are not used are no pages.
 
     ``packed``: a range of slots for each head; otherwise token-major, where heads of different lengths leave gaps.
     """

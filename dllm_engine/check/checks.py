@@ -64,7 +64,9 @@ def compare(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
         if result.shape != right.shape:
             raise ValueError(f"the shape is {list(result.shape)}, not {list(right.shape)}")
         a, e = result.cpu().double(), right.double()
-        differences = (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0).nan_to_num_(torch.inf)
+        differences = (
+            (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0).nan_to_num_(torch.inf, torch.inf)
+        )
         largest = e.where(e.isfinite(), 0.0).abs().amax().clamp(min=1e-30)
         errors.append((float(differences.amax() / largest), BOUNDS[result.dtype]))
     return max(errors, key=lambda each: each[0] / (each[1] or 1e-30))
@@ -88,7 +90,7 @@ def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
 
 
 def answers_of(method: str, **settings: Any) -> list[list[Any]]:
-    """Tokens of two responses of one batch, and the numbers of tokens that their steps unmasked.
+    """Tokens of two responses of one batch, and the positions that each step unmasked.
 
     Prompts are random tokens, one answered greedily and one by sampling. Asked what it was trained on, the model is so
     sure that it answers right even with a cache that is wrong.

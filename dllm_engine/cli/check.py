@@ -16,10 +16,10 @@ from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
 TEXTS = {
-    "description": "Compares each of our kernels in each type with its plain version on the CPU, at the sizes of MODEL, "
-    "and the demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs.",
-    "model": "folder or Hugging Face name of a checkpoint, for its sizes, or a shape such as `llada-8b`; weights are not "
-    "read (default: demo)",
+    "description": "Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and "
+    "the demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs.",
+    "model": "folder or Hugging Face name of a checkpoint, for its sizes, or a shape such as `llada-8b`; weights are "
+    "not read (default: demo)",
     "only": "check one part alone: `kernels` at the sizes of MODEL, `heads` of other sizes, or `answers`",
 }
 HEAD_DIMS = (16, 64, 96, 128, 256)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.check.paged_case import paged_case
 from dllm_engine.model_executor.cuda_graphs import padded, padded_requests
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.kernels.checks import paged_case
 from tests.support.engines import assert_nothing_left, generate, runner_of
-from tests.support.random_requests import any_text
 from tests.support.fake_cuda_graphs import Capture, FakeGraphs, record_steps
+from tests.support.random_requests import any_text
 from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
 BATCHES = [[17], [9, 30, 12], [21, 5, 8, 40, 11], [33]]
@@ -241,5 +241,5 @@ def test_graphs_are_for_gpus():
     assert not settled("cuda", cache_method="maskkv")
     assert not settled("cuda", cache_method="dual", cuda_graphs=False)
     assert not settled("cpu", cache_method="dual")
-    with pytest.raises(ValueError, match="cuda_graphs=True needs a GPU, and this engine runs on device 'cpu'"):
+    with pytest.raises(ValueError, match="cuda_graphs=True needs a GPU, and the device is 'cpu'"):
         settled("cpu", cache_method="dual", cuda_graphs=True)
