@@ -19,37 +19,22 @@ with rows and vocabulary, and are shown on their own as well), unmasking, report
 
     python benchmarks/step_time.py --overhead --hidden-size 256 --layers 4 --heads 4 --vocab-size 8192 --canvas 96 \
         --gen-length 32 --methods sparse --batch 1 32 --steps-per-dispatch 1 8
-
-With ``--schema`` and ``--tokenizer`` it measures steps alone and steps beside the building of automata in turns.
-
-    python benchmarks/step_time.py --schema FILE --tokenizer FILE --vocab-size 126464 --methods dual --batch 1
 """
 
 import argparse
-import json
 import statistics
-import threading
-import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from inner_time import InnerTime, InnerTimes
 from program import Rows, add_model_arguments, argument_parser, finish_requests, parse, report, start_engine
-from transformers import PreTrainedTokenizerFast
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import LLM, DiffusionParams
 from dllm_engine.bench.floor import Floor
 from dllm_engine.bench.passes import Dispatch, observed_step, runner_of
-from dllm_engine.structured_output.automata import automaton_of
-from dllm_engine.structured_output.build import Limits
-from dllm_engine.structured_output.grammar import grammar_of
 
 BLOCK_LENGTH = 32
 """Where attention goes by blocks, their length counts."""
-ALONE_SECONDS = 4.0
-"""How long steps are measured between two builds."""
 
 
 def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]:
@@ -126,44 +111,6 @@ def overheads(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     ]
 
 
-def steps_beside_builds(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
-    """Medians of steps alone and while an automaton of the schema is built, in milliseconds, and their ratio, per kind
-    of step; and medians of the seconds of a build and of its second use."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(options.tokenizer))
-    seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    uses: list[tuple[float, float]] = []
-
-    def build(number: int) -> None:
-        schema = json.loads(options.schema.read_text()) | {"title": str(number)}  # a new one, of the same automaton
-        grammar, taken = grammar_of(StructuredOutputsParams(json=schema)), []
-        for _ in range(2):
-            start = time.perf_counter()
-            automaton_of(grammar, tokenizer, options.vocab_size, Limits(4096, 30.0))
-            taken.append(time.perf_counter() - start)
-        uses.append((taken[0], taken[1]))
-
-    for number in range(options.rounds):
-        for target, argument, beside in ((time.sleep, ALONE_SECONDS, False), (build, number, True)):
-            thread = threading.Thread(target=target, args=(argument,))
-            thread.start()
-            request_ids: list[str] = []
-            while thread.is_alive():
-                if not llm.llm_engine.has_unfinished_requests():
-                    request_ids = add_requests(llm, batch, options)
-                dispatch = observed_step(llm)
-                if dispatch.kind is not None:
-                    seconds[dispatch.kind, beside].append(dispatch.seconds)
-            llm.llm_engine.abort_request(request_ids)
-    build_seconds, again_seconds = (statistics.median(use) for use in zip(*uses, strict=True))
-    rows = []
-    for kind in sorted({kind for kind, _ in seconds}):
-        alone, beside = (statistics.median(seconds[kind, building]) for building in (False, True))
-        row = {"kind": kind, "steps": len(seconds[kind, True]), "step_ms": 1e3 * alone, "beside_ms": 1e3 * beside}
-        figures = {"ratio": beside / alone, "build_seconds": build_seconds, "second_use_ms": 1e3 * again_seconds}
-        rows.append(row | figures)
-    return rows
-
-
 def main() -> None:
     parser = argument_parser(__doc__)
     add_model_arguments(parser, hidden_size=1024, layers=8, heads=16, vocab_size=32_768)
@@ -175,9 +122,7 @@ def main() -> None:
     parser.add_argument("--steps-per-dispatch", type=int, nargs="+", default=[1])
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
     parser.add_argument("--overhead", action="store_true", help="time beside the model instead of time over the floor")
-    parser.add_argument("--schema", type=Path, help="steps beside builds of its automaton over steps alone")
-    parser.add_argument("--tokenizer", type=Path, help="of --schema: a tokenizer.json of --vocab-size tokens")
-    parser.add_argument("--rounds", type=int, default=3, help="responses that a mode without floors is measured over")
+    parser.add_argument("--rounds", type=int, default=3, help="responses that --overhead measures")
     options = parse(parser)
     options.gen_length = options.gen_length or options.canvas // 2
     graphs = {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
@@ -193,8 +138,6 @@ def main() -> None:
         for batch in options.batch:
             cell: dict[str, Any] = {"method": method, "steps_per_dispatch": steps, "batch": batch}
             measure = overheads if options.overhead else steps_over_floors
-            if options.schema:
-                measure = steps_beside_builds
             figures += [cell | row for row in measure(llm, batch, options)]
     report(options, figures=figures)
 

@@ -120,15 +120,6 @@ NOT_SUPPORTED = {
 """Block diffusion models of other kinds, by ``model_type``: what they are, and what to do."""
 
 
-def check_profiled(family: ModelFamily) -> None:
-    """Raise ``ValueError`` where no cache method has a use for the importance of the layers."""
-    if family.attention != "full":
-        raise ValueError(
-            f"layers are profiled for cache methods of models that attend to the whole canvas, not for {family.name}, "
-            f"whose attention goes by blocks; no profile is needed"
-        )
-
-
 def find_family(model_type: object, architectures: object) -> ModelFamily | None:
     """The family that a config states: of those of its ``model_type`` the one that ``architectures`` lists, else the
     first; None where there is none of the type."""

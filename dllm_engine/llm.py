@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Literal
 
 import vllm
@@ -12,11 +11,10 @@ from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.admission import settled_params
 from dllm_engine.checkpoints import check_start
-from dllm_engine.demo import DEMO_MODELS, model_path
-from dllm_engine.families import check_profiled, family_of
+from dllm_engine.demo import model_path
+from dllm_engine.families import family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
-from dllm_engine.inspection.record import Inspection, pieces_of, replay
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
@@ -79,47 +77,6 @@ class LLM(vllm.LLM):
             )
         except ValidationError as error:  # vLLM's config classes wrap what is raised inside them
             raise ValueError(explain(error, "argument")) from None
-
-    def inspect(self, prompt: Any, params: vllm.SamplingParams | None = None) -> Inspection:
-        """Answer one prompt and show what the cache retained and in which order the response was unmasked.
-
-        Args:
-            prompt: messages, as for ``chat``, or a single prompt, as for ``generate``: text, or token ids as
-                ``{"prompt_token_ids": […]}``.
-            params: as for ``generate``.
-
-        Raises:
-            ValueError: the engine was started without ``trace=True``, or ``params`` ask for several responses.
-        """
-        engine = EngineOptions.from_vllm_config(self.llm_engine.vllm_config)
-        if not engine.trace:
-            raise ValueError("inspect needs the records of an engine that traces: start it with trace=True")
-        params = params or DiffusionParams()
-        if params.n != 1:
-            raise ValueError(f"n={params.n}: an inspection shows one response; leave n at 1")
-        ask = self.chat if isinstance(prompt, list) else self.generate
-        (output,) = ask(prompt, params, use_tqdm=False)
-        completion = output.outputs[0]
-        prompt_tokens, response_tokens = list(output.prompt_token_ids), list(completion.token_ids)
-        spec = self._resolve(params, len(prompt_tokens))
-        decode = None if self.model_config.skip_tokenizer_init else self.get_tokenizer().decode
-        num_layers, num_shared = self.model_config.hf_config.num_hidden_layers, output.num_cached_tokens or 0
-        return Inspection(
-            model=_model_name(self.model_config.model),
-            cache_method=engine.cache_method,
-            cache_options=spec.cache.model_dump(),
-            page_size=engine.page_size,
-            num_layers=num_layers,
-            prompt_tokens=prompt_tokens,
-            prompt_pieces=pieces_of(prompt_tokens, decode),
-            response_tokens=response_tokens,
-            response_pieces=pieces_of(response_tokens, decode),
-            gen_length=spec.gen_length,
-            block_spans=[spec.block_span(block) for block in range(spec.num_blocks)],
-            windows=replay(completion.diffusion, [list(range(num_shared))] * num_layers if num_shared else ()),
-            by_blocks=spec.is_block_causal,
-            num_shared=num_shared,
-        )
 
     def infill(
         self,
@@ -185,21 +142,6 @@ class LLM(vllm.LLM):
         options = EngineOptions.from_vllm_config(engine.vllm_config)
         return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), options)
 
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int = 32) -> dict[str, list[float]]:
-        """How much each layer changes its tokens in a forward pass over a prompt and a masked response.
-
-        1 − mean cosine between a token's hidden states before and after a layer (``layer_importance``), or before and
-        after its attention (``attention_importance``), 0 … 2; a mean over prompts like those to come is MaskKV's
-        ``profile``. Raises ``ValueError`` for a canvas beyond ``max_model_len``, and for a model whose attention goes
-        by blocks.
-        """
-        check_profiled(family_of(self.model_config.hf_config))
-        length, limit = len(prompt_token_ids) + gen_length, self.model_config.max_model_len
-        if not prompt_token_ids or length > limit:
-            raise ValueError(f"prompt and response of {length} tokens: at least 1 of prompt, together at most {limit}")
-        # Every rank measures the same.
-        return self.collective_rpc("profile_layers", args=(prompt_token_ids, gen_length))[0]
-
     def masked_logprobs(self, canvases: Iterable[tuple[list[int], list[int]]]) -> Iterator[list[float]]:
         """Log-probabilities of masked tokens given all others, from forward passes without a cache.
 
@@ -252,11 +194,3 @@ def _argument_names() -> set[str]:
     own = (inspect.signature(cls.__init__).parameters for cls in (LLM, vllm.LLM))
     names = set().union(*own, (field.name for field in fields(EngineArgs)))
     return names - {"self", "kwargs"}
-
-
-def _model_name(model: str) -> str:
-    """The model as a reader knows it: of a folder its name alone."""
-    for name, folder in DEMO_MODELS.items():
-        if model == folder:
-            return name
-    return Path(model).name if Path(model).is_dir() else model

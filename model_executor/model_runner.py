@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
 import torch
@@ -30,7 +31,6 @@ from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
-from dllm_engine.model_executor.passes import PASSES
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
@@ -63,7 +63,7 @@ class DiffusionModelRunner:
         use_dense_backend(choose_backend(self.options.dense_attention, device, self.model_config.dtype, head_dim))
         self.family = family_of(self.model_config.hf_config)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
-        self.make_layer_pass = PASSES[self.options.cache_method]
+        self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")
         self.plan = self.options.method.plan
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the work in hand failed."""
@@ -189,12 +189,6 @@ class DiffusionModelRunner:
         block_length = self.family.attention_block
         probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, block_length, self.device)
         del held
-
-    @torch.inference_mode()
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
-        """Importance of each layer in a forward pass over a prompt and a masked response."""
-        tokens = prompt_token_ids + [self.mask_token_id] * gen_length
-        return probes.profile_of_layers(self.model, torch.tensor(tokens, device=self.device))
 
     @torch.inference_mode()
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:

@@ -1,15 +1,13 @@
 """Forward passes that measure a model instead of decoding: memory, importance of layers, likelihood of tokens."""
 
 import itertools
-from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.layer_pass.dense import DensePass
-from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder, RotaryPhases
-from dllm_engine.model_executor.retention.layer_importance import layer_importance
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
@@ -39,20 +37,6 @@ def run_largest_batch(
             predictor.predict(hidden[chunk], settings, counters, True, True, num_logprobs=1, constrained=rows)
     if guide is not None:
         guide.profile_run(num_rows)
-
-
-def profile_of_layers(model: DiffusionDecoder, tokens: torch.Tensor) -> dict[str, list[float]]:
-    """Importance of each layer in a forward pass over one canvas, ``tokens`` ``[canvas_length]``; see
-    ``layer_importance``."""
-    profile: dict[str, list[float]] = {}
-
-    def measure(layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        measured = layer_importance(layers, hidden, phases, RowBounds([len(tokens)], tokens.device))
-        profile.update({name: of_layers[:, 0].tolist() for name, of_layers in measured.items()})
-        return hidden
-
-    model(tokens, torch.arange(len(tokens), device=tokens.device), measure)
-    return profile
 
 
 def masked_logprobs(

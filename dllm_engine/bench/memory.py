@@ -10,8 +10,8 @@ import torch
 
 from dllm_engine.bench.passes import runner_of, scheduler_of
 from dllm_engine.evaluation.answering import Memory
-from dllm_engine.memory.deployment import models_of
-from dllm_engine.memory.machine import machine_memory
+from dllm_engine.memory.plan import models_of
+from dllm_engine.memory.start_up import available_memory
 from dllm_engine.memory.weights import weights_of_models
 from dllm_engine.model_executor.loading.allocator import return_freed_memory
 
@@ -49,7 +49,7 @@ def available() -> int:
     """Bytes that new engines may take."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
-    return machine_memory().available
+    return available_memory()
 
 
 class MemoryMeter:

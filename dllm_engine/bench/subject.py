@@ -13,8 +13,7 @@ from dllm_engine.bench.random_model import config_of, is_named_shape, named_shap
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.families import family_of
-from dllm_engine.memory.deployment import models_of, shares_tokenizer
-from dllm_engine.memory.plan import bytes_of_page
+from dllm_engine.memory.plan import bytes_of_page, models_of, shares_tokenizer
 from dllm_engine.memory.weights import DTYPE_BYTES, weights_of_models
 from dllm_engine.model_executor.guide.sizes import with_shape
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions

@@ -3,16 +3,15 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from dllm_engine.kernels import eviction, features, noise, rotary, similarity, slots, token_statistics, voting
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.paged_tokens import PagedTokens
-from dllm_engine.scheduler.page_layout import head_dim_of
 
-ROWS, POSITIONS = 300, 2048
+ROWS = 300
 PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([7, 2], [45, 64]), ([32, 9], [513, 77]), ([40, 17], [600, 41]),
          ([260, 40], [99, 41]))  # fmt: skip
 """Rows of each request, and its tokens in pages: 1, 4 and 7 heads share one; all tiles, with and without splits."""
@@ -29,12 +28,6 @@ class Sizes(NamedTuple):
     hidden_size: int
     vocab_size: int
     page_size: int = 32
-
-    @classmethod
-    def of_model(cls, config: Any) -> "Sizes":
-        """``config``: as ``load_config`` gives it."""
-        heads = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
-        return cls(*heads, config.hidden_size, config.vocab_size)
 
 
 class Draw:
@@ -58,16 +51,10 @@ class Draw:
         missing = torch.rand(shape, generator=self.generator) < 0.25
         return order.view(shape).masked_fill(missing, -1).to(self.device)
 
-    def queries_and_keys(self) -> Results:
+    def queries_and_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``ROWS`` rows of a fused projection: views of one tensor."""
-        heads = self.sizes.num_heads, self.sizes.num_kv_heads
-        return list(self.normal(ROWS, sum(heads), self.sizes.head_dim).split(heads, dim=1))
-
-    def logits(self) -> torch.Tensor:
-        """Eight rows: the first has many ties, and the likeliest token of the second is 3."""
-        logits = self.normal(8, self.sizes.vocab_size) * 4
-        logits[0], logits[1, 3] = logits[0].round(), 50.0
-        return logits
+        fused = self.normal(ROWS, self.sizes.num_heads + self.sizes.num_kv_heads, self.sizes.head_dim)
+        return fused[:, : self.sizes.num_heads], fused[:, self.sizes.num_heads :]
 
 
 def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: bool = False) -> PagedCase:
@@ -88,10 +75,10 @@ def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: b
         place = head_start[request, head] + torch.arange(retained[request][head]) * stride[request]
         pool[tables[request, place // num_slots], :, place % num_slots] = draw.normal(len(place), 2, dim)
     tables = tables.masked_fill(torch.arange(tables.shape[1]) >= num_pages[:, None], 2**30)
-    numbers = [x.int().contiguous().to(draw.device) for x in (tables, head_start, stride, head_len)]
+    numbers = (x.int().contiguous().to(draw.device) for x in (tables, head_start, stride, head_len))
     q, k, v = (draw.normal(sum(rows), number, dim) for number in (heads, kv_heads, kv_heads))
     cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device=draw.device)
-    return q, k, v, cu_seqlens, PagedTokens(pool[:, 0], pool[:, 1], *numbers)
+    return q, k, v, cu_seqlens, PagedTokens._make((pool[:, 0], pool[:, 1], *numbers, None))
 
 
 def attend_to_pages(draw: Draw, packed: bool) -> Results:
@@ -119,14 +106,15 @@ def rotate(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
     for rotary_dim in (draw.sizes.head_dim, draw.sizes.head_dim // 4 * 2):  # of a head, and of a part of it
         # A table of the CPU: what is compared is the rotation alone.
-        table = rotary.rotary_table(POSITIONS, rotary_dim, 500_000.0, torch.device("cpu")).to(draw.device)
-        rotary.rotate_(q, draw.integers(0, POSITIONS, ROWS), table)
+        table = rotary.rotary_table(2048, rotary_dim, 500_000.0, torch.device("cpu")).to(draw.device)
+        rotary.rotate_(q, draw.integers(0, 2048, ROWS), table)
     return [q, k]
 
 
 def score_candidates(draw: Draw) -> Results:
     spans = torch.tensor([[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]], device=draw.device)
-    scores = eviction.mean_query_scores(*draw.queries_and_keys(), spans, 250)
+    q, k = draw.queries_and_keys()
+    scores = eviction.mean_query_scores(q, k, spans, 250)
     return [scores[0], scores[1, :70]]
 
 
@@ -146,16 +134,17 @@ def use_features(draw: Draw) -> Results:
     return [rows, hidden, features.read_features(rows, targets)]
 
 
-def sample(draw: Draw) -> Results:
-    counters = [draw.integers(*ends, 8) for ends in ((-(2**63), 2**63 - 1), (0, 500), (0, POSITIONS))]
-    return list(noise.gumbel_max(draw.logits(), *counters, 0, 0.7, 3))
-
-
-def filter_logits(draw: Draw) -> Results:
-    logits, settings = draw.logits(), ((0.9, 0), (0.9, 50), (1.0, 50))
-    top_p, both, top_k = (noise.filtered_logits(logits, 0.7, *each, 3) for each in settings)
+def predict(draw: Draw) -> Results:
+    logits = draw.normal(8, draw.sizes.vocab_size) * 4
+    logits[0], logits[1, 3] = logits[0].round(), 50.0  # many ties; the token that may not be drawn is the likeliest
+    seeds, forwards, positions = (
+        draw.integers(low, high, 8) for low, high in ((-(2**63), 2**63 - 1), (0, 500), (0, 2048))
+    )
+    drawn = noise.gumbel_max(logits, seeds, forwards, positions, 0, 0.7, 3)
+    top_p, both, top_k = (noise.filtered_logits(logits, 0.7, p, k, 3) for p, k in ((0.9, 0), (0.9, 50), (1.0, 50)))
     # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.
-    return [top_p.logsumexp(dim=-1), both.logsumexp(dim=-1), top_k.clamp(min=-100)]
+    filtered = top_p.logsumexp(dim=-1), both.logsumexp(dim=-1), top_k.clamp(min=-100)
+    return [*token_statistics.token_statistics(logits, 3, True, True), *drawn, *filtered]
 
 
 Case = Callable[[Draw], Results]
@@ -170,7 +159,5 @@ BY_HEADS: dict[str, Case] = {
 """Cases that depend on the sizes of heads, by the names of their kernels."""
 OTHERS: dict[str, Case] = {
     "write_features, add_features, read_features": use_features,
-    "token_statistics": lambda draw: list(token_statistics.token_statistics(draw.logits(), 3, True, True)),
-    "gumbel_max": sample,
-    "filtered_logits": filter_logits,
+    "token_statistics, gumbel_max, filtered_logits": predict,
 }

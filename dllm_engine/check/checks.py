@@ -27,8 +27,13 @@ ANSWERS = Path(__file__).parent / "answers.json"
 CACHE_OPTIONS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cache_options.json").read_text())
 """With the defaults, prompts as short as these would neither be refreshed nor evicted."""
 SETTINGS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 2}
-SETTINGS |= {"kv_cache_memory_bytes": 64 << 20, "use_tqdm_on_load": False, "trace": True}
-SETTINGS["gpu_memory_utilization"] = 0.05  # the pool's size is given; this only says how much must be free
+# The pool's size is given; the utilization only says how much must be free.
+SETTINGS |= {
+    "kv_cache_memory_bytes": 64 << 20,
+    "gpu_memory_utilization": 0.05,
+    "use_tqdm_on_load": False,
+    "trace": True,
+}
 
 
 class Check(NamedTuple):
@@ -55,10 +60,8 @@ def kernel_checks(device: torch.device, sizes: Sizes, cases: Mapping[str, Case])
 
 
 def compare(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Error and bound of the result that is closest to its bound, or farthest beyond it.
-
-    The error is the largest difference over the largest expected number. Infinities and NaN must be in the same places.
-    """
+    """Error and bound of the result that is closest to its bound, or farthest beyond it: the largest difference over the
+    largest expected number. Infinities and NaN must be in the same places."""
     errors = []
     for result, right in zip(actual, expected, strict=True):
         if result.shape != right.shape:
@@ -90,10 +93,9 @@ def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
 
 
 def answers_of(method: str, **settings: Any) -> list[list[Any]]:
-    """Tokens of two responses of one batch, and the positions that each step unmasked.
+    """Tokens of two responses of one batch, one of them sampled, and the positions that each step unmasked.
 
-    Prompts are random tokens, one answered greedily and one by sampling. Asked what it was trained on, the model is so
-    sure that it answers right even with a cache that is wrong.
+    Prompts are random tokens: asked what it was trained on, the model answers right even with a cache that is wrong.
     """
     from dllm_engine.llm import LLM
 

@@ -47,8 +47,11 @@ def run(args: argparse.Namespace) -> int:
     from dllm_engine.bench.random_model import config_of
     from dllm_engine.check import checks
     from dllm_engine.check.cases import BY_HEADS, OTHERS, Sizes
+    from dllm_engine.scheduler.page_layout import head_dim_of
 
-    sizes, machine = Sizes.of_model(config_of(args.model)), provenance()
+    config, machine = config_of(args.model), provenance()
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
+    sizes = Sizes(*heads, config.hidden_size, config.vocab_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"dllm-engine {machine['dllm_engine']} on {device} ({machine['processor']}), at the sizes of {args.model}")
     if device.type == "cpu":

@@ -11,10 +11,8 @@ from dllm_engine.cli import (
     check,
     evaluate,
     generate,
-    inspect_cache,
     models,
     plan,
-    profile_layers,
     serve,
     tune,
 )
@@ -58,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    running = (generate, chat, serve, evaluate, tune, bench, inspect_cache, profile_layers)
+    running = (generate, chat, serve, evaluate, tune, bench)
     for command in (*running, check, plan, models):
         command.add_parser(commands)
     return parser

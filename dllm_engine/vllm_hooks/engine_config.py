@@ -8,9 +8,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
-from dllm_engine.memory.deployment import CPU_PAGE_POOL_BYTES
-from dllm_engine.memory.machine import machine_memory
-from dllm_engine.memory.start_up import check_gpu_memory, check_main_memory
+from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_gpu_memory, check_main_memory
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -107,7 +105,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         if current_platform.is_cpu():
-            check_main_memory(vllm_config, machine_memory())
+            check_main_memory(vllm_config)
         elif parallel.distributed_executor_backend in ("uni", "mp", None):  # else the GPU may be another machine's
             memory = current_platform.get_device_total_memory()
             check_gpu_memory(vllm_config, int(memory * vllm_config.cache_config.gpu_memory_utilization))

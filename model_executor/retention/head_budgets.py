@@ -1,11 +1,8 @@
-"""How many prompt tokens each KV head of a layer retains. A new one is a function and its name in ``HEAD_BUDGETS``."""
+"""Prompt tokens that each KV head of a layer retains. A new budget is a function and its name in ``HEAD_BUDGETS``."""
 
 from collections.abc import Callable
 
 import torch
-
-from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.methods.layer_budgets import largest_remainder
 
 ADAPTIVE_UNIFORM_SHARE = 0.2
 """Ada-KV (arXiv 2407.11550): share of the budget that heads get evenly."""
@@ -13,9 +10,7 @@ ADAPTIVE_UNIFORM_SHARE = 0.2
 HeadBudget = Callable[[torch.Tensor, int, float], torch.Tensor]
 
 
-def head_budgets(
-    kind: str, scores: torch.Tensor, layer_budget: int, *, base_share: float, redistribute: bool
-) -> torch.Tensor:
+def head_budgets(kind: str, scores: torch.Tensor, layer_budget: int, *, base_share: float) -> torch.Tensor:
     """Tokens that each KV head retains, none more than there are; int64 ``[num_kv_heads]``.
 
     Args:
@@ -23,14 +18,8 @@ def head_budgets(
         scores: of all KV heads of the model, ``[num_kv_heads, num_tokens]``, none negative.
         layer_budget: the mean over the heads (B_l); it may exceed the number of tokens.
         base_share: share of the layer's budget that every head gets in any case (MaskKV's α).
-        redistribute: hand on what rounding down and the cap leave, so that budgets sum to the layer's exactly. The
-            host does this, one token at a time: it waits for the device.
     """
-    num_heads, num_tokens = scores.shape
-    shares = HEAD_BUDGETS[kind](scores, layer_budget, base_share)
-    if redistribute:
-        return on_device(largest_remainder(shares.tolist(), layer_budget * num_heads, num_tokens), scores.device)
-    return shares.long().clamp(max=num_tokens)
+    return HEAD_BUDGETS[kind](scores, layer_budget, base_share).long().clamp(max=scores.shape[1])
 
 
 def uniform(scores: torch.Tensor, layer_budget: int, base_share: float) -> torch.Tensor:

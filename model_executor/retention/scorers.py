@@ -1,10 +1,11 @@
-"""Which tokens matter to which KV head of a layer. A new scorer is a function and its entry in ``SCORERS``.
+"""Scores of tokens for each KV head of a layer. A new scorer is a function and its entry in ``SCORERS``.
 
-Scores are of this rank's heads and never negative, so that a head's sum is how much it cares for the tokens as a whole.
+Scores cover this rank's heads and are never negative, so that their sum is a head's interest in all tokens.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,10 @@ from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.step_plan import StepPlan
 
+SNAPKV_WINDOW = 32
+"""Last prompt tokens whose queries vote (``snapkv``)."""
 QUARTERS = ("first", "second", "third", "last")
-"""Of the masked positions."""
+"""Names of the quarters of the masked positions (MaskKV, Table 11)."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,14 @@ class ScoredLayer:
     masked: np.ndarray
     """``[n]`` bool, on the host."""
     window: slice
-    """Of the running blocks."""
+    """Canvas positions of the running blocks."""
     prompt_length: int
     seed: int
     layer: int
     first_kv_head: int
     """Number of this rank's first KV head in the model."""
-    observation_window: int
+    observation_window: int = SNAPKV_WINDOW
     """Last prompt tokens whose queries vote (``snapkv``)."""
-    voters: str = "all"
-    """Which masked positions vote (``mask_voting``): all, or the quarter of that name."""
 
     @classmethod
     def of(
@@ -56,8 +57,7 @@ class ScoredLayer:
         lse: torch.Tensor | None,
         layer: int,
         total_kv_heads: int,
-        observation_window: int,
-        voters: str = "all",
+        observation_window: int = SNAPKV_WINDOW,
     ) -> "ScoredLayer":
         """Layer ``layer`` of a request, from this rank's part of it."""
         world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
@@ -73,21 +73,20 @@ class ScoredLayer:
             # With more ranks than KV heads, neighbouring ranks hold the same head.
             first_kv_head=rank * total_kv_heads // world,
             observation_window=observation_window,
-            voters=voters,
         )
 
 
 class Scorer(NamedTuple):
-    """How tokens are scored."""
+    """A score of tokens, and its needs."""
 
     score: Callable[[ScoredLayer, torch.Tensor], torch.Tensor]
     """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas positions ``tokens``."""
     needs_lse: bool = True
-    num_recent: Callable[[torch.Tensor, int], torch.Tensor] = lambda kept, window: torch.zeros_like(kept)
-    """``num_recent(kept, observation_window)``: of the prompt tokens that each head of ``maskkv`` retains, how many are
-    the last ones of the prompt, whatever they score."""
+    num_recent: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
+    """``num_recent(kept)``: how many of the ``kept`` tokens of a head of ``maskkv`` are the last ones of the prompt,
+    whatever they score."""
     pool_kernel_size: int = 1
-    """Width of the max-pooling over the scores of the others, unless asked for."""
+    """Width of the max-pooling over the scores of the other tokens in ``maskkv``."""
 
 
 def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
@@ -98,13 +97,15 @@ def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def mask_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """MaskKV: the attention that masked positions pay to each token: all, or a quarter of them (Table 11), which is one
-    at least."""
+    """MaskKV: the attention that all masked positions pay to each token."""
+    return _votes(layer, on_device(np.flatnonzero(layer.masked), tokens.device), tokens)
+
+
+def quarter_voting(quarter: int, layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """The attention that a quarter of the masked positions, one at least, pays to each token (MaskKV, Table 11)."""
     masks = np.flatnonzero(layer.masked)
-    if layer.voters != "all":
-        first, stop = ((QUARTERS.index(layer.voters) + end) * len(masks) // 4 for end in (0, 1))
-        masks = masks[first : max(stop, first + 1)]
-    return _votes(layer, on_device(masks, tokens.device), tokens)
+    first, stop = ((quarter + end) * len(masks) // 4 for end in (0, 1))
+    return _votes(layer, on_device(masks[first : max(stop, first + 1)], tokens.device), tokens)
 
 
 def all_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
@@ -142,7 +143,7 @@ SCORERS: dict[str, Scorer] = {
     "all_voting": Scorer(all_voting),
     "prompt_voting": Scorer(prompt_voting),
     # The width that its paper has for LongBench.
-    "snapkv": Scorer(snapkv, num_recent=lambda kept, window: kept.clamp(max=window), pool_kernel_size=7),
-    "h2o": Scorer(prompt_voting, num_recent=lambda kept, window: kept // 2),
+    "snapkv": Scorer(snapkv, num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW), pool_kernel_size=7),
+    "h2o": Scorer(prompt_voting, num_recent=lambda kept: kept // 2),
     "random": Scorer(random, needs_lse=False),
-}
+} | {f"mask_voting_{name}": Scorer(partial(quarter_voting, i)) for i, name in enumerate(QUARTERS)}

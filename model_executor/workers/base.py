@@ -1,4 +1,4 @@
-"""What our workers have in common, whatever the device."""
+"""Common part of our workers for all devices."""
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
@@ -12,7 +12,7 @@ class DiffusionWorker:
         return ["LBNHC"]
 
     def records_steps(self) -> bool:
-        """Whether steps run from CUDA graphs, for ``dllm check``."""
+        """Return True if steps run from CUDA graphs, for ``dllm check``."""
         return self.model_runner.denoiser.graphs is not None
 
     def execute_dummy_batch(self) -> None:
@@ -26,10 +26,6 @@ class DiffusionWorker:
             super().update_weights(update_info)  # type: ignore[misc]
         finally:
             model.takes_parts = False
-
-    def profile_layers(self, prompt_token_ids: list[int], gen_length: int) -> dict[str, list[float]]:
-        """For ``LLM.profile_layers``, through vLLM's ``collective_rpc``."""
-        return self.model_runner.profile_layers(prompt_token_ids, gen_length)
 
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""

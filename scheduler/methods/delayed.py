@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, reuses
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, reuses
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
@@ -49,8 +49,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _schedule(spec: DecodingSpec, progress: Progress, delay: int) -> list[tuple[int, int, int]]:
-    """Where the prompt and each finished block end, the forward pass in which it begins to wait, and the one that keeps
-    it; passes count from 1. LLaDA lets a block wait when the one before it is kept, Dream at once."""
+    """Per prompt and finished block: its end, the forward pass in which it begins to wait, and the pass that keeps it,
+    counted from 1. In LLaDA a block waits once the block before it is kept, in Dream at once."""
     kept_before = max(1, delay)
     schedule = [(spec.prompt_length, 0, kept_before)]
     for block, completed_at in enumerate(progress.completed_at):
@@ -71,6 +71,5 @@ DELAYED = CacheMethod(
     DelayedOptions,
     trims_suffix=True,
     records=reuses,
-    launches=LAUNCHES_TO_RETAIN,
     tuned={"cache_delay": (0, 1, 2)},
 )

@@ -17,10 +17,6 @@ class DKVOptions(CacheOptions):
     """Steps of a window from one computation of the whole canvas to the next."""
 
 
-LAUNCHES = dict.fromkeys((RefreshState.UPDATE, RefreshState.REUSE), 2)
-"""Write keys, and values: ``PagedPass.attend``."""
-
-
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows and those just decoded.
 
@@ -48,7 +44,7 @@ DKV = CacheMethod(
     plan,
     hold_canvas,
     DKVOptions,
+    "layer_pass.paged:OverwritePass",
     paper_settings=PAPER_SETTINGS,
-    launches=LAUNCHES,
     tuned={"refresh_interval": (4, 8, 16)},
 )

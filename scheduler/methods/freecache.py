@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import LAUNCHES_TO_RETAIN, CacheMethod, hold_tokens, reuses, tokens_before
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, reuses, tokens_before
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
@@ -62,6 +62,5 @@ FREECACHE = CacheMethod(
     refusal=refusal,
     trims_suffix=True,
     records=reuses,
-    launches=LAUNCHES_TO_RETAIN,
     tuned={"include_suffix": (True, False)},
 )

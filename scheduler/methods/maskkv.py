@@ -1,16 +1,14 @@
 """MaskKV (arXiv 2510.09309): the masked positions vote, and each KV head of each layer retains what its budget allows
 of the prompt; from then on dLLM-Cache's schedule."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field
 
 from dllm_engine.scheduler.methods import dllm_cache
-from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_pages
 from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, ImportanceName, layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
@@ -20,16 +18,9 @@ from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
 HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]
-
-
-def read_profile(path: str, importance: ImportanceName) -> list[float]:
-    """One importance per layer from a file that ``dllm profile`` wrote; raises ``ValueError`` where it is none."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))[importance]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not a layer profile ({type(error).__name__}: {error}); make one with `dllm profile`"
-        ) from None
+MaskKVScorerName = Literal[
+    ScorerName, "h2o", "mask_voting_first", "mask_voting_second", "mask_voting_third", "mask_voting_last"
+]
 
 
 class MaskKVOptions(DLLMCacheOptions):
@@ -44,54 +35,18 @@ class MaskKVOptions(DLLMCacheOptions):
     prompt within the budget is retained whole."""
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
     """The largest share of the prompt that is retained, on average."""
-    scorer: Literal[ScorerName, "h2o"] = "mask_voting"
-    """How the importance of a prompt token for a head is scored."""
-    voters: Literal["all", "first", "second", "third", "last"] = "all"
-    """Which masked positions vote, for ``scorer="mask_voting"``: all, or a quarter of them (Table 11)."""
-    observation_window: int = Field(default=32, ge=1)
-    """Number of last prompt tokens that vote and are retained, for ``scorer="snapkv"``."""
-    pool_kernel_size: WindowWidth | None = None
-    """Width of the max-pooling over a head's scores before its tokens are ranked, which retains the neighbours of
-    important tokens too (from SnapKV, not in the paper). Odd; 1 turns it off. Budgets use the unpooled scores. None: 7
-    for ``scorer="snapkv"``, 1 for others."""
+    scorer: MaskKVScorerName = "mask_voting"
+    """Score of a prompt token's importance to a head. With ``mask_voting_first`` to ``_last``, a quarter of the masks
+    votes (Table 11)."""
     layer_budget: LayerBudgetName = "boundary"
-    """How the budget is split between layers; ``boundary`` and ``squeeze`` by the ``profile``."""
+    """Split of the budget between layers. ``boundary`` and ``squeeze`` depend on the importance of layers, which each
+    request measures in its first forward pass; that pass then runs twice."""
     beta: float = Field(default=0.4, ge=0, le=1)
     """Share of the average budget that every layer gets, for ``layer_budget="boundary"``."""
     head_budget: HeadBudgetName = "prompt_preference"
-    """How a layer's budget is split between its heads."""
+    """Split of a layer's budget between its heads."""
     alpha: float = Field(default=0.1, ge=0, le=1)
     """Share of a layer's budget that every head gets, for ``head_budget="prompt_preference"``."""
-    redistribute: bool = False
-    """Give the parts of budgets that rounding down and short prompts leave unused to other layers and heads (not in the
-    paper)."""
-    profile: Literal["online"] | tuple[float, ...] = "online"
-    """Importance of each layer, from 0 to 2, or a file that ``dllm profile`` wrote. ``online``: measured for each
-    request in its first forward pass, which runs twice for this purpose."""
-
-    @field_validator("profile", mode="before")
-    @classmethod
-    def _read_profile(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, str) or value == "online":
-            return value
-        of_budget = LAYER_BUDGETS[info.data["layer_budget"]].importance if "layer_budget" in info.data else None
-        return read_profile(value, of_budget or "layer_importance")
-
-    @field_validator("profile")
-    @classmethod
-    def _sensible_profile(cls, value: Any) -> Any:
-        if value != "online" and (not value or not all(0 <= score <= 2 for score in value)):
-            raise ValueError("needs one number from 0 to 2 per layer, 1 minus a mean cosine, or 'online'")
-        return value
-
-    @model_validator(mode="after")
-    def _masks_vote(self) -> Self:
-        if self.voters != "all" and self.scorer != "mask_voting":
-            raise ValueError(
-                f"voters={self.voters!r} needs scorer='mask_voting', since no masks vote for scorer={self.scorer!r}; "
-                f"change one of them"
-            )
-        return self
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -115,10 +70,10 @@ def importance_name(options: MaskKVOptions) -> ImportanceName | None:
 
 
 def measures_layers(spec: DecodingSpec) -> bool:
-    """Whether a request's budgets go by what its first forward pass measures."""
+    """Return True if the budgets of a request depend on its first forward pass."""
     options = MaskKVOptions.of(spec)
     evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
-    return evicts and options.profile == "online" and importance_name(options) is not None
+    return evicts and importance_name(options) is not None
 
 
 def runs(spec: DecodingSpec, plan: StepPlan) -> int:
@@ -126,19 +81,11 @@ def runs(spec: DecodingSpec, plan: StepPlan) -> int:
     return 2 if plan.forward == 0 and measures_layers(spec) else 1
 
 
-def prompt_budgets(spec: DecodingSpec, num_layers: int, measured: Sequence[float] | None) -> list[int]:
-    """Prompt tokens per KV head that each layer retains, on average over its heads. ``measured``: importance of the
-    layers, where the first pass has measured it."""
+def prompt_budgets(spec: DecodingSpec, importance: Sequence[float]) -> list[int]:
+    """Prompt tokens per KV head that each layer retains, on average over its heads."""
     options = MaskKVOptions.of(spec)
-    return layer_budgets(
-        options.layer_budget,
-        average_budget(options, spec.prompt_length),
-        measured if options.profile == "online" else options.profile,
-        num_layers,
-        spec.prompt_length,
-        base_share=options.beta,
-        redistribute=options.redistribute,
-    )
+    average = average_budget(options, spec.prompt_length)
+    return layer_budgets(options.layer_budget, average, importance, spec.prompt_length, base_share=options.beta)
 
 
 def hold_budget_and_features(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
@@ -154,15 +101,6 @@ def hold_budget_and_features(spec: DecodingSpec, running: Blocks, geometry: Pool
     }
 
 
-def check(options: MaskKVOptions, num_layers: int, guided: bool) -> None:
-    """The profile must be of the model."""
-    if options.profile != "online" and len(options.profile) != num_layers:
-        raise ValueError(
-            f"cache option profile has {len(options.profile)} layers, the model has {num_layers}; make one for this "
-            f"model with `dllm profile`"
-        )
-
-
 def largest(options: MaskKVOptions) -> CacheOptions:
     """A share of one prompt token is none, while of a few the heads of a rank may retain them all."""
     return options.model_copy(update={"retention_ratio": 1.0})
@@ -170,5 +108,5 @@ def largest(options: MaskKVOptions) -> CacheOptions:
 
 TUNED = {"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)}
 MASKKV = CacheMethod(
-    plan, hold_budget_and_features, MaskKVOptions, runs=runs, check=check, largest=largest, tuned=TUNED
+    plan, hold_budget_and_features, MaskKVOptions, "passes.maskkv:MaskKVPass", runs=runs, largest=largest, tuned=TUNED
 )

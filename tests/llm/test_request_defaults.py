@@ -176,9 +176,10 @@ def opinionated(tmp_path_factory):
 def decoded(llm, params=None):
     """(response tokens, tokens of a block, forward passes) of a request."""
     whole_block = [3, 1, 4, 1, 5, 9, 4, 6]
-    seen = llm.inspect({"prompt_token_ids": whole_block}, params)
-    passes = sum(len(window.passes) for window in seen.windows)
-    return seen.gen_length, seen.block_spans[0].size, passes
+    params = params or DiffusionParams()
+    (output,) = llm.generate({"prompt_token_ids": whole_block}, params, use_tqdm=False)
+    spec = llm._resolve(params, len(whole_block))
+    return spec.gen_length, spec.block_length, output.outputs[0].diffusion.forward_passes
 
 
 def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):

@@ -86,7 +86,7 @@ def test_an_end_token_ends_the_response_once_no_mask_is_before_it(engines, llada
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Ida, Tom"}]
 
 
-def test_stop_strings_choices_and_inspections(engines, tmp_path):
+def test_stop_strings_and_choices(engines):
     llm = engines("demo", skip_tokenizer_init=False, cache_method="dual", page_size=8)
     asked = {"gen_length": 32, "block_length": 8, "threshold": 0.9, "block_add_threshold": 0.0}
 
@@ -97,8 +97,4 @@ def test_stop_strings_choices_and_inspections(engines, tmp_path):
     assert whole.text.strip() == "Ida=07, Tom=48"
     assert (stopped.text.strip(), stopped.finish_reason, stopped.stop_reason) == ("Ida=07,", "stop", "Tom")
     assert [c.text for c in completions(n=2, temperature=0.1, seed=3)] == [whole.text] * 2
-    inspection = llm.inspect(CHAT, DiffusionParams(**asked))
-    inspection.save(tmp_path / "page.html")
-    assert [window.span for window in inspection.windows] == sorted(set(whole.diffusion.windows))
-    assert "Blocks 1–2" in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert_nothing_left(llm)

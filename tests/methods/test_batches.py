@@ -11,7 +11,6 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 from tests.support.stepped_engines import Poison, abort_all, run_in_steps
 
-PROFILE = [0.3, 0.1, 0.1, 0.5]
 REFRESHES = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
 SKIPS = {"keep_schedule": [[1, 0], [0.5, 0.25], [0.25, 0.5]], "block_refresh_interval": 4}
 VARIANTS = {
@@ -35,7 +34,6 @@ VARIANTS = {
     "dllm_cache, first layer too": ("dllm_cache", REFRESHES | {"refresh_first_layer": False}),
     "dllm_cache, prompt states": ("dllm_cache", REFRESHES | {"exclude_prompt_states": False}),
     "maskkv": ("maskkv", REFRESHES | {"kv_budget": 12}),
-    "maskkv, profile": ("maskkv", REFRESHES | {"kv_budget": 12, "profile": PROFILE}),
     "maskkv, first layer": ("maskkv", REFRESHES | {"kv_budget": 12, "refresh_first_layer": True}),
     "maskkv, prompt states": ("maskkv", REFRESHES | {"kv_budget": 12, "exclude_prompt_states": False}),
     "es_dllm": ("es_dllm", SKIPS),

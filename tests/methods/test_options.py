@@ -1,7 +1,5 @@
 """Options of cache methods: what is out of range is named, and what is left open is the paper's."""
 
-import json
-
 import pytest
 
 from dllm_engine import DiffusionParams
@@ -11,9 +9,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.vllm_hooks import engine_config
-from tests.support.engines import generate, scheduler_of, start_engine
-
-PROFILE = [0.3, 0.1, 0.1, 0.5]
+from tests.support.engines import generate, scheduler_of
 
 
 def out_of_range():
@@ -126,52 +122,3 @@ def test_lowering_retention_needs_a_method_that_evicts(engines, tiny_llada, meth
     llm = engines(tiny_llada, cache_method=method)
     with pytest.raises(ValueError, match=f"'{method}' evicts nothing"):
         generate(llm, [[1, 2, 3]], DiffusionParams(gen_length=8, retention_ratio=0.5))
-
-
-# Profiles of layers, for MaskKV
-
-
-def write_profile(path, content) -> str:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return str(path)
-
-
-def test_a_profile_is_read_from_a_file(engines, reference_checkpoints, tmp_path):
-    path = write_profile(tmp_path / "profile.json", {"layer_importance": PROFILE, "model": "any"})
-    settings = {"page_size": 8, "max_model_len": 128, "cache_method": "maskkv"}
-    llm = engines(reference_checkpoints / "llada-tiny-a", **settings, cache_options={"profile": path})
-    (tmp_path / "profile.json").unlink()
-    assert scheduler_of(llm).options.cache.profile == tuple(PROFILE)
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (None, r"profile\.json is not a layer profile \(FileNotFoundError"),
-        ("not JSON", r"profile\.json is not a layer profile \(JSONDecodeError.*make one with `dllm profile`"),
-        ([0.1] * 4, r"is not a layer profile \(TypeError"),
-        ({"importance": [0.1] * 4}, r"is not a layer profile \(KeyError"),
-        ({"layer_importance": [0.1, 2.5, 0.1, 0.1]}, "profile.*one number from 0 to 2 per layer"),
-        ({"layer_importance": [0.1, -0.1, 0.1, 0.1]}, "profile.*one number from 0 to 2 per layer"),
-        ('{"layer_importance": [0.1, NaN, 0.1, 0.1]}', "profile.*one number from 0 to 2 per layer"),
-        ({"layer_importance": []}, "profile.*one number from 0 to 2 per layer"),
-        ({"layer_importance": ["much"] * 4}, "profile"),
-    ],
-)
-def test_a_file_that_is_no_profile_is_named(tmp_path, content, named):
-    path = tmp_path / "profile.json"
-    if content is not None:
-        write_profile(path, content)
-    with pytest.raises(ValueError, match=named):
-        EngineOptions.parse({"cache_method": "maskkv", "cache_options": {"profile": str(path)}})
-
-
-def test_a_profile_of_another_model_is_refused(reference_checkpoints):
-    options = {"profile": [0.1, 0.2, 0.3]}
-    with pytest.raises(ValueError, match="profile has 3 layers, the model has 4"):
-        start_engine(reference_checkpoints / "llada-tiny-a", cache_method="maskkv", cache_options=options)
-
-
-def test_masks_vote_only_where_the_scorer_lets_them():
-    with pytest.raises(ValueError, match=r"voters='last' needs scorer='mask_voting'.* scorer='snapkv'"):
-        EngineOptions.parse({"cache_method": "maskkv", "cache_options": {"voters": "last", "scorer": "snapkv"}})

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.methods.layer_budgets import layer_budgets
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
 
 REFRESHES = {"prompt_refresh_interval": 6, "response_refresh_interval": 3, "update_ratio": 0.25}
 SKIPS = {"keep_schedule": [[1, 0], [0.5, 0.25], [0.25, 0.5]], "block_refresh_interval": 4}
-PROFILE = [0.3, 0.1, 0.1, 0.5]
 LLADA, DREAM = "llada-tiny-a", "dream-tiny-a"
 """Four layers each. A page of 8 tokens holds 4 heads of 32 and 16 rows of features, for Dream 2 heads and 8 rows."""
 
@@ -98,7 +98,7 @@ def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
     return first[0], after, [[len(positions) for positions in layer] for layer in retained]
 
 
-@pytest.mark.parametrize("budgets", [{}, {"profile": PROFILE}, {"layer_budget": "squeeze"}, {"scorer": "h2o"}], ids=str)
+@pytest.mark.parametrize("budgets", [{}, {"layer_budget": "squeeze"}, {"scorer": "h2o"}], ids=str)
 def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, budgets):
     options = REFRESHES | {"kv_budget": 12} | budgets
     first, after, kept = pages_of_maskkv(engine("maskkv", **options), monkeypatch, 37, 12, 12)
@@ -118,7 +118,9 @@ def test_a_prompt_within_the_budget_is_held_whole(engine, monkeypatch):
 
 
 def test_what_the_heads_cannot_use_is_given_back_after_voting(engine, monkeypatch):
-    llm = engine("maskkv", page_size=2, **REFRESHES, kv_budget=16, profile=[0.5, 0, 0, 0.5])
+    boundary_alone = layer_budgets("boundary", 16, [0.5, 0, 0, 0.5], 24, base_share=0.4)
+    monkeypatch.setattr("dllm_engine.model_executor.passes.maskkv.prompt_budgets", lambda *_: boundary_alone)
+    llm = engine("maskkv", page_size=2, **REFRESHES, kv_budget=16)
     first, after, kept = pages_of_maskkv(llm, monkeypatch, 24, 12, 12)
     # Base 6 and a pool of 40 for the boundary alone: 26, 6, 6, 26 tokens a head, but there are only 24. A page has 8
     # slots and room for 4 rows of features: 4 · 4 · (16 + 12) = 448 slots; 3 pages of features each.

@@ -20,7 +20,6 @@ from tests.support.random_requests import (
 )
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
-PROFILE = [0.3, 0.1, 0.1, 0.5]
 
 
 def refreshes(prompt: int, response: int, ratio: float, **more: Any) -> dict[str, Any]:
@@ -87,16 +86,16 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     ],
     "maskkv": [
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12)),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, layer_budget="squeeze", voters="third")),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, voters="first")),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, scorer="snapkv", observation_window=4)),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, layer_budget="squeeze", scorer="mask_voting_third")),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="mask_voting_first")),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="snapkv")),
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="h2o", head_budget="uniform")),
         (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="all_voting")),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, layer_budget="uniform", voters="last")),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=9, profile=PROFILE, redistribute=True, scorer="prompt_voting")),
-        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, pool_kernel_size=5, voters="second")),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, layer_budget="uniform", scorer="mask_voting_last")),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=9, beta=0.0, alpha=0.7, scorer="prompt_voting")),
+        (8, 1, refreshes(6, 3, 0.25, kv_budget=12, scorer="mask_voting_second")),
         (8, 1, refreshes(6, 3, 1.0, kv_budget=99)),
-        (32, 4, refreshes(6, 3, 0.25, kv_budget=12, profile=PROFILE, refresh_first_layer=True)),
+        (32, 4, refreshes(6, 3, 0.25, kv_budget=12, refresh_first_layer=True)),
         (32, 4, refreshes(100, 1, 0.25, kv_budget=6, exclude_prompt_states=False)),
         (32, 4, refreshes(2, 5, 0.0, kv_budget=1)),
         (32, 4, refreshes(6, 5, 0.04, kv_budget=0)),

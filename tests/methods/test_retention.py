@@ -9,13 +9,13 @@ import torch
 
 from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS
 from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
-from tests.oracles.maskkv import pooled, votes_of
+from tests.oracles.maskkv import importance, pooled, votes_of
 from tests.oracles.models import PlainModel
 from tests.support.answers import answers
 
 MODELS = ["llada-tiny-a", "dream-tiny-a"]
 SCORERS = ["mean_query", "mask_voting", "all_voting", "prompt_voting", "snapkv", "random"]
-PROFILE = [0.3, 0.1, 0.1, 0.5]
+QUARTERS = [f"mask_voting_{name}" for name in ("first", "second", "third", "last")]
 EVEN = {"kv_budget": 12, "layer_budget": "uniform", "head_budget": "uniform"}
 PROMPT = [random.Random(37 + i).randrange(480) for i in range(37)]
 
@@ -51,7 +51,7 @@ def counts(retained: list[list[list[int]]]) -> list[list[int]]:
 
 def test_scorers_disagree(ask, per_head):
     sparse = [ask("sparse", scorer=scorer, retention_ratio=0.4).traces["retained_positions"] for scorer in SCORERS]
-    maskkv = [per_head(scorer=scorer, **EVEN) for scorer in [*SCORERS, "h2o"]]
+    maskkv = [per_head(scorer=scorer, **EVEN) for scorer in [*SCORERS, *QUARTERS, "h2o"]]
     for retained in (sparse, maskkv):
         assert all(a != b for a, b in itertools.combinations(retained, 2))
 
@@ -106,16 +106,18 @@ def test_votes_are_those_of_plain_attention(ask, reference_checkpoints, name, sc
 
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize(("model", "heads"), [("llada-tiny-a", 4), ("dream-tiny-a", 2)])
-def test_every_combination_keeps_to_its_budget(per_head, model, heads, scorer):
-    for layer_budget, head_budget, redistribute in itertools.product(LAYER_BUDGETS, HEAD_BUDGETS, (False, True)):
-        chosen = {"layer_budget": layer_budget, "head_budget": head_budget, "redistribute": redistribute}
-        asked = {"gen_length": 8, "steps": 1}
-        retained = per_head(model, kv_budget=12, profile=PROFILE, scorer=scorer, asked=asked, **chosen)
-        budgets = layer_budgets(layer_budget, 12, PROFILE, 4, 37, base_share=0.4, redistribute=redistribute)
-        assert sum(budgets) == 48 if redistribute else 44 <= sum(budgets) <= 48, chosen
+def test_every_combination_keeps_to_its_budget(per_head, reference_checkpoints, model, heads, scorer):
+    plain = PlainModel(reference_checkpoints / model)
+    canvas = PROMPT + [plain.mask] * 8
+    measured = {kind: importance(plain, canvas, of_attention=kind == "squeeze") for kind in LAYER_BUDGETS}
+    for layer_budget, head_budget in itertools.product(LAYER_BUDGETS, HEAD_BUDGETS):
+        chosen = {"layer_budget": layer_budget, "head_budget": head_budget}
+        retained = per_head(model, kv_budget=12, scorer=scorer, asked={"gen_length": 8, "steps": 1}, **chosen)
+        budgets = layer_budgets(layer_budget, 12, measured[layer_budget], 37, base_share=0.4)
+        assert 44 <= sum(budgets) <= 48, chosen
         for layer, budget in zip(counts(retained), budgets, strict=True):
             assert len(layer) == heads
-            assert sum(layer) == budget * heads if redistribute else sum(layer) <= budget * heads, chosen
+            assert sum(layer) <= budget * heads, chosen
             assert sum(layer) > (budget - 1) * heads, "only rounding loses tokens where no head is at its cap"
             assert len(set(layer)) == 1 or head_budget != "uniform"
         for positions in itertools.chain(*retained):
@@ -123,14 +125,14 @@ def test_every_combination_keeps_to_its_budget(per_head, model, heads, scorer):
             assert set(positions) <= set(range(37))
 
 
-def test_layer_and_head_budgets_follow_profile_and_preference(per_head):
-    by_profile = {"kv_budget": 12, "profile": PROFILE}
-    assert counts(per_head(**by_profile, head_budget="uniform")) == [[16] * 4, [7] * 4, [7] * 4, [16] * 4]
+def test_layer_and_head_budgets_follow_importance_and_preference(per_head):
+    by_layer = counts(per_head(kv_budget=12, head_budget="uniform"))
+    assert by_layer[0] == by_layer[3] != by_layer[1] == by_layer[2]
     assert counts(per_head(kv_budget=12, layer_budget="pyramid", head_budget="uniform")) == [
         [24] * 4, [16] * 4, [8] * 4, [0] * 4,
     ]  # fmt: skip
-    assert counts(per_head(**by_profile, alpha=1.0)) == [[16] * 4, [7] * 4, [7] * 4, [16] * 4], "nothing is shared"
-    assert any(len(set(layer)) > 1 for layer in counts(per_head(**by_profile, alpha=0.0)))
+    assert counts(per_head(kv_budget=12, alpha=1.0)) == by_layer, "nothing is shared"
+    assert any(len(set(layer)) > 1 for layer in counts(per_head(kv_budget=12, alpha=0.0)))
     assert per_head(kv_budget=37) == [[list(range(37))] * 4] * 4, "a budget of the whole prompt evicts nothing"
 
 

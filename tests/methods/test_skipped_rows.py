@@ -51,7 +51,6 @@ def test_rows_that_maskkv_does_not_update(answer, first_layer, of_adaptive_pass)
         ({}, 2),
         ({"layer_budget": "squeeze"}, 2),
         ({"layer_budget": "uniform"}, 1),
-        ({"profile": [0.3, 0.1, 0.1, 0.5]}, 1),
     ],
     ids=str,
 )

@@ -18,18 +18,17 @@ def test_adaptive():
     # Budget 3 of two heads: of all scores the highest 6 are the first head's 9, 8, 7, 6, 5 and the second's 5.5.
     scores = torch.tensor([[9.0, 8, 7, 6, 5, 1, 1], [5.5, 4, 3, 2, 1, 1, 1]])
     # A fifth of 3 to each, 0.8 of the 5 and the 1: 4.6 and 1.4.
-    assert head_budgets("adaptive", scores, 3, base_share=0.1, redistribute=False) == [4, 1]
-    assert head_budgets("adaptive", scores, 3, base_share=0.1, redistribute=True) == [5, 1]
-    assert head_budgets("adaptive", scores.flip(0), 3, base_share=0.1, redistribute=False) == [1, 4]
+    assert head_budgets("adaptive", scores, 3, base_share=0.1) == [4, 1]
+    assert head_budgets("adaptive", scores.flip(0), 3, base_share=0.1) == [1, 4]
     # All scores are among the highest 14 or more; 0.2 · 9 + 0.8 · 7 = 7.4.
-    assert head_budgets("adaptive", scores, 9, base_share=0.1, redistribute=False) == [7, 7]
-    assert head_budgets("adaptive", scores, 0, base_share=0.1, redistribute=False) == [0, 0]
+    assert head_budgets("adaptive", scores, 9, base_share=0.1) == [7, 7]
+    assert head_budgets("adaptive", scores, 0, base_share=0.1) == [0, 0]
     # All 10 scores are among the highest 10: 0.2 · 5 + 0.8 · 5.
     few = torch.tensor([[9.0, 8, 7, 6, 5], [4, 3, 2, 1, 0.5]])
-    assert head_budgets("adaptive", few, 5, base_share=0.1, redistribute=False) == [5, 5]
+    assert head_budgets("adaptive", few, 5, base_share=0.1) == [5, 5]
     # All 7 of the first head and one of the second: 0.8 + 5.6 and 0.8 + 0.8.
     lonely = torch.stack((scores[0] + 10, scores[1]))
-    assert head_budgets("adaptive", lonely, 4, base_share=0.1, redistribute=False) == [6, 1]
+    assert head_budgets("adaptive", lonely, 4, base_share=0.1) == [6, 1]
 
 
 @pytest.mark.parametrize("kind", HEAD_BUDGETS)
@@ -44,13 +43,9 @@ def test_adaptive():
 )
 def test_heads_keep_to_the_budget_of_the_layer(kind, seed, heads, tokens, budget, base_share, scale):
     scores = torch.rand(heads, tokens, generator=torch.Generator().manual_seed(seed)).pow(6) * scale
-    floored = head_budgets(kind, scores, budget, base_share=base_share, redistribute=False)
-    exact = head_budgets(kind, scores, budget, base_share=base_share, redistribute=True)
+    floored = head_budgets(kind, scores, budget, base_share=base_share)
     assert sum(floored) <= budget * heads
-    assert sum(exact) == min(budget, tokens) * heads
-    assert all(0 <= amount <= tokens for amount in floored + exact)
+    assert all(0 <= amount <= tokens for amount in floored)
     if kind != "adaptive":
         masses = scores.double().sum(dim=1).tolist() if scores.any() else [1.0] * heads  # without any preference
-        for redistribute, found in ((False, floored), (True, exact)):
-            shares = {"alpha": base_share, "redistribute": redistribute}
-            assert found == plain_maskkv.head_budgets(masses, budget, tokens, kind=kind, **shares)
+        assert floored == plain_maskkv.head_budgets(masses, budget, tokens, kind=kind, alpha=base_share)

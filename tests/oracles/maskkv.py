@@ -8,9 +8,9 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
 * The budget is a whole number of prompt tokens, the average per layer and KV head. Layer budgets count per KV head.
 * A vote is a softmax over the keys of the whole canvas (equation 6; the pseudo-code's line names the prompt's keys).
   All masked positions vote, which are those of the response that are not given.
-* Boundary is the first and the last layer, one each; a model of one or two layers has no middle. With a profile that
-  sums to 0 all layers get the average.
-* Without a profile, importance is measured in a forward pass over the prompt and all masks, of all their tokens.
+* Boundary is the first and the last layer, one each; a model of one or two layers has no middle. If no layer
+  changes anything, all layers get the average.
+* Importance is measured in a forward pass over the prompt and all masks, of all their tokens.
 * SqueezeAttention (``layer_budget="squeeze"``) goes by the importance of the attention alone, with its residual. Its
   three clusters are those that k-means finds from the lowest, the highest and the number between them.
 * A quarter of the masks (Table 11) is a run of them, one at least; quarter i of n begins at mask ⌊i n / 4⌋.
@@ -19,12 +19,9 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
   those to which the whole prompt attends most, in a model whose attention is not causal.
 * Floors as in Algorithms 2 and 3, and what they lose is lost. A head never keeps more than the prompt; the budget that
   Algorithm 2 gives a layer may be more than that.
-* ``redistribute`` (not of the paper) instead takes the exact shares, unrounded also between the groups of layers,
-  rounds them down, caps them at the prompt's length and gives the rest, one token at a time, to whoever below the cap
-  lacks the most of its share; to the lowest index if two lack the same.
 * Shares are computed in double precision, pool times mass before the division.
 * Equal votes: the lowest position is kept first.
-* ``pool_kernel_size`` (7 for SnapKV, else 1): a head ranks positions by the most votes within so wide a window. Its
+* SnapKV pools: a head ranks positions by the most votes within a window of 7. Its
   mass, which its budget goes by, stays that of the votes themselves.
 * A budget of at least the prompt's length evicts nothing.
 * Prompt refreshes gather the positions that the first pass chose. A refresh of only the prompt reuses the response
@@ -35,13 +32,15 @@ Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tests.oracles.decoding import Decoding
 from tests.oracles.dllm_cache import AdaptiveCache, LayerCache
 from tests.oracles.models import Layer, PlainModel
+
+SNAPKV_WINDOW = 32
 
 
 def importance(model: PlainModel, canvas: Sequence[int], *, of_attention: bool) -> list[float]:
@@ -75,17 +74,17 @@ def squeeze(average: int, scores: Sequence[float]) -> list[int]:
     return [int(kept if i == 0 else (total - kept * least) / (len(scores) - least)) for i in clusters]
 
 
-def voters_of(scorer: str, run: Decoding, *, voters: str, observation_window: int) -> list[int]:
+def voters_of(scorer: str, run: Decoding) -> list[int]:
     """The positions that vote in the first pass."""
     prompt = len(run.prompt)
     if scorer == "snapkv":
-        return list(range(max(0, prompt - observation_window), prompt))
-    if scorer != "mask_voting":
+        return list(range(max(0, prompt - SNAPKV_WINDOW), prompt))
+    if not scorer.startswith("mask_voting"):
         return list(range({"all_voting": run.length, "prompt_voting": prompt, "h2o": prompt}[scorer]))
     masks = run.masked(prompt, run.length)
-    if voters == "all":
+    if scorer == "mask_voting":
         return masks
-    i = ["first", "second", "third", "last"].index(voters)
+    i = ["first", "second", "third", "last"].index(scorer.removeprefix("mask_voting_"))
     first, stop = i * len(masks) // 4, (i + 1) * len(masks) // 4
     return masks[first:stop] or [masks[first]]
 
@@ -113,19 +112,8 @@ def pooled(votes: torch.Tensor, width: int) -> torch.Tensor:
     return out
 
 
-def largest_remainder(shares: Sequence[float], total: int, cap: int) -> list[int]:
-    """Whole numbers near the shares, none above the cap, that sum to ``total`` or, if less, all caps."""
-    out = [min(cap, math.floor(share)) for share in shares]
-    while sum(out) < min(total, cap * len(shares)):
-        below = [i for i in range(len(out)) if out[i] < cap]
-        out[max(below, key=lambda i: (shares[i] - out[i], -i))] += 1
-    return out
-
-
-def layer_budgets(
-    average: int, profile: Sequence[float], num_layers: int, *, beta: float, redistribute: bool, prompt_length: int
-) -> list[int]:
-    """Algorithm 2. ``prompt_length`` matters only to ``redistribute``."""
+def layer_budgets(average: int, profile: Sequence[float], num_layers: int, *, beta: float) -> list[int]:
+    """Algorithm 2."""
     if sum(profile) == 0:
         return [average] * num_layers
     boundary = sorted({0, num_layers - 1})
@@ -133,15 +121,11 @@ def layer_budgets(
     boundary_score, middle_score = (sum(profile[layer] for layer in layers) for layers in (boundary, middle))
     base = math.floor(beta * average)
     pool = (average - base) * num_layers
-    boundary_pool = pool * boundary_score / (boundary_score + middle_score)
-    if not redistribute:
-        boundary_pool = math.floor(boundary_pool)
+    boundary_pool = math.floor(pool * boundary_score / (boundary_score + middle_score))
     shares = [
         base + (boundary_pool / len(boundary) if layer in boundary else (pool - boundary_pool) / len(middle))
         for layer in range(num_layers)
     ]
-    if redistribute:
-        return largest_remainder(shares, average * num_layers, prompt_length)
     return [math.floor(share) for share in shares]
 
 
@@ -153,14 +137,12 @@ def head_shares(masses: Sequence[float], layer_budget: int, alpha: float) -> lis
 
 
 def head_budgets(
-    masses: Sequence[float], layer_budget: int, prompt_length: int, *, kind: str, alpha: float, redistribute: bool
+    masses: Sequence[float], layer_budget: int, prompt_length: int, *, kind: str, alpha: float
 ) -> list[int]:
     """Stage 2 of Algorithm 3: tokens per KV head from the heads' masses of votes. ``kind`` "uniform": no preference."""
     if kind == "uniform":
         return [min(layer_budget, prompt_length)] * len(masses)
     shares = head_shares(masses, layer_budget, alpha)
-    if redistribute:
-        return largest_remainder(shares, layer_budget * len(masses), prompt_length)
     return [min(prompt_length, math.floor(share)) for share in shares]
 
 
@@ -172,19 +154,14 @@ class MaskKVCache(AdaptiveCache):
     refresh_first_layer: bool = False
     kv_budget: int = 256
     layer_budget: str = "boundary"
-    profile: Literal["online"] | Sequence[float] = "online"
     beta: float = 0.4
     head_budget: str = "prompt_preference"
     alpha: float = 0.1
-    redistribute: bool = False
     scorer: str = "mask_voting"
-    voters: str = "all"
-    observation_window: int = 32
-    pool_kernel_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        run, profile = self.run, self.profile
+        run = self.run
         self.prompt_length, num_layers = len(run.prompt), len(run.model.layers)
         assert self.layer_budget in ("boundary", "uniform", "squeeze")
         if self.kv_budget >= self.prompt_length:
@@ -192,16 +169,13 @@ class MaskKVCache(AdaptiveCache):
         elif self.layer_budget == "uniform":
             self.budgets = [self.kv_budget] * num_layers
         else:
-            if profile == "online":
-                profile = importance(run.model, run.canvas, of_attention=self.layer_budget == "squeeze")
+            measured = importance(run.model, run.canvas, of_attention=self.layer_budget == "squeeze")
             if self.layer_budget == "squeeze":
-                assert not self.redistribute
-                self.budgets = squeeze(self.kv_budget, profile)
+                self.budgets = squeeze(self.kv_budget, measured)
             else:
-                shares = {"beta": self.beta, "redistribute": self.redistribute, "prompt_length": self.prompt_length}
-                self.budgets = layer_budgets(self.kv_budget, profile, num_layers, **shares)
-        self.voting = voters_of(self.scorer, run, voters=self.voters, observation_window=self.observation_window)
-        self.pool_kernel_size = self.pool_kernel_size or {"snapkv": 7}.get(self.scorer, 1)
+                self.budgets = layer_budgets(self.kv_budget, measured, num_layers, beta=self.beta)
+        self.voting = voters_of(self.scorer, run)
+        self.pool_kernel_size = {"snapkv": 7}.get(self.scorer, 1)
         self.retained: list[list[list[int]]] = []
         run.traces["retained_per_head"] = [self.retained]
 
@@ -220,11 +194,10 @@ class MaskKVCache(AdaptiveCache):
     def vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
         votes = votes_of(q[self.voting], cache.k, self.prompt_length)
         masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
-        shares = {"alpha": self.alpha, "redistribute": self.redistribute}
-        keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, **shares)
+        keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, alpha=self.alpha)
         self.retained.append([])
         for g, count in enumerate(keep):
-            recent = {"snapkv": min(self.observation_window, count), "h2o": count // 2}.get(self.scorer, 0)
+            recent = {"snapkv": min(SNAPKV_WINDOW, count), "h2o": count // 2}.get(self.scorer, 0)
             border, count = self.prompt_length - recent, count - recent
             ranked = pooled(votes[g : g + 1, :border], self.pool_kernel_size)[0]
             ordered, positions = ranked.double().sort(descending=True, stable=True)
@@ -235,13 +208,13 @@ class MaskKVCache(AdaptiveCache):
                 others = ordered[ordered != last] if self.pool_kernel_size > 1 else ordered[count:]
                 for margin in (1 - others / last).abs().tolist():
                     self.run.decided(10 * margin)
-        if self.head_budget != "uniform" and not self.redistribute and 0 < budget < self.prompt_length:
+        if self.head_budget != "uniform" and 0 < budget < self.prompt_length:
             for share in head_shares(masses, budget, self.alpha):
                 self.run.decided(abs(share - round(share)))  # rounding down decides
 
 
 def plain_maskkv(run: Decoding, **options: Any) -> None:
     """``kv_budget``: retained prompt tokens, the average per layer and KV head. ``layer_budget``: "boundary" (Algorithm
-    2 with ``profile``, the layers' importances), "squeeze" or "uniform". ``head_budget``: "prompt_preference" or
+    2), "squeeze" or "uniform". ``head_budget``: "prompt_preference" or
     "uniform"."""
     MaskKVCache(run, **options).decode()

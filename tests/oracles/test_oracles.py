@@ -14,7 +14,6 @@ from tests.support.tiny_checkpoints import write_dream, write_llada
 PROMPT = [(37 * i * i + 11 * i + 5) % 480 for i in range(24)]
 ASKED: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}
 EVERYTHING: dict[str, Any] = {"prompt_refresh_interval": 1, "response_refresh_interval": 1, "update_ratio": 0}
-PROFILE = [0.3, 0.1, 0.1, 0.5]
 
 
 @pytest.fixture(scope="module", params=["llada-tiny-a", "dream-tiny-a"])
@@ -57,9 +56,8 @@ class Masked(PlainModel):
         return super().attention(layer, q, keys, values, visible)
 
 
-@pytest.mark.parametrize("redistribute", [False, True])
-def test_eviction_with_refreshes_in_every_pass_is_a_masked_forward(model: PlainModel, redistribute: bool) -> None:
-    options = EVERYTHING | {"kv_budget": 6, "profile": PROFILE, "redistribute": redistribute}
+def test_eviction_with_refreshes_in_every_pass_is_a_masked_forward(model: PlainModel) -> None:
+    options = EVERYTHING | {"kv_budget": 6}
     run = decode(model, PROMPT, "maskkv", options, **ASKED)
     (retained,) = run.traces["retained_per_head"]
     assert decoded(run) == decoded(decode(Masked(model, retained, len(PROMPT)), PROMPT, **ASKED))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.load_clients import SERVER
 from dllm_engine.scheduler.options.request_fields import RequestOptions
+from tests.support.load_clients import SERVER
 from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow

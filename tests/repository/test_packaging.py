@@ -108,7 +108,7 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
     names = set(archive.namelist())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dllm_engine"}
     assert names >= CODE
-    data = "py.typed playground/page.html inspection/page.css evaluation/paper_tasks.toml check/*.json demo/*/*"
+    data = "py.typed playground/page.html evaluation/paper_tasks.toml check/*.json demo/*/*"
     files = [file for pattern in data.split() for file in (CHECKOUT / "dllm_engine").glob(pattern)]
     assert {file.relative_to(CHECKOUT).as_posix() for file in files if "__pycache__" not in file.parts} <= names
     (written,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))

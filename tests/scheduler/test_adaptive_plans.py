@@ -68,7 +68,7 @@ def test_average_budget_is_the_lower_of_tokens_and_share(kv_budget, retention_ra
     assert average_budget(options, prompt_length) == average
 
 
-OF_NO_PLAN = {"scorer", "voters", "head_budget", "observation_window", "pool_kernel_size", "keep_schedule"}
+OF_NO_PLAN = {"scorer", "head_budget", "observation_window", "pool_kernel_size", "keep_schedule"}
 OF_NO_PLAN |= {"similarity_metric", "sigma", "confidence", "range_unit"}
 """Options that change no plan, some of which do not go with others."""
 
@@ -79,8 +79,6 @@ def values(schema: dict[str, Any]) -> st.SearchStrategy:
         return st.one_of([values(kind) for kind in schema["anyOf"]])
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum", [schema.get("const")]))
-    if schema["type"] == "array":  # a profile of the layers
-        return st.lists(st.floats(0, 2), min_size=4, max_size=4)
     if schema["type"] == "number":
         return st.floats(schema["minimum"], schema["maximum"]) | st.just(schema["maximum"])
     if schema["type"] == "integer":

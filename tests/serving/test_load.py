@@ -1,4 +1,4 @@
-"""A server under load; ``python -m benchmarks.serving load`` is the same for ten minutes."""
+"""A server under load."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ import random
 import openai
 import pytest
 
-from benchmarks.load_clients import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
+from tests.support.load_clients import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
 from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow

@@ -1,1 +1,0 @@
-"""Recordings of what an engine did, and a page that shows them."""
