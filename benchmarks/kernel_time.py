@@ -58,7 +58,7 @@ def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
         draw, around = torch.Generator().manual_seed(0), (case.retained // 2, case.retained * 3 // 2 + 1)
         lengths = torch.randint(*around, (case.kv_heads,), generator=draw).tolist()
     sizes = Sizes(case.heads, case.kv_heads, HEAD_DIM, hidden_size=0, vocab_size=0, page_size=PAGE_SIZE)
-    draw, rows = Draw(sizes, dtype, dtype, torch.device(device)), [case.rows] * case.requests
+    draw, rows = Draw(sizes, dtype, dtype, device), [case.rows] * case.requests
     q, k, v, cu_seqlens, tokens = paged_case(draw, rows, [lengths] * case.requests, case.packed)
     tokens = tokens._replace(max_head_len=max(lengths))
     call = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "tokens": tokens}

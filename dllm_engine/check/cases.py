@@ -33,9 +33,7 @@ class Sizes(NamedTuple):
 class Draw:
     """The same numbers whatever the device: rounded to ``dtype``, held in ``held``."""
 
-    def __init__(
-        self, sizes: Sizes, dtype: torch.dtype, held: torch.dtype, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, held: torch.dtype, device: str, seed: int = 0) -> None:
         self.sizes, self.dtype, self.held, self.device = sizes, dtype, held, device
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -48,8 +46,7 @@ class Draw:
     def slots(self, pages: torch.Tensor, *shape: int) -> torch.Tensor:
         """Different slots of ``pages``, and −1 for about a quarter of them."""
         order = torch.randperm(pages.shape[0] * pages.shape[1], generator=self.generator)[: torch.Size(shape).numel()]
-        missing = torch.rand(shape, generator=self.generator) < 0.25
-        return order.view(shape).masked_fill(missing, -1).to(self.device)
+        return order.view(shape).masked_fill(torch.rand(shape, generator=self.generator) < 0.25, -1).to(self.device)
 
     def queries_and_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``ROWS`` rows of a fused projection: views of one tensor."""
@@ -58,11 +55,8 @@ class Draw:
 
 
 def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: bool = False) -> PagedCase:
-    """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and ``retained[r][h]`` tokens of KV head h. Their
-    pages are anywhere in the pool, every slot without a token holds NaN, and page ids that are not used are no pages.
-
-    ``packed``: a range of slots for each head; otherwise token-major, where heads of different lengths leave gaps.
-    """
+    """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and ``retained[r][h]`` tokens of KV head h.
+    Slots without a token hold NaN. ``packed``: a range of slots for each head; else token-major, with gaps."""
     heads, kv_heads, dim, *_, page_size = draw.sizes
     num_slots, head_len = page_size * kv_heads, torch.tensor(retained, dtype=torch.int32)
     head_start = head_len.cumsum(1) - head_len if packed else torch.arange(kv_heads).expand_as(head_len)
@@ -105,7 +99,6 @@ def use_slots(draw: Draw) -> Results:
 def rotate(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
     for rotary_dim in (draw.sizes.head_dim, draw.sizes.head_dim // 4 * 2):  # of a head, and of a part of it
-        # A table of the CPU: what is compared is the rotation alone.
         table = rotary.rotary_table(2048, rotary_dim, 500_000.0, torch.device("cpu")).to(draw.device)
         rotary.rotate_(q, draw.integers(0, 2048, ROWS), table)
     return [q, k]
@@ -125,9 +118,8 @@ def vote(draw: Draw) -> Results:
 
 
 def use_features(draw: Draw) -> Results:
-    width = draw.sizes.hidden_size
-    values, hidden = draw.normal(ROWS, 2 * width).chunk(2, dim=1)
-    rows = features.feature_rows(draw.normal(ROWS, 2, width, 2), width)  # four rows a page
+    values, hidden = draw.normal(ROWS, 2 * draw.sizes.hidden_size).chunk(2, dim=1)
+    rows = features.feature_rows(draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size)
     targets = draw.slots(rows, ROWS)
     features.write_features(values, rows, targets)
     features.add_features(hidden, rows, targets)
@@ -137,9 +129,7 @@ def use_features(draw: Draw) -> Results:
 def predict(draw: Draw) -> Results:
     logits = draw.normal(8, draw.sizes.vocab_size) * 4
     logits[0], logits[1, 3] = logits[0].round(), 50.0  # many ties; the token that may not be drawn is the likeliest
-    seeds, forwards, positions = (
-        draw.integers(low, high, 8) for low, high in ((-(2**63), 2**63 - 1), (0, 500), (0, 2048))
-    )
+    seeds, forwards, positions = draw.integers(-(2**63), 2**63 - 1, 8), *draw.integers(0, 500, 16).view(2, 8)
     drawn = noise.gumbel_max(logits, seeds, forwards, positions, 0, 0.7, 3)
     top_p, both, top_k = (noise.filtered_logits(logits, 0.7, p, k, 3) for p, k in ((0.9, 0), (0.9, 50), (1.0, 50)))
     # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,83 +24,66 @@ BOUNDS = {torch.int64: 0.0, torch.float64: 1e-12, torch.float32: 5e-5, torch.flo
 """Largest error that rounding explains, by the type of the result."""
 ANSWERS = Path(__file__).parent / "answers.json"
 """The answers of each cache method on a CPU. ``python -m tests.cli.test_check`` writes them anew."""
-CACHE_OPTIONS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cache_options.json").read_text())
-"""With the defaults, prompts as short as these would neither be refreshed nor evicted."""
-SETTINGS: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 2}
-# The pool's size is given; the utilization only says how much must be free.
-SETTINGS |= {
-    "kv_cache_memory_bytes": 64 << 20,
-    "gpu_memory_utilization": 0.05,
-    "use_tqdm_on_load": False,
-    "trace": True,
-}
+SETTINGS = json.loads((Path(__file__).parent / "settings.json").read_text())
+"""The engine's, with cache options by which prompts as short as these are refreshed and evicted."""
+Run = Callable[[], tuple[float, float]]
+Check = tuple[str, str, Run]
+"""Name of a comparison, its type and sizes, and a function that returns the error and its bound."""
 
 
-class Check(NamedTuple):
-    """One comparison; ``run`` returns the error and its bound."""
-
-    name: str
-    case: str
-    run: Callable[[], tuple[float, float]]
-
-
-def kernel_checks(device: torch.device, sizes: Sizes, cases: Mapping[str, Case]) -> Iterator[Check]:
+def kernel_checks(device: str, sizes: Sizes, cases: Mapping[str, Case]) -> Iterator[Check]:
     """Every case in each type. The CPU computes in float64 where it can, else in float32, from the same numbers."""
     heads = f"{sizes.num_heads} heads of {sizes.head_dim} share {sizes.num_kv_heads}"
 
     def compare_devices(case: Case, dtype: torch.dtype, wide: torch.dtype) -> tuple[float, float]:
-        expected = case(Draw(sizes, dtype, wide, torch.device("cpu")))
-        return compare(case(Draw(sizes, dtype, dtype, device)), expected)
+        return compare(case(Draw(sizes, dtype, dtype, device)), case(Draw(sizes, dtype, wide, "cpu")))
 
     for name, case in cases.items():
         wide = torch.float64 if name.startswith("paged_attention") else torch.float32
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             run = partial(compare_devices, case, dtype, wide)
-            yield Check(name, f"{str(dtype).removeprefix('torch.')}, {heads}", run)
+            yield name, f"{str(dtype).removeprefix('torch.')}, {heads}", run
 
 
 def compare(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Error and bound of the result that is closest to its bound, or farthest beyond it: the largest difference over the
-    largest expected number. Infinities and NaN must be in the same places."""
+    """Error and bound of the result that is closest to its bound, or beyond it: the largest difference over the largest
+    expected number. Infinities and NaN must be in the same places."""
     errors = []
     for result, right in zip(actual, expected, strict=True):
         if result.shape != right.shape:
             raise ValueError(f"the shape is {list(result.shape)}, not {list(right.shape)}")
         a, e = result.cpu().double(), right.double()
-        differences = (
-            (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0).nan_to_num_(torch.inf, torch.inf)
-        )
+        differences = (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0)
         largest = e.where(e.isfinite(), 0.0).abs().amax().clamp(min=1e-30)
-        errors.append((float(differences.amax() / largest), BOUNDS[result.dtype]))
+        errors.append((float(differences.nan_to_num(torch.inf, torch.inf).amax() / largest), BOUNDS[result.dtype]))
     return max(errors, key=lambda each: each[0] / (each[1] or 1e-30))
 
 
-def answer_checks(device: torch.device) -> Iterator[Check]:
+def answer_checks(device: str) -> Iterator[Check]:
     """Each cache method; on GPUs with recorded steps too, and on two of them."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device == "cuda"
     for method in CACHE_METHODS:
-        yield Check("answers", method, partial(_compare_answers, method, cuda_graphs=False))
+        yield "answers", method, partial(_compare_answers, method, cuda_graphs=False)
     for method in [name for name in CACHE_METHODS if on_gpu and CACHE_METHODS[name].recordable]:
-        yield Check("answers, recorded steps", method, partial(_compare_answers, method, cuda_graphs=True))
+        yield "answers, recorded steps", method, partial(_compare_answers, method, cuda_graphs=True)
     if on_gpu and torch.cuda.device_count() > 1:
-        yield Check("answers, two ranks", "sparse", partial(_compare_answers, "sparse", tensor_parallel_size=2))
+        yield "answers, two ranks", "sparse", partial(_compare_answers, "sparse", tensor_parallel_size=2)
 
 
 def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
     """The number of answers that differ; none may."""
-    stored = json.loads(ANSWERS.read_text())[method]
-    return sum(a != b for a, b in zip(answers_of(method, **settings), stored, strict=True)), 0
+    found, stored = answers_of(method, **settings), json.loads(ANSWERS.read_text())[method]
+    return sum(answer != right for answer, right in zip(found, stored, strict=True)), 0
 
 
 def answers_of(method: str, **settings: Any) -> list[list[Any]]:
-    """Tokens of two responses of one batch, one of them sampled, and the positions that each step unmasked.
-
-    Prompts are random tokens: asked what it was trained on, the model answers right even with a cache that is wrong.
-    """
+    """Tokens of two responses of one batch, one of them sampled, and the positions that each step unmasked. Prompts are
+    random tokens: asked what it was trained on, the model answers right even with a cache that is wrong."""
     from dllm_engine.llm import LLM
 
     model = DEMO_MODEL if method in methods_for("full") else DEMO_BLOCKS
-    llm = LLM(model, cache_method=method, cache_options=CACHE_OPTIONS.get(method), **SETTINGS | settings)
+    options = {"cache_method": method, "cache_options": SETTINGS["cache_options"].get(method)}
+    llm = LLM(model, **SETTINGS["engine"], **options, **settings)
     try:
         if settings.get("cuda_graphs") and not all(llm.collective_rpc("records_steps")):
             raise ValueError("steps could not be recorded; the engine's log says why")
@@ -112,21 +95,20 @@ def answers_of(method: str, **settings: Any) -> list[list[Any]]:
         completions = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
         return [[list(each.token_ids), each.diffusion.unmasked_per_step] for each in completions]
     finally:
-        # A device holds one engine at a time.
-        llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown()  # a device holds one engine at a time
         del llm
         gc.collect()
         torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing
 
 
-def outcome_of(check: Check) -> dict[str, Any]:
+def outcome_of(name: str, case: str, run: Run) -> dict[str, Any]:
     """Result, error, bound and seconds of a check; reason and traceback of its exception."""
     start, error, bound, reason, trace = time.perf_counter(), torch.inf, 0.0, "", ""
     try:
-        error, bound = check.run()
+        error, bound = run()
     except Exception as raised:
         reason, trace = f"{type(raised).__name__}: {one_line(raised)}", "".join(traceback.format_exception(raised))
-    found = {"name": check.name, "case": check.case, "result": OK if error <= bound else FAILED, "error": error}
+    found = {"name": name, "case": case, "result": OK if error <= bound else FAILED, "error": error}
     return found | {"bound": bound, "seconds": time.perf_counter() - start, "reason": reason, "traceback": trace}
 
 

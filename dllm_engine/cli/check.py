@@ -15,23 +15,18 @@ from dllm_engine.quiet import be_quiet
 from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
-TEXTS = {
-    "description": "Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and "
-    "the demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs.",
-    "model": "folder or Hugging Face name of a checkpoint, for its sizes, or a shape such as `llada-8b`; weights are "
-    "not read (default: demo)",
-    "only": "check one part alone: `kernels` at the sizes of MODEL, `heads` of other sizes, or `answers`",
-}
+DESCRIPTION = """Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and the
+demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs."""
+MODEL = "checkpoint or shape such as `llada-8b`, for its sizes; weights are not read (default: demo)"
 HEAD_DIMS = (16, 64, 96, 128, 256)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     about = "check that the engine computes right on this machine"
-    parser = commands.add_parser("check", help=about, description=TEXTS["description"])
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=TEXTS["model"])
-    parser.add_argument("--only", choices=("kernels", "heads", "answers"), help=TEXTS["only"])
-    about = "write everything as JSON, to be attached to a report"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=about)
+    parser = commands.add_parser("check", help=about, description=DESCRIPTION)
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=MODEL)
+    parser.add_argument("--only", choices=("kernels", "heads", "answers"), help="check one part alone")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON, for a report")
     parser.set_defaults(run=run)
 
 
@@ -52,11 +47,10 @@ def run(args: argparse.Namespace) -> int:
     config, machine = config_of(args.model), provenance()
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
     sizes = Sizes(*heads, config.hidden_size, config.vocab_size)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"dllm-engine {machine['dllm_engine']} on {device} ({machine['processor']}), at the sizes of {args.model}")
-    if device.type == "cpu":
-        print("There is no CUDA device: the kernels are the CPU's, and those of a GPU do not run.")
-    print(flush=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"dllm-engine {machine['dllm_engine']} on {device} ({machine['processor']}), sizes of {args.model}\n")
+    if device == "cpu":
+        print("There is no CUDA device: the kernels are the CPU's, and those of a GPU do not run.\n")
     chosen: list[checks.Check] = []
     if args.only in (None, "kernels"):
         chosen += checks.kernel_checks(device, sizes, BY_HEADS | OTHERS)
@@ -65,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     if args.only in (None, "answers"):
         chosen += checks.answer_checks(device)
     outcomes: list[dict[str, Any]] = []
-    report = {"machine": machine | {"device": device.type}, "model": args.model, "sizes": sizes._asdict()}
+    report = {"machine": machine | {"device": device}, "model": args.model, "sizes": sizes._asdict()}
     for check in tqdm(chosen, desc="Checks", unit="", leave=False):
-        outcomes.append(checks.outcome_of(check))
+        outcomes.append(checks.outcome_of(*check))
         if args.output is not None:  # each time: what goes wrong on a device may end the process
             args.output.write_text(json_rows(report | {"checks": outcomes}, depth=2) + "\n", encoding="utf-8")
     print(checks.as_table(outcomes))

@@ -12,7 +12,7 @@ import torch
 
 from dllm_engine import LLM
 from dllm_engine.check import cases, checks
-from dllm_engine.check.checks import ANSWERS, FAILED, OK, Check, answers_of, as_table, compare, outcome_of
+from dllm_engine.check.checks import ANSWERS, FAILED, OK, answers_of, as_table, compare, outcome_of
 from dllm_engine.cli import check as command
 from dllm_engine.cli.main import main
 from dllm_engine.kernels.rotary import rotate_
@@ -70,7 +70,7 @@ def test_a_run_prints_a_table_and_writes_all_of_it(shared_engines, few_cases, tm
     machine = {"processor", "driver", "compute_capability", "python", "torch", "triton", "vllm"}
     assert machine <= report["machine"].keys()
     assert report["sizes"]["head_dim"] == 32
-    assert {"answers", "gumbel_max", "rotate_"} <= {check["name"] for check in report["checks"]}
+    assert {"answers", "mean_query_scores", "rotate_"} <= {check["name"] for check in report["checks"]}
 
 
 def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(few_cases, monkeypatch, capsys):
@@ -116,7 +116,7 @@ def test_an_engine_that_answers_otherwise_fails(shared_engines, tmp_path, monkey
     stored["none"][1][0][5] += 1
     monkeypatch.setattr(checks, "ANSWERS", tmp_path / "answers.json")
     checks.ANSWERS.write_text(json.dumps(stored))
-    outcome = outcome_of(next(checks.answer_checks(torch.device("cpu"))))
+    outcome = outcome_of(*next(checks.answer_checks("cpu")))
     assert (outcome["result"], outcome["error"]) == (FAILED, 1)
 
 
@@ -141,7 +141,7 @@ def test_the_error_is_the_largest_difference_over_the_largest_number():
 
 def test_numbers_that_are_none_fail_and_so_do_other_shapes():
     def outcome(actual):
-        return outcome_of(Check("sum", "", lambda: compare([torch.ones(2), actual], [torch.ones(2), torch.ones(2)])))
+        return outcome_of("sum", "", lambda: compare([torch.ones(2), actual], [torch.ones(2), torch.ones(2)]))
 
     assert outcome(torch.ones(2))["result"] == OK
     assert outcome(torch.tensor([1.0, torch.nan]))["error"] == torch.inf
@@ -150,7 +150,7 @@ def test_numbers_that_are_none_fail_and_so_do_other_shapes():
 
 def test_the_table_has_a_line_for_what_went_alike():
     errors = ((1e-6, 1e-5), (1e-4, 1e-2), (1e-1, 1e-2))
-    table = as_table(outcome_of(Check("sum", f"case {i}", lambda each=each: each)) for i, each in enumerate(errors))
+    table = as_table(outcome_of("sum", f"case {i}", lambda each=each: each) for i, each in enumerate(errors))
     cells = [re.split(r"\s{2,}", line) for line in table.splitlines()[1:]]
     assert [row[:2] + row[-1:] for row in cells] == [["sum", "2 cases, case 0", OK], ["sum", "case 2", FAILED]]
 

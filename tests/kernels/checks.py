@@ -86,9 +86,7 @@ def paged_case(
     dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu",
 ) -> PagedCase:  # fmt: skip
     sizes = Sizes(heads, len(retained[0]), dim, hidden_size=0, vocab_size=0, page_size=page_size)
-    return PagedCase(
-        *drawn_paged_case(Numbers(sizes, dtype, dtype, torch.device(device), seed), rows, retained, packed)
-    )
+    return PagedCase(*drawn_paged_case(Numbers(sizes, dtype, dtype, device, seed), rows, retained, packed))
 
 
 def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, limited: bool, rtol: float) -> None:

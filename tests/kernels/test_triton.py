@@ -84,10 +84,10 @@ def on_triton(monkeypatch):
 @pytest.mark.parametrize("sizes", [Sizes(4, 2, 32, 64, 150, 8), Sizes(7, 1, 96, 1100, 3000, 4)], ids=["even", "odd"])
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
-    expected = KERNEL_CASES[name](Draw(sizes, dtype, torch.float32, torch.device("cpu")))
+    expected = KERNEL_CASES[name](Draw(sizes, dtype, torch.float32, "cpu"))
     if INTERPRETED:
         on_triton()
-    error, bound = compare(KERNEL_CASES[name](Draw(sizes, dtype, dtype, torch.device(DEVICE))), expected)
+    error, bound = compare(KERNEL_CASES[name](Draw(sizes, dtype, dtype, DEVICE)), expected)
     assert error <= bound
 
 
@@ -211,7 +211,7 @@ def test_launches_compile_for_a_gpu(monkeypatch, on_triton, name):
     on_triton()
     kernels = compile_launches(monkeypatch)
     monkeypatch.setattr(cases, "PAGED", (([32], [600]),))
-    KERNEL_CASES[name](Draw(Sizes(32, 32, 128, 4096, 126_464), BFLOAT16, BFLOAT16, torch.device("cpu")))
+    KERNEL_CASES[name](Draw(Sizes(32, 32, 128, 4096, 126_464), BFLOAT16, BFLOAT16, "cpu"))
     shared_memory = [size for kernel in kernels for size in kernel.shared_memory]
     assert shared_memory
     assert max(shared_memory) <= 96 << 10
