@@ -22,11 +22,11 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from dllm_engine.families import family_of
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
-from dllm_engine.model_executor.loading.packing import embedding_table, output_head
 from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
@@ -250,7 +250,7 @@ class DiffusionDecoder(nn.Module, ABC):
                 f"tensor_parallel_size={tp_size} does not divide the model's {self.shape.num_heads} attention heads; "
                 f"choose a divisor"
             )
-        self.embedding = embedding_table(self.shape.vocab_size, self.shape.hidden_size)
+        self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 self.shape, number, quant_config, prefixes(self.modules_in_layer, f"{self.layer_prefix}.{number}")
@@ -259,7 +259,8 @@ class DiffusionDecoder(nn.Module, ABC):
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
         head = next(name for name, ours in self.modules_outside_layers.items() if ours == "lm_head")
-        self.lm_head = output_head(self.shape.vocab_size, self.shape.hidden_size, quant_config, head)
+        sizes = self.shape.vocab_size, self.shape.hidden_size
+        self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=head)
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
