@@ -1,6 +1,7 @@
 """A fake of CUDA graphs on a CPU: it records calls, refuses what a graph cannot hold, and replays the calls."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ class ForbidDeviceSync(TorchDispatchMode):
             if _get_current_dispatch_mode() is not mode:
                 return call(operator, *args, **kwargs)
             with _disable_current_modes():
-                return mode.call(lambda *args, **kwargs: call(operator, *args, **kwargs), args, kwargs)
+                return mode.call(partial(call, operator), args, kwargs)
 
         self.patch = patch.object(Operator, "__call__", as_one)
         self.patch.start()
